@@ -1,0 +1,1 @@
+"""LoRA adapters: attach, group for the optimizer, store."""

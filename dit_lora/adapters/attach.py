@@ -1,0 +1,101 @@
+"""Attach a LoRA adapter to a frozen transformer, through PEFT."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+import torch
+from diffusers.training_utils import cast_training_params
+from torch import nn
+
+from dit_lora.config import LoraConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.streams import fold
+
+ADAPTER_NAME = "default"  # Diffusers' own name for the first adapter
+_INITS: dict[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's names for them
+
+
+@dataclass(frozen=True)
+class AttachReport:
+    """What attaching changed."""
+
+    adapted: int
+    linear: int
+    parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"lora: {self.adapted} of {self.linear} linear layers, "
+            f"{self.parameters:,} trainable parameters in fp32"
+        )
+
+
+def attach_lora(
+    transformer: nn.Module, lora: LoraConfig, default_targets: Sequence[str], *, seed: int
+) -> AttachReport:
+    """Add fp32 LoRA matrices to the linear layers that `lora.targets` matches; B starts at zero.
+
+    Every target must match. The start depends on `seed` alone, so all ranks start alike.
+    """
+    targets = list(lora.targets or default_targets)
+    linear = [name for name, m in transformer.named_modules() if isinstance(m, nn.Linear)]
+    _require_matches(type(transformer).__name__, targets, linear)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=_whole(lora.alpha if lora.alpha is not None else lora.rank),
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        init_lora_weights=_INITS[lora.init],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(fold(seed, "lora_init"))
+        transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
+    cast_training_params(transformer, dtype=torch.float32)
+    trainable = [p for p in transformer.parameters() if p.requires_grad]
+    adapted = sum(is_lora_a(name) for name, _ in transformer.named_parameters())
+    return AttachReport(adapted, len(linear), sum(p.numel() for p in trainable))
+
+
+def adapter_config(transformer: nn.Module) -> dict[str, Any]:
+    """PEFT's config of the attached adapter: rank, alpha, targets."""
+    return transformer.peft_config[ADAPTER_NAME].to_dict()  # type: ignore[union-attr,operator]
+
+
+def is_lora_a(name: str) -> bool:
+    return ".lora_A." in name
+
+
+def is_lora_b(name: str) -> bool:
+    return ".lora_B." in name
+
+
+def _whole(alpha: float) -> float:
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _require_matches(model: str, targets: list[str], linear: list[str]) -> None:
+    def matches(target: str) -> bool:  # PEFT's rule for a list of targets
+        return any(name == target or name.endswith(f".{target}") for name in linear)
+
+    unmatched = [target for target in targets if not matches(target)]
+    if unmatched:
+        raise DitLoraError(
+            listed(
+                f"lora.targets: these match no linear layer of {model}: {', '.join(unmatched)}; it has",
+                [f"{suffix} ({count})" for suffix, count in _suffixes(linear).items()],
+            )
+        )
+
+
+def _suffixes(linear: list[str]) -> Counter[str]:
+    """The shortest names that a user would write, with how many layers each matches."""
+    counts: Counter[str] = Counter()
+    for name in linear:
+        parts = name.split(".")
+        # `to_out.0` and `net.2`: a bare number says nothing.
+        counts[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] += 1
+    return counts

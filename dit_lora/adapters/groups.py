@@ -1,0 +1,142 @@
+"""Parameter groups with their own learning rates: adapter, adapter_b, connector, backbone."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import is_lora_a, is_lora_b
+from dit_lora.config import GroupConfig, GroupsConfig
+from dit_lora.errors import DitLoraError, listed
+
+Patterns = Mapping[str, Sequence[str]]
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    adapter: float | GroupConfig | None = None,
+    adapter_b: float | GroupConfig | None = None,
+    connector: float | GroupConfig | None = None,
+    backbone: float | GroupConfig | None = None,
+    patterns: Patterns | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: one a name given, with `params`, `param_names`, `name`, `lr`.
+
+    A group is a learning rate, or a `GroupConfig`. `adapter` holds LoRA's matrices (only A if `adapter_b`
+    is given). `connector` and `backbone` hold base weights, by the patterns of their `GroupConfig.modules` or
+    of `patterns` (`{"connector": ["patch_embed.*"]}`), and are made trainable and fp32 here. Where neither
+    gives patterns, `backbone` is every base weight that is not the connector's.
+
+    Raises if a group matches nothing or if a trainable parameter is in no group.
+    """
+    given = {
+        name: group if isinstance(group, GroupConfig) else GroupConfig(lr=group)
+        for name, group in (
+            ("adapter", adapter),
+            ("adapter_b", adapter_b),
+            ("connector", connector),
+            ("backbone", backbone),
+        )
+        if group is not None
+    }
+    if not given:
+        raise DitLoraError("parameter_groups: give at least one group, for instance adapter=1e-4")
+    members = _members(model, given, patterns or {})
+    empty = [name for name, names in members.items() if not names]
+    if empty:
+        raise DitLoraError(
+            listed(
+                f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below",
+                sorted({_head(name) for name, _ in model.named_parameters()}),
+            )
+        )
+    parameters = dict(model.named_parameters())
+    _make_trainable(parameters, members)
+    _require_partition(parameters, members)
+    return [
+        {
+            "name": group,
+            "params": [parameters[name] for name in names],
+            "param_names": names,
+            **_options(given[group]),
+        }
+        for group, names in members.items()
+    ]
+
+
+def recipe_groups(
+    model: nn.Module, groups: GroupsConfig, patterns: Patterns
+) -> list[dict[str, Any]]:
+    """`parameter_groups` as a recipe names them."""
+    return parameter_groups(model, **groups.given(), patterns=patterns)  # type: ignore[arg-type]
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters that belong to the base model, by their names in an unadapted model."""
+    return {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not (is_lora_a(name) or is_lora_b(name))
+    }
+
+
+def _members(
+    model: nn.Module, given: Mapping[str, GroupConfig], patterns: Patterns
+) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = {name: [] for name in given}
+    for name, parameter in model.named_parameters():
+        if is_lora_b(name):
+            wanted = "adapter_b" if "adapter_b" in given else "adapter"
+        elif is_lora_a(name):
+            wanted = "adapter"
+        else:
+            wanted = _base_group(name, parameter, given, patterns) or ""
+        if wanted in members:
+            members[wanted].append(name)
+    return members
+
+
+def _base_group(
+    name: str, parameter: nn.Parameter, given: Mapping[str, GroupConfig], patterns: Patterns
+) -> str | None:
+    if not parameter.dtype.is_floating_point:
+        return None  # a quantised weight cannot be trained
+    for group in ("connector", "backbone"):
+        own = given[group].modules if group in given else None
+        wanted = own or patterns.get(group)
+        if wanted is None and group == "backbone" and group in given:
+            return group
+        if wanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
+            return group
+    return None
+
+
+def _make_trainable(
+    parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]
+) -> None:
+    for group in ("connector", "backbone"):
+        for name in members.get(group, ()):
+            parameter = parameters[name]
+            parameter.data = parameter.data.to(torch.float32)
+            parameter.requires_grad_(True)
+
+
+def _require_partition(
+    parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]
+) -> None:
+    grouped = {name for names in members.values() for name in names}
+    left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
+    if left_out:
+        raise DitLoraError(listed("these trainable parameters are in no parameter group", left_out))
+
+
+def _options(group: GroupConfig) -> dict[str, Any]:
+    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+    return {"lr": group.lr, **decay}
+
+
+def _head(name: str) -> str:
+    return name.split(".")[0] + ".*"

@@ -1,0 +1,105 @@
+"""The adapter on disk, in Diffusers' own format, with rank and alpha in its metadata.
+
+Without them a loader takes alpha = rank, and an adapter trained at alpha 64, rank 128 works at twice the
+strength it was trained with.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
+from dit_lora.adapters.groups import base_parameters
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
+BASE_FILE = "base_weights.safetensors"
+PROVENANCE_KEY = "dit_lora"
+
+
+def save_adapter(
+    transformer: nn.Module, pipeline_class: Any, out: Path, provenance: Mapping[str, Any]
+) -> Path:
+    """Write `out/pytorch_lora_weights.safetensors`, and `base_weights.safetensors` if base weights trained.
+
+    Refuses, before anything is written, an adapter that is not finite or has no effect. The pipeline's own
+    `save_lora_weights` decides names and metadata; provenance is added to the header.
+    """
+    lora = peft.get_peft_model_state_dict(transformer, adapter_name=ADAPTER_NAME)
+    base = {name: parameter.detach() for name, parameter in base_parameters(transformer).items()}
+    require_sound(lora, base)
+    out.mkdir(parents=True, exist_ok=True)
+    staged = out / ".staged"
+    config = {key: _plain(value) for key, value in adapter_config(transformer).items()}
+    pipeline_class.save_lora_weights(
+        staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
+    )
+    with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
+        metadata = dict(file.metadata())
+    metadata[PROVENANCE_KEY] = json.dumps(dict(provenance), sort_keys=True)
+    tensors = load_file(staged / ADAPTER_FILE)
+    save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
+    if base:
+        kept = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
+        save_file(kept, staged / BASE_FILE, metadata=metadata)
+    for name in (BASE_FILE, ADAPTER_FILE):
+        if (staged / name).exists():
+            (staged / name).replace(out / name)
+        else:
+            (out / name).unlink(missing_ok=True)  # an earlier run's
+    staged.rmdir()
+    return out / ADAPTER_FILE
+
+
+def require_sound(
+    lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Raise if any tensor is not finite, or if every B matrix is zero."""
+    bad = [
+        name
+        for name, tensor in {**lora, **(base or {})}.items()
+        if not torch.isfinite(tensor).all()
+    ]
+    if bad:
+        raise CheckFailedError(listed("refused to save: these tensors are not finite", bad))
+    matrices = [tensor for name, tensor in lora.items() if is_lora_b(f"{name}.")]
+    if matrices and not any(tensor.any() for tensor in matrices):
+        raise CheckFailedError(
+            "refused to save: every B matrix is zero, so the adapter has no effect; "
+            "no gradient reached it"
+        )
+
+
+def read_provenance(file: Path) -> dict[str, Any]:
+    """What the run wrote into the adapter's header; empty for an adapter that is not ours."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return json.loads((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
+
+
+def load_into_pipeline(pipeline: Any, adapter: Path) -> None:
+    """Load an adapter folder or file as the stock pipeline does, and trained base weights if beside it."""
+    file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
+    if not file.is_file():
+        raise DitLoraError(f"no adapter at {file}")
+    base = file.with_name(BASE_FILE)
+    if base.is_file():
+        # Before the adapter: PEFT renames the weights of the layers it wraps.
+        _, unexpected = pipeline.transformer.load_state_dict(load_file(base), strict=False)
+        if unexpected:
+            raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no sets; sorted, so that equal adapters are equal files."""
+    return sorted(value) if isinstance(value, set) else value

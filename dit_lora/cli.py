@@ -1,0 +1,153 @@
+"""The `dit-lora` command: each verb a thin call. Heavy imports wait inside the verbs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
+
+app = typer.Typer(
+    name="dit-lora",
+    help="LoRA fine-tuning of diffusion transformers that does not die of NaN.",
+    epilog="Training: accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """The console script: errors are one line and an exit code."""
+    with reported_errors():
+        app()
+
+
+@app.command()
+def doctor(
+    as_json: JsonFlag = False,
+    config_file: Annotated[
+        Path | None, typer.Option(help="The accelerate config that you launch with.")
+    ] = None,
+) -> None:
+    """Show versions, device and what a run will use and why; exit 1 if a run would be refused."""
+    from dit_lora.compat import probe_environment
+    from dit_lora.doctor import render, report
+
+    found = report(probe_environment(), config_file)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        render(found)
+    if not found["ok"]:
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+@app.command()
+def families() -> None:
+    """List the model families and the tiny checkpoints that can be built of each."""
+    from dit_lora.families import FAMILIES, get_family
+
+    for name in FAMILIES:
+        typer.echo(f"{name}: tiny {', '.join(get_family(name).tiny_variants)}")
+
+
+@app.command()
+def tiny(
+    variant: Annotated[str, typer.Argument(help="For instance cogvideox-2b; see `families`.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal bytes.")] = 0,
+) -> None:
+    """Build a complete random checkpoint, small enough for a CPU, without the Hub."""
+    from dit_lora.families import FAMILIES, get_family
+    from dit_lora.training.runtime import quiet_libraries
+
+    known = {
+        name: family
+        for f in FAMILIES
+        for family in [get_family(f)]
+        for name in family.tiny_variants
+    }
+    if variant not in known:
+        raise DitLoraError(f"no tiny checkpoint {variant!r}; known: {', '.join(known)}")
+    if out.exists():
+        raise DitLoraError(f"{out} exists; choose another folder or remove it")
+    quiet_libraries()
+    known[variant].build_tiny(variant, out, seed)
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+def shapes(
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    clips: Annotated[int, typer.Option(min=1)] = 6,
+    frames: Annotated[int, typer.Option(min=1)] = 17,
+    height: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 64,
+    width: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 96,
+    fps: Annotated[float, typer.Option(min=1)] = 8.0,
+) -> None:
+    """Write captioned clips of moving shapes (H.264), to try things on."""
+    from dit_lora.data.shapes import write_shapes
+
+    if out.exists():
+        raise DitLoraError(f"{out} exists; choose another folder or remove it")
+    if height % 2 or width % 2:
+        raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
+    write_shapes(out, clips=clips, frames=frames, height=height, width=width, fps=fps)
+    typer.echo(f"wrote {clips} clips to {out}")
+
+
+@app.command()
+def sample(
+    target: Annotated[Path, typer.Argument(help="A run's folder, or an adapter.")],
+    prompt: Annotated[list[str], typer.Option(help="Repeat for several videos.")],
+    model: Annotated[
+        str | None, typer.Option(help="Base checkpoint; by default the run's.")
+    ] = None,
+    seed: int = 0,
+    frames: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
+    height: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
+    width: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
+    fps: Annotated[float | None, typer.Option(help="By default as trained.")] = None,
+    inference_steps: Annotated[int, typer.Option(min=1)] = 50,
+    guidance_scale: Annotated[float, typer.Option(min=1)] = 6.0,
+    out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
+) -> None:
+    """Sample one mp4 a prompt with an adapter in the stock pipeline."""
+    from dit_lora.training.sample import SampleRequest
+    from dit_lora.training.sample import sample as run_sample
+
+    request = SampleRequest(
+        target=target,
+        prompts=tuple(prompt),
+        model=model,
+        seed=seed,
+        frames=frames,
+        height=height,
+        width=width,
+        fps=fps,
+        inference_steps=inference_steps,
+        guidance_scale=guidance_scale,
+        out=out,
+    )
+    for path in run_sample(request):
+        typer.echo(path)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
+    """Write report.html of a run, finished or not."""
+    from dit_lora.report.run_report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, with which editors complete and check them."""
+    from dit_lora.config import recipe_schema
+
+    typer.echo(json.dumps(recipe_schema(), indent=2))

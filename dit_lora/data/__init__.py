@@ -1,0 +1,1 @@
+"""From a folder of clips to batches of encoded ones."""

@@ -1,0 +1,153 @@
+"""Encoded clips and captions on disk: keyed by the content of what made them, checked, written whole.
+
+One safetensors file an entry. Its key is the digest of everything that its tensors depend on, so a changed
+video, caption, checkpoint, dtype or shape is another entry and nothing is ever stale. Its header carries the
+digest of its bytes. Values are checked finite and in range when written and when read.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from dit_lora.errors import DitLoraError
+
+# No encoder here comes near it: VAE posteriors stay below 100 and T5 embeddings below 1000.
+MAX_ABS = 1e4
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+
+Spec = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class CacheError(DitLoraError):
+    """An encoder gave a value that must not be cached; the message names sample and tensor."""
+
+
+def entry_key(facts: Mapping[str, Any]) -> str:
+    """Hex digest of facts that JSON can hold; equal facts, equal key."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def describe_bad(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """What is not finite or out of range in these tensors, in words; None if nothing is."""
+    words = []
+    for name, tensor in tensors.items():
+        nan = int(tensor.isnan().sum())
+        inf = int(tensor.isinf().sum())
+        counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count]
+        if counts:
+            words.append(f"{name} has {' and '.join(counts)} among {tensor.numel()} values")
+        elif tensor.numel() and (peak := tensor.abs().max().item()) > MAX_ABS:
+            words.append(f"{name} reaches {peak:.3g}, beyond {MAX_ABS:g}")
+    return "; ".join(words) or None
+
+
+class TensorCache:
+    """Entries of one kind below a folder; safe for several processes that write the same entry."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, key: str) -> Path:
+        return self.root / key[:2] / f"{key}.safetensors"
+
+    def is_whole(self, key: str) -> bool:
+        """Whether the entry is there with all its bytes; contents are checked by `read`."""
+        try:
+            with safe_open(self.path(key), framework="pt") as entry:
+                return "digest" in (entry.metadata() or {})
+        except (OSError, SafetensorError):
+            return False
+
+    def spec(self, key: str) -> Spec:
+        """Shapes and dtypes of an entry's tensors, from its header."""
+        with safe_open(self.path(key), framework="pt") as entry:
+            empty = {name: entry.get_slice(name) for name in entry.keys()}  # noqa: SIM118
+            return {
+                name: (torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
+                for name, part in empty.items()
+            }
+
+    def write(
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        sample: str,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Check the tensors and write them by one rename; raises `CacheError` naming `sample`."""
+        bad = describe_bad(tensors)
+        if bad:
+            raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {
+            "digest": _digest(kept),
+            "sample": sample,
+            "facts": json.dumps(facts, sort_keys=True),
+        }
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_bytes(save(kept, metadata))
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise DitLoraError(
+                f"cannot write the cache entry of {sample} in {path.parent}: {error.strerror}; "
+                "free space or set data.cache; entries already written are whole"
+            ) from error
+
+    def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
+        """The tensors and what is wrong with them, in words, or None.
+
+        A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
+        together, which the gate sees to. An entry that cannot be read is given as NaN of shape `spec`.
+        """
+        try:
+            tensors, digest = self._load(key)
+        except (OSError, SafetensorError) as error:
+            lost = {
+                name: torch.full(shape, torch.nan, dtype=d) for name, (shape, d) in spec.items()
+            }
+            return lost, f"its cache entry {self.path(key)} cannot be read: {error}"
+        bad = describe_bad(tensors)
+        if bad:
+            return tensors, f"in its cache entry {self.path(key)}, {bad}"
+        if digest != _digest(tensors):
+            return (
+                tensors,
+                f"its cache entry {self.path(key)} is not what was written (digest differs)",
+            )
+        return tensors, None
+
+    def set_aside(self, key: str) -> Path:
+        """Rename a bad entry out of the way, so that the next start builds it anew."""
+        path = self.path(key)
+        aside = path.with_suffix(".bad")
+        if path.exists():
+            path.replace(aside)
+        return aside
+
+    def _load(self, key: str) -> tuple[dict[str, torch.Tensor], str | None]:
+        with safe_open(self.path(key), framework="pt") as entry:
+            tensors = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
+            return tensors, (entry.metadata() or {}).get("digest")
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,174 @@
+"""Batches of cached clips, in an order that is a function of the seed and the position alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from dit_lora.data.cache import Spec, TensorCache
+from dit_lora.numerics.streams import generator
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A clip's place in the caches."""
+
+    id: str
+    video_key: str
+    text_key: str
+
+
+@dataclass(frozen=True)
+class CachedClips:
+    """The encoded training set; `empty_text_key` is the caption that dropout puts in place."""
+
+    entries: tuple[Entry, ...]
+    empty_text_key: str
+    videos: TensorCache
+    texts: TensorCache
+
+    @cached_property
+    def _specs(self) -> tuple[Spec, Spec]:
+        """All entries of a recipe have one shape: the first one's that can be read."""
+        first = self.entries[0]
+        return self.videos.spec(first.video_key), self.texts.spec(first.text_key)
+
+    def read(self, entry: Entry, text_key: str, position: int) -> "Batch":
+        """One sample as a batch of one; what is wrong with it is in `faults`."""
+        video_spec, text_spec = self._specs
+        tensors, video_fault = self.videos.read(entry.video_key, video_spec)
+        embeddings, text_fault = self.texts.read(text_key, text_spec)
+        faults = [fault for fault in (video_fault, text_fault) if fault]
+        return Batch(
+            ids=(entry.id,),
+            positions=(position,),
+            tensors={name: tensor[None] for name, tensor in (tensors | embeddings).items()},
+            faults={entry.id: "; ".join(faults)} if faults else {},
+        )
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+        """Rename what is bad of these samples' entries, so that the next start builds them anew."""
+        aside = []
+        for entry in self.entries:
+            if entry.id not in samples:
+                continue
+            for cache, key, spec in zip(
+                (self.videos, self.texts),
+                (entry.video_key, entry.text_key),
+                self._specs,
+                strict=True,
+            ):
+                if cache.read(key, spec)[1]:
+                    aside.append(cache.set_aside(key))
+        return aside
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. Each tensor is (B, ...); `positions` are the samples' numbers in the run."""
+
+    ids: tuple[str, ...]
+    positions: tuple[int, ...]
+    tensors: Mapping[str, torch.Tensor]
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """What reading the cache found wrong, by sample id."""
+
+    def to(self, device: torch.device) -> "Batch":
+        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors.items()}
+        return Batch(self.ids, self.positions, moved, self.faults)
+
+    def pin_memory(self) -> "Batch":
+        """The DataLoader calls this when it pins."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return Batch(self.ids, self.positions, pinned, self.faults)
+
+
+class ClipDataset(Dataset):
+    """Reads the sample at each position of a run: which clip, and whether its caption is dropped."""
+
+    def __init__(self, clips: CachedClips, *, seed: int, caption_dropout: float) -> None:
+        self.clips = clips
+        self.seed = seed
+        self.caption_dropout = caption_dropout
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def clip_at(self, position: int) -> Entry:
+        """Every epoch is a permutation of its own; a batch may span two epochs."""
+        epoch, index = divmod(position, len(self.clips.entries))
+        if self._order[0] != epoch:
+            shuffle = generator(self.seed, "order", epoch)
+            order = torch.randperm(len(self.clips.entries), generator=shuffle).tolist()
+            self._order = (epoch, order)
+        return self.clips.entries[self._order[1][index]]
+
+    def __getitem__(self, position: int) -> Batch:
+        entry = self.clip_at(position)
+        draw = torch.rand((), generator=generator(self.seed, "caption_dropout", position))
+        text_key = self.clips.empty_text_key if draw < self.caption_dropout else entry.text_key
+        return self.clips.read(entry, text_key, position)
+
+
+def collate(samples: Sequence[Batch]) -> Batch:
+    """Batches of one, side by side."""
+    return Batch(
+        ids=tuple(sample.ids[0] for sample in samples),
+        positions=tuple(sample.positions[0] for sample in samples),
+        tensors={
+            name: torch.cat([sample.tensors[name] for sample in samples])
+            for name in samples[0].tensors
+        },
+        faults={sample: fault for one in samples for sample, fault in one.faults.items()},
+    )
+
+
+class PositionSampler(Sampler[list[int]]):
+    """The positions of each micro-batch of one rank, from the step after `start_step` on.
+
+    Step s covers positions s*G .. s*G + G-1, where G = accumulate * ranks * batch_size. Micro-steps and
+    ranks share them out in order, so the samples of a step do not depend on how it is split.
+    """
+
+    def __init__(
+        self,
+        *,
+        start_step: int,
+        steps: int,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.steps = range(start_step, steps)
+        self.batch_size, self.accumulate, self.rank, self.ranks = (
+            batch_size,
+            accumulate,
+            rank,
+            ranks,
+        )
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        per_step = self.accumulate * self.ranks * self.batch_size
+        for step in self.steps:
+            for micro in range(self.accumulate):
+                first = step * per_step + (micro * self.ranks + self.rank) * self.batch_size
+                yield list(range(first, first + self.batch_size))
+
+
+def build_loader(
+    dataset: ClipDataset, sampler: PositionSampler, *, workers: int, pin_memory: bool
+) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        # A fixed generator: a loader that draws its base seed from the global one would disturb it.
+        generator=generator(dataset.seed, "workers"),
+    )

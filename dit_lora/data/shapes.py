@@ -1,0 +1,51 @@
+"""Captioned clips of moving shapes: real H.264 files for demos and tests, no download needed."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from dit_lora.data.video import write_video
+
+_COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
+_SHAPES = ("disc", "square")
+_BACKGROUND = (24, 24, 30)
+
+
+def write_shapes(
+    out: Path, *, clips: int, frames: int, height: int, width: int, fps: float
+) -> list[Path]:
+    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths, lines = [], []
+    for index in range(clips):
+        colour = list(_COLOURS)[index % len(_COLOURS)]
+        shape = _SHAPES[index // len(_COLOURS) % len(_SHAPES)]
+        rightwards = index % 2 == 0
+        video = _render(shape, colour, rightwards, frames, height, width)
+        path = out / f"{index:02d}_{colour}_{shape}.mp4"
+        write_video(path, video, fps)
+        paths.append(path)
+        side = "right" if rightwards else "left"
+        text = f"a {colour} {shape} moves to the {side} over a dark background"
+        lines.append(json.dumps({"file_name": path.name, "text": text}))
+    (out / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return paths
+
+
+def _render(
+    shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
+) -> torch.Tensor:
+    """uint8 (frames, height, width, 3)."""
+    y = torch.arange(height).view(-1, 1) - height / 2
+    radius = height / 4
+    video = torch.tensor(_BACKGROUND, dtype=torch.uint8).repeat(frames, height, width, 1)
+    for frame in range(frames):
+        progress = frame / max(1, frames - 1)
+        centre = radius + (width - 2 * radius) * (progress if rightwards else 1 - progress)
+        x = torch.arange(width).view(1, -1) - centre
+        inside = (
+            x**2 + y**2 < radius**2 if shape == "disc" else (x.abs() < radius) & (y.abs() < radius)
+        )
+        video[frame, inside] = torch.tensor(_COLOURS[colour], dtype=torch.uint8)
+    return video

@@ -1,0 +1,153 @@
+"""Video files in and out, through PyAV: frames chosen by their time stamps, resized with their aspect kept.
+
+Shapes: F frames, H and W pixels.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+
+from dit_lora.errors import DitLoraError
+
+# Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
+DECODE_VERSION = "pyav-1: nearest time stamp, Lanczos to cover, centre crop"
+
+
+class ClipError(DitLoraError):
+    """A clip cannot give the frames asked for; the message names file and reason."""
+
+
+def read_frames(path: Path, *, frames: int, height: int, width: int, fps: float) -> torch.Tensor:
+    """uint8 (F, 3, H, W): the frames nearest to 0, 1/fps, 2/fps ... seconds of the clip.
+
+    Frames are scaled to cover height x width and cropped at the centre. Memory holds the chosen frames
+    only. Raises `ClipError` if the file cannot be read or is too short.
+    """
+    try:
+        chosen = list(_choose(path, frames, height, width, fps))
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        raise ClipError(f"{path}: cannot be decoded ({error})") from error
+    if len(chosen) < frames:
+        raise ClipError(f"{path}: {_shortage(frames, fps, len(chosen))}")
+    return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2).contiguous()
+
+
+def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
+    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take; H and W must be even."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    rate = Fraction(fps).limit_denominator(1001)
+    with av.open(partial, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=rate, options={"crf": "17"})
+        stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
+        for pixels in video.numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class VideoHeader:
+    """What a file says of itself; `seconds` is None where it does not say."""
+
+    fps: float | None
+    seconds: float | None
+    height: int
+    width: int
+
+
+def read_header(path: Path) -> VideoHeader:
+    """The first video stream's header, without decoding; raises `ClipError` if there is none."""
+    try:
+        with av.open(path) as container:
+            stream = _video_stream(container)
+            rate, duration, base = stream.average_rate, stream.duration, stream.time_base
+            seconds = float(duration * base) if duration and base else None
+            return VideoHeader(float(rate) if rate else None, seconds, stream.height, stream.width)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        raise ClipError(f"{path}: cannot be opened as a video ({error})") from error
+
+
+def too_short(header: VideoHeader, *, frames: int, fps: float) -> str | None:
+    """Why a clip with this header cannot give `frames` at `fps`, or None."""
+    if header.seconds is None or header.fps is None:
+        return None  # decoding will tell
+    # The last frame serves for half its interval beyond its time stamp: see `_choose`.
+    gives = _count_until(header.seconds - 0.5 / header.fps, fps, 0, frames)
+    return _shortage(frames, fps, gives) if gives < frames else None
+
+
+def _shortage(frames: int, fps: float, gives: int) -> str:
+    return (
+        f"too short: {frames} frames at {fps:g} fps are asked for, it gives {gives}; "
+        "lower data.frames, raise data.fps or remove it"
+    )
+
+
+def _choose(path: Path, frames: int, height: int, width: int, fps: float) -> Iterator[np.ndarray]:
+    """Up to `frames` resized frames, each the nearest in time to k / fps seconds."""
+    taken, interval = 0, 0.0
+    shown: av.VideoFrame | None = None
+    shown_at = 0.0
+    for frame, seconds in _decode(path):
+        if shown is not None:
+            interval = seconds - shown_at
+            count = _count_until(shown_at + interval / 2, fps, taken, frames)
+            yield from _repeat(shown, count, height, width)
+            taken += count
+        if taken == frames:
+            return
+        shown, shown_at = frame, seconds
+    if shown is not None:
+        count = _count_until(shown_at + interval / 2, fps, taken, frames)
+        yield from _repeat(shown, count, height, width)
+
+
+def _count_until(end: float, fps: float, taken: int, frames: int) -> int:
+    """How many of the wanted times k / fps, from k = taken on, come before `end` seconds."""
+    # The small shift lets a time on the border belong to the earlier frame in spite of rounding.
+    return max(0, min(frames, math.floor(end * fps + 1e-6) + 1) - taken)
+
+
+def _repeat(frame: av.VideoFrame, count: int, height: int, width: int) -> Iterator[np.ndarray]:
+    if count:
+        pixels = _resize(frame, height, width)
+        yield from (pixels for _ in range(count))
+
+
+def _decode(path: Path) -> Iterator[tuple[av.VideoFrame, float]]:
+    """Every frame with its seconds since the first one, in the order of display."""
+    with av.open(path) as container:
+        stream = _video_stream(container)
+        stream.thread_type = "AUTO"
+        start: float | None = None
+        for frame in container.decode(stream):
+            if frame.time is None:
+                raise ValueError("a frame has no time stamp")
+            start = frame.time if start is None else start
+            yield frame, frame.time - start
+
+
+def _video_stream(container: av.container.InputContainer) -> av.VideoStream:
+    if not container.streams.video:
+        raise ValueError("it has no video stream")
+    return container.streams.video[0]
+
+
+def _resize(frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
+    """uint8 (H, W, 3): scaled to cover, cropped at the centre, upright."""
+    image = frame.to_image()
+    if frame.rotation % 360:
+        image = image.rotate(frame.rotation, expand=True)  # degrees counter-clockwise, as PyAV's
+    scale = max(width / image.width, height / image.height)
+    kept_width, kept_height = width / scale, height / scale
+    left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
+    box = (left, top, left + kept_width, top + kept_height)
+    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))

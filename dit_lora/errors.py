@@ -1,0 +1,52 @@
+"""Errors that a user can act on, and the exit codes that go with them.
+
+Exit codes: 0 done, 1 the thing checked is wrong, 2 bad usage or input, 3 the guard stopped the run,
+130 interrupted, 143 preempted and resumable.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+class DitLoraError(Exception):
+    """Says what was wrong, what was received and what to do; it is shown without a traceback."""
+
+    exit_code = 2
+
+
+class CheckFailedError(DitLoraError):
+    """The thing that was asked to be checked is wrong."""
+
+    exit_code = 1
+
+
+class InterruptedRunError(DitLoraError):
+    """The run was asked to stop and saved its state first."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def listed(summary: str, offenders: Sequence[str]) -> str:
+    """One line of summary, then every offender on a line of its own."""
+    return "\n".join([summary, *(f"  - {offender}" for offender in offenders)])
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Turn a `DitLoraError` into its message on stderr and its exit code.
+
+    In a distributed run every rank raises the same error at the same point, so rank 0 speaks for all.
+    """
+    try:
+        yield
+    except DitLoraError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)

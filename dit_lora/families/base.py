@@ -1,0 +1,148 @@
+"""The family contract: everything that training must know about one model family, and nothing else.
+
+A family holds facts and pure functions. It has no optimizer, no loop and no logging, so that no family can
+lose the guard. `Family` is what is known before a checkpoint is opened; `Checkpoint` is bound to one.
+
+Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dit_lora.config import DataConfig, ModelConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.streams import Streams
+from dit_lora.objectives import LossOutput
+
+TextEncoder = Callable[[Sequence[str]], torch.Tensor]
+"""Captions to embeddings (B, T, D)."""
+VideoEncoder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""Pixels, uint8 (frames, 3, height, width), to the tensors that the cache keeps for a clip."""
+
+
+@dataclass(frozen=True)
+class VideoShape:
+    """Pixels and frames of one video."""
+
+    frames: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "VideoShape":
+        return cls(data.frames, data.height, data.width)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample one video."""
+
+    shape: VideoShape
+    inference_steps: int
+    guidance_scale: float
+    seed: int
+
+
+class Checkpoint(Protocol):
+    """One opened checkpoint of a family."""
+
+    path: Path
+
+    @property
+    def train_timesteps(self) -> int:
+        """Timesteps are drawn from 0 to this minus one."""
+
+    def check_shape(self, shape: VideoShape) -> None:
+        """Raise with the nearest shapes that work if the VAE or the patches cannot take this one."""
+
+    def text_facts(self) -> Mapping[str, Any]:
+        """What embeddings depend on besides caption and dtype: files (`Path`) and values."""
+
+    def video_facts(self) -> Mapping[str, Any]:
+        """What a clip's cached tensors depend on besides pixels and dtype: files (`Path`) and values."""
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder: ...
+
+    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder: ...
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        """The frozen transformer, loaded in `dtype` from the start, on the CPU."""
+
+    def losses(
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        """Per-sample losses of a cached batch; every draw comes from `streams`."""
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        """The stock Diffusers pipeline, around `transformer` if given; without encoder unless `text`."""
+
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+        """One video, uint8 (frames, height, width, 3); `conditions` are arguments of the pipeline."""
+
+
+class Family(Protocol):
+    """What is known of a family before a checkpoint is opened."""
+
+    name: str
+    lora_targets: tuple[str, ...]
+    """Default names of the linear layers that get an adapter, as PEFT matches them."""
+    group_patterns: Mapping[str, tuple[str, ...]]
+    """Patterns of base parameter names for the `connector` and `backbone` groups."""
+    tiny_variants: tuple[str, ...]
+    """Names that `dit-lora tiny` takes."""
+    pipeline_class: Any
+    """The stock pipeline whose `load_lora_weights` must take our adapters."""
+
+    def open(self, model: ModelConfig) -> Checkpoint:
+        """Read the checkpoint's configs, no weights; refuse one of another family."""
+
+    def build_tiny(self, variant: str, out: Path, seed: int) -> None:
+        """Write a complete random pipeline of that variant, small enough for tests."""
+
+
+def local_checkpoint(model: ModelConfig) -> Path:
+    """The Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
+    path = Path(model.path).expanduser()
+    if path.is_dir():
+        return path
+    looks_local = path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1
+    if looks_local:
+        raise DitLoraError(
+            f"model.path: no folder {model.path}; give a Diffusers checkpoint folder or a Hub id"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        files = ["*.json", "*.safetensors", "*.model", "*.txt"]
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DitLoraError(
+            f"model.path: no local folder {model.path}, and the Hub did not give it: {reason}"
+        ) from error
+
+
+def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
+    """A component's config.json (`model_index.json` for the pipeline itself), as a dict."""
+    if component:
+        name = "scheduler_config.json" if component == "scheduler" else "config.json"
+        file = path / component / name
+    else:
+        file = path / "model_index.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DitLoraError(
+            f"{path} is not a Diffusers checkpoint: it has no {file.relative_to(path)}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DitLoraError(f"cannot read {file}: {error}") from error

@@ -1,0 +1,1 @@
+"""Numbers that stay finite and runs that can be repeated."""

@@ -1,0 +1,48 @@
+"""Named random streams: every draw is a function of (seed, stream, position), never of history.
+
+A run's samples are numbered from 0 in the order in which they are trained; that number is the sample's
+*position*. Each sample draws from generators of its own, seeded from its position. So a micro-batch can
+be replayed alone, a resumed run draws what the uninterrupted one would have drawn, and the split of a
+batch over micro-steps and ranks changes no draw.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+
+def fold(seed: int, stream: str, *position: int) -> int:
+    """A 63-bit seed for one stream at one position; different arguments give unrelated seeds."""
+    text = "/".join([str(seed), stream, *map(str, position)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generator(seed: int, stream: str, *position: int) -> torch.Generator:
+    """A CPU generator at the start of one stream at one position.
+
+    On the CPU whatever the device of training, so that a GPU run can be replayed on a CPU.
+    """
+    # PyTorch's CPU generator uses the low 32 bits of its seed.
+    return torch.Generator("cpu").manual_seed(fold(seed, stream, *position) & 0xFFFFFFFF)
+
+
+class Streams:
+    """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample."""
+
+    def __init__(self, seed: int, positions: Sequence[int]) -> None:
+        self.seed = seed
+        self.positions = tuple(positions)
+
+    def __call__(self, stream: str) -> list[torch.Generator]:
+        return [generator(self.seed, stream, position) for position in self.positions]
+
+
+def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """fp32 standard normal noise of shape (B, *shape), on the CPU, each row from its own generator."""
+    return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])
+
+
+def integers(low: int, high: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """int64 draws of shape (B,), uniform over low..high-1, each from its own generator."""
+    return torch.cat([torch.randint(low, high, (1,), generator=row) for row in generators])

@@ -1,0 +1,1 @@
+"""The verbs: precompute, train, sample, and what they run on."""

@@ -1,0 +1,111 @@
+"""What a run writes as it goes: metrics.jsonl, held_out.jsonl, events.jsonl and the trackers."""
+
+import json
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_lora.training.loop import StepResult
+
+_BUCKETS = 4  # timestep ranges of loss_by_timestep
+
+
+class Journal:
+    """Appends one JSON object a line; only the main process writes."""
+
+    def __init__(self, run_dir: Path, *, timesteps: int, start_step: int) -> None:
+        self.dir = run_dir
+        self._timesteps = timesteps
+        self._samples = 0
+        for name in ("metrics.jsonl", "held_out.jsonl"):
+            kept = _truncate(run_dir / name, start_step)
+            if kept and name == "metrics.jsonl":
+                self._samples = kept[-1].get("samples", 0)
+
+    def step(self, result: StepResult) -> dict[str, Any]:
+        """Write one line of metrics.jsonl and return it."""
+        self._samples += len(result.losses)
+        line = {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": next(iter(result.lr_groups.values())),
+            "seconds": result.seconds,
+            "data_seconds": result.data_seconds,
+            "peak_gib": peak_gib(),
+            "samples": self._samples,
+            "lr_groups": result.lr_groups,
+            "grad_norm_groups": result.grad_norm_groups,
+            "loss_by_timestep": self._by_timestep(result),
+        }
+        self._append("metrics.jsonl", line)
+        return line
+
+    def held_out(self, step: int, loss: float) -> None:
+        self._append("held_out.jsonl", {"step": step, "held_out_loss": loss})
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._append("events.jsonl", event)
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        with (self.dir / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _by_timestep(self, result: StepResult) -> dict[str, float]:
+        width = -(-self._timesteps // _BUCKETS)
+        members: dict[int, list[float]] = {}
+        for timestep, loss in zip(result.timesteps, result.losses, strict=True):
+            members.setdefault(timestep // width, []).append(loss)
+        return {
+            f"{bucket * width}-{min((bucket + 1) * width, self._timesteps) - 1}": sum(losses)
+            / len(losses)
+            for bucket, losses in sorted(members.items())
+        }
+
+
+def held_out_losses(run_dir: Path) -> dict[int, float]:
+    """A run's held-out losses so far, by step."""
+    return {line["step"]: line["held_out_loss"] for line in _read(run_dir / "held_out.jsonl")}
+
+
+def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """A metrics line flattened for trackers: `lr/adapter`, `grad_norm/adapter`."""
+    flat = {
+        k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
+    }
+    for name in ("lr_groups", "grad_norm_groups", "loss_by_timestep"):
+        prefix = name.removesuffix("_groups")
+        flat |= {f"{prefix}/{key}": value for key, value in line[name].items()}
+    return flat
+
+
+def peak_gib() -> float:
+    """The peak so far: allocated GPU memory, or this process' resident memory without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Drop the lines after a step, so that a resumed run writes them once."""
+    kept = [line for line in _read(path) if line["step"] <= last_step]
+    if path.exists():
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+    return kept
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break  # torn by a killed process: the last line
+    return lines

@@ -1,0 +1,92 @@
+"""AdamW over parameter groups, learning rates as a function of the step, and clipping."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dit_lora.config import OptimConfig
+
+Groups = Sequence[Mapping[str, Any]]
+Schedule = Callable[[str, int], float]
+"""(group name, step counted from 1) to learning rate."""
+
+
+def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW over the groups of `parameter_groups`."""
+    return torch.optim.AdamW(
+        groups, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
+
+
+def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
+    """Learning rates that depend on the step alone, so that there is no state to save or to poison."""
+    given = optim.groups.given()
+
+    def learning_rate(group: str, step: int) -> float:
+        config = given[group]
+        kind = config.schedule or optim.schedule
+        warmup = optim.warmup_steps if config.warmup_steps is None else config.warmup_steps
+        return config.lr * schedule_factor(kind, step, warmup=warmup, steps=steps)
+
+    return learning_rate
+
+
+def schedule_factor(kind: str, step: int, *, warmup: int, steps: int) -> float:
+    """The share of the peak learning rate at a step counted from 1; the first step is never at zero.
+
+    Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards 0,
+    which they would reach one step after the last.
+    """
+    if step <= warmup:
+        return step / warmup
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
+    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, float]:
+    """Set each group's learning rate for this step and return them by name."""
+    rates = {}
+    for group in groups:
+        group["lr"] = rates[group["name"]] = schedule(group["name"], step)  # type: ignore[index]
+    return rates
+
+
+def gradient_norms(groups: Groups) -> dict[str, torch.Tensor]:
+    """Each group's gradient norm, fp32 scalars on the device; not finite if any element is not."""
+    return {
+        group["name"]: torch.nn.utils.get_total_norm(
+            [p.grad for p in group["params"] if p.grad is not None]
+        ).float()
+        for group in groups
+    }
+
+
+def clip_gradients(
+    groups: Groups, norms: Mapping[str, torch.Tensor], optim: OptimConfig
+) -> torch.Tensor:
+    """Scale gradients to their clips and return the pre-clip norm over all groups.
+
+    Groups with a clip of their own are scaled alone; `optim.clip` bounds the others together.
+    """
+    clips = {name: group.clip for name, group in optim.groups.given().items()}
+    shared = [group for group in groups if clips[group["name"]] is None]
+    for group in groups:
+        own = clips[group["name"]]
+        if own is not None:
+            _scale([group], norms[group["name"]], own)
+    if shared and optim.clip is not None:
+        _scale(shared, _joint([norms[group["name"]] for group in shared]), optim.clip)
+    return _joint(list(norms.values()))
+
+
+def _joint(norms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
+    parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)

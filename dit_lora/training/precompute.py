@@ -1,0 +1,179 @@
+"""Encode every clip and caption once, before the transformer is loaded.
+
+The text encoder is loaded, used and freed; then the VAE. Ranks share the work; what is already cached is
+kept, so an interrupted run goes on where it stopped. Memory holds one clip at a time.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dit_lora.data.cache import CacheError, TensorCache, entry_key
+from dit_lora.data.digest import Digests
+from dit_lora.data.loader import CachedClips, Entry
+from dit_lora.data.sources import Clip, read_clips
+from dit_lora.data.video import (
+    DECODE_VERSION,
+    ClipError,
+    read_frames,
+    read_header,
+    too_short,
+)
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import Checkpoint, VideoShape
+from dit_lora.training.runtime import Runtime, agree
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """The encoded training set, the embeddings of validation prompts, and digests of what made them."""
+
+    clips: CachedClips
+    prompt_keys: tuple[str, ...]
+    data_digest: str
+    transformer_digest: str
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One entry to make."""
+
+    sample: str
+    key: str
+    facts: Mapping[str, Any]
+    make: Callable[[Any], dict[str, torch.Tensor]]
+
+
+def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
+    """Fill the caches for a recipe; all unusable clips are listed in one error, after the others are cached."""
+    recipe, root = runtime.recipe, runtime.recipe.cache_dir
+    videos, texts = TensorCache(root / "videos"), TensorCache(root / "texts")
+    clips = read_clips(recipe.data)
+    with runtime.accelerator.local_main_process_first():  # the others find the digests remembered
+        digests = Digests(root / "digests.json")
+        text_facts = _resolve(checkpoint.text_facts(), digests, runtime)
+        video_facts = _resolve(checkpoint.video_facts(), digests, runtime)
+        transformer_digest = digests.component(checkpoint.path / "transformer")
+        video_jobs = [_video_job(clip, video_facts, digests, runtime) for clip in clips]
+        if runtime.accelerator.is_local_main_process:
+            digests.save()
+    prompts = list(recipe.validation.prompts)
+    captions = dict.fromkeys(["", *(clip.caption for clip in clips), *prompts])
+    text_jobs = {caption: _text_job(caption, text_facts) for caption in captions}
+
+    missing_texts = [job for job in text_jobs.values() if not texts.is_whole(job.key)]
+    missing_videos = [job for job in video_jobs if not videos.is_whole(job.key)]
+    runtime.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+    _check_headers(clips, video_jobs, missing_videos, runtime)
+    _encode(runtime, texts, missing_texts, checkpoint.load_text_encoder, "captions")
+    _encode(runtime, videos, missing_videos, checkpoint.load_video_encoder, "clips")
+
+    entries = tuple(
+        Entry(clip.id, video.key, text_jobs[clip.caption].key)
+        for clip, video in zip(clips, video_jobs, strict=True)
+    )
+    return Precomputed(
+        clips=CachedClips(entries, text_jobs[""].key, videos, texts),
+        prompt_keys=tuple(text_jobs[prompt].key for prompt in prompts),
+        data_digest=entry_key({"entries": [[e.id, e.video_key, e.text_key] for e in entries]}),
+        transformer_digest=transformer_digest,
+    )
+
+
+def _resolve(facts: Mapping[str, Any], digests: Digests, runtime: Runtime) -> dict[str, Any]:
+    """Folders become digests of their contents; the dtype of encoding is a fact too."""
+    resolved = {
+        name: digests.component(value) if isinstance(value, Path) else value
+        for name, value in facts.items()
+    }
+    return resolved | {"dtype": str(runtime.precision.dtype)}
+
+
+def _text_job(caption: str, facts: Mapping[str, Any]) -> _Job:
+    facts = {**facts, "caption": caption}
+
+    def make(encode: Callable[[Sequence[str]], torch.Tensor]) -> dict[str, torch.Tensor]:
+        # One at a time: in a batch, the result would depend on its neighbours in the last bits.
+        return {"prompt_embeds": encode([caption])[0]}
+
+    return _Job(f"caption {caption!r}", entry_key(facts), facts, make)
+
+
+def _video_job(clip: Clip, facts: Mapping[str, Any], digests: Digests, runtime: Runtime) -> _Job:
+    data = runtime.recipe.data
+    how = {"frames": data.frames, "height": data.height, "width": data.width, "fps": data.fps}
+    facts = {**facts, **how, "decode": DECODE_VERSION, "media": digests.file(clip.path)}
+
+    def make(encode: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        shape = VideoShape.of(data)
+        return encode(
+            read_frames(
+                clip.path,
+                frames=shape.frames,
+                height=shape.height,
+                width=shape.width,
+                fps=data.fps,
+            )
+        )
+
+    return _Job(clip.id, entry_key(facts), facts, make)
+
+
+def _check_headers(
+    clips: Sequence[Clip], jobs: Sequence[_Job], missing: Sequence[_Job], runtime: Runtime
+) -> None:
+    """Refuse clips that cannot be opened or are too short before an encoder is loaded for the others."""
+    data, wrong = runtime.recipe.data, []
+    wanted = {job.key for job in missing}
+    for clip, job in zip(clips, jobs, strict=True):
+        if job.key not in wanted:
+            continue
+        try:
+            header = read_header(clip.path)
+        except ClipError as error:
+            wrong.append(str(error))
+            continue
+        short = too_short(header, frames=data.frames, fps=data.fps)
+        if short:
+            wrong.append(f"{clip.path}: {short}")
+    if wrong:
+        raise DitLoraError(listed("these clips cannot be used", wrong))
+
+
+def _encode(
+    runtime: Runtime,
+    cache: TensorCache,
+    missing: Sequence[_Job],
+    load_encoder: Callable[[torch.dtype, torch.device], Any],
+    what: str,
+) -> None:
+    """Make this rank's share of the missing entries; collective."""
+    # Equal facts, equal entry: two clips with the same bytes are encoded once.
+    jobs = list({job.key: job for job in missing}.values())
+    if not jobs:
+        return
+    accelerator = runtime.accelerator
+    share = jobs[accelerator.process_index :: accelerator.num_processes]
+    failed = []
+    if share:
+        encoder = load_encoder(runtime.precision.dtype, accelerator.device)
+        for job in _progress(share, f"encoding {what}", runtime):
+            try:
+                cache.write(job.key, job.make(encoder), sample=job.sample, facts=job.facts)
+            except (ClipError, CacheError) as error:
+                failed.append(str(error))
+        del encoder
+        gc.collect()
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+    summary = f"these {what} cannot be used; the others are cached"
+    agree(accelerator, DitLoraError(listed(summary, failed)) if failed else None)
+
+
+def _progress(jobs: Iterable[_Job], what: str, runtime: Runtime) -> Iterable[_Job]:
+    return tqdm(jobs, desc=what, unit="", disable=not runtime.is_main, dynamic_ncols=True)

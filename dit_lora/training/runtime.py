@@ -1,0 +1,153 @@
+"""What a run runs on: versions checked, launch checked, one owner of autocast, the run's folder."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from dit_lora.compat import (
+    launch_problem,
+    probe_environment,
+    processes_asked,
+    require_compatible,
+)
+from dit_lora.config import Recipe, dump_recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.precision import Precision, choose_precision
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One started run."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    precision: Precision
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.recipe.run.dir)
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def say(self, line: str) -> None:
+        """One line for the user, from one process."""
+        if self.is_main:
+            sys.stderr.write(f"{line}\n")
+
+
+def start(recipe: Recipe) -> Runtime:
+    """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
+    quiet_libraries()
+    environment = probe_environment()
+    warnings = require_compatible(environment, recipe.run.allow_untested)
+    on_gpu = torch.cuda.is_available()
+    precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    # pytorch#196678: its backward gives NaN with a mask tensor, torch 2.11 and later.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    accelerator = Accelerator(
+        cpu=not on_gpu,
+        mixed_precision=precision.mixed,
+        gradient_accumulation_steps=recipe.train.accumulate,
+        log_with=list(recipe.run.trackers) or None,
+        project_config=ProjectConfiguration(project_dir=recipe.run.dir),
+    )
+    _check_launch(accelerator)
+    runtime = Runtime(recipe, accelerator, precision)
+    for warning in warnings:
+        runtime.say(f"warning: {warning}")
+    runtime.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
+    runtime.say(f"precision: {precision.dtype}: {precision.reason}")
+    return runtime
+
+
+def open_run_folder(runtime: Runtime, *, resumed: bool) -> None:
+    """Write config.yaml and environment.json; a folder that holds another run's steps is refused."""
+    folder = runtime.dir
+    if (folder / "metrics.jsonl").exists() and not resumed:
+        raise DitLoraError(
+            f"run.dir {folder} already holds a run; continue it with train.resume=auto, "
+            "or choose another run.dir"
+        )
+    if runtime.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_recipe(runtime.recipe), encoding="utf-8")
+        environment = asdict(probe_environment())
+        environment["processes"] = runtime.accelerator.num_processes
+        environment["precision"] = f"{runtime.precision.dtype}: {runtime.precision.reason}"
+        text = json.dumps(environment, indent=2, sort_keys=True)
+        (folder / "environment.json").write_text(text + "\n", encoding="utf-8")
+    runtime.accelerator.wait_for_everyone()
+
+
+def quiet_libraries() -> None:
+    """Progress bars of loading are noise beside our own; warnings stay."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Within it, the first SIGINT or SIGTERM is remembered and asks for a clean stop; the second acts.
+
+    Yields a function that gives the exit code asked for, 130 or 143, or 0.
+    """
+    asked = {"code": 0}
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        if asked["code"]:
+            raise KeyboardInterrupt
+        asked["code"] = 128 + number
+
+    previous = {s: signal.signal(s, remember) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked["code"]
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
+    """Raise on every rank if any rank brings an error, with the first one's message."""
+    from accelerate.utils import gather_object
+
+    found: list[Any] = gather_object([None if error is None else (str(error), error.exit_code)])
+    first = next((item for item in found if item is not None), None)
+    if first is None:
+        return
+    agreed = DitLoraError(first[0])
+    agreed.exit_code = first[1]
+    raise agreed from error
+
+
+def _check_launch(accelerator: Accelerator) -> None:
+    """Two processes asked for and one started is an error, not a slow run."""
+    parent = psutil.Process().parent()
+    try:
+        command, folder = (parent.cmdline(), Path(parent.cwd())) if parent else ([], Path.cwd())
+    except psutil.Error:
+        command, folder = [], Path.cwd()  # the launcher has ended, or is another user's
+    problem = launch_problem(
+        processes_asked(command, folder),
+        accelerator.num_processes,
+        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"),
+        str(accelerator.distributed_type),
+    )
+    if problem:
+        raise DitLoraError(problem)

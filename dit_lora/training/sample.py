@@ -1,0 +1,118 @@
+"""Sample videos with a trained adapter in the stock pipeline."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dit_lora.adapters.store import (
+    ADAPTER_FILE,
+    load_into_pipeline,
+    read_provenance,
+)
+from dit_lora.config import ModelConfig
+from dit_lora.data.video import write_video
+from dit_lora.errors import DitLoraError
+from dit_lora.families import FAMILIES, get_family
+from dit_lora.families.base import (
+    Sampling,
+    VideoShape,
+    local_checkpoint,
+    read_component_config,
+)
+from dit_lora.numerics.precision import choose_precision
+from dit_lora.training.runtime import quiet_libraries
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What to sample; values left None are those that the adapter was trained with."""
+
+    target: Path
+    """A run's folder, an adapter's folder or its file."""
+    prompts: tuple[str, ...]
+    model: str | None = None
+    seed: int = 0
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    fps: float | None = None
+    inference_steps: int = 50
+    guidance_scale: float = 6.0
+    out: Path | None = None
+
+
+def sample(request: SampleRequest) -> list[Path]:
+    """Write one mp4 a prompt, each from the same seed, and return their paths."""
+    quiet_libraries()
+    adapter = find_adapter(request.target)
+    made = read_provenance(adapter)
+    model = _base_model(request, made)
+    family = get_family(made.get("family") or _family_of(model))
+    checkpoint = family.open(model)
+    video = made.get("video", {})
+    shape = VideoShape(
+        frames=_value("frames", request.frames, video),
+        height=_value("height", request.height, video),
+        width=_value("width", request.width, video),
+    )
+    checkpoint.check_shape(shape)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pipeline = checkpoint.pipeline(choose_precision("auto", device).dtype)
+    load_into_pipeline(pipeline, adapter)
+    pipeline.to(device)
+    how = Sampling(shape, request.inference_steps, request.guidance_scale, request.seed)
+    out = request.out or adapter.parent / "samples"
+    paths = []
+    for index, prompt in enumerate(request.prompts):
+        frames = checkpoint.generate(pipeline, {"prompt": prompt}, how)
+        path = out / f"seed_{request.seed}_prompt_{index:02d}.mp4"
+        write_video(path, frames, float(_value("fps", request.fps, video)))
+        paths.append(path)
+    return paths
+
+
+def find_adapter(target: Path) -> Path:
+    """The adapter file of a run's folder, an adapter's folder or the file itself."""
+    candidates = [target, target / ADAPTER_FILE, target / "adapter" / ADAPTER_FILE]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise DitLoraError(
+            f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
+        )
+    return found
+
+
+def _base_model(request: SampleRequest, made: dict[str, Any]) -> ModelConfig:
+    """`--model`, else the run's own, else the Hub id that the adapter names."""
+    family = made.get("family", "")
+    if request.model:
+        return ModelConfig(family=family, path=request.model)
+    config = request.target / "config.yaml"
+    if config.is_file():
+        return ModelConfig(**yaml.safe_load(config.read_text(encoding="utf-8"))["model"])
+    base = made.get("base_model", "")
+    if "/" not in base:
+        known = f" (trained on {base})" if base else ""
+        raise DitLoraError(
+            f"{request.target} does not say where its base model{known} is; give --model"
+        )
+    return ModelConfig(family=family, path=base)
+
+
+def _family_of(model: ModelConfig) -> str:
+    """The family whose pipeline the checkpoint names, for an adapter that is not ours."""
+    pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
+    for name in FAMILIES:
+        if get_family(name).pipeline_class.__name__ == pipeline:
+            return name
+    raise DitLoraError(f"{model.path} is a {pipeline} checkpoint; no family samples it")
+
+
+def _value(name: str, asked: Any, trained: dict[str, Any]) -> Any:
+    value = asked if asked is not None else trained.get(name)
+    if value is None:
+        raise DitLoraError(f"the adapter does not say its {name}; give --{name}")
+    return value

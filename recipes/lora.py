@@ -1,0 +1,51 @@
+"""LoRA fine-tuning of a diffusion transformer: one script, the recipe's YAML says which.
+
+accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips run.dir=runs/kitten
+"""
+
+import sys
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.groups import recipe_groups
+from dit_lora.config import load_recipe
+from dit_lora.errors import DitLoraError, reported_errors
+from dit_lora.families import get_family
+from dit_lora.families.base import VideoShape
+from dit_lora.report.run_report import write_report
+from dit_lora.training.checkpoint import find_checkpoint
+from dit_lora.training.precompute import precompute
+from dit_lora.training.run import finish, fit, prepare, summary
+from dit_lora.training.runtime import open_run_folder, start
+
+USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
+
+
+def main(argv: list[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        raise DitLoraError(f"usage: {USAGE}")
+    recipe = load_recipe(argv[0], argv[1:])
+    family = get_family(recipe.model.family)
+    checkpoint = family.open(recipe.model)
+    checkpoint.check_shape(VideoShape.of(recipe.data))
+
+    runtime = start(recipe)
+    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
+    open_run_folder(runtime, resumed=recipe.train.resume != "none")
+    encoded = precompute(runtime, checkpoint)  # the encoders live and die here
+
+    transformer = checkpoint.load_transformer(runtime.precision.dtype)
+    report = attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
+    runtime.say(str(report))
+    groups = recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
+
+    run = prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
+    fit(run)
+    adapter = finish(run)
+    if adapter is not None:
+        runtime.say(summary(run, adapter, write_report(runtime.dir)))
+    runtime.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    with reported_errors():
+        main(sys.argv[1:])
