@@ -11,7 +11,7 @@ from typing import Any
 
 import peft
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -82,7 +82,7 @@ def read_provenance(file: Path) -> dict[str, Any]:
     try:
         with safe_open(file, framework="pt") as opened:
             return json.loads((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
 
 

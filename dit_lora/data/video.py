@@ -76,17 +76,19 @@ def read_header(path: Path) -> VideoHeader:
 
 
 def too_short(header: VideoHeader, *, frames: int, fps: float) -> str | None:
-    """Why a clip with this header cannot give `frames` at `fps`, or None."""
+    """Why a clip with this header surely cannot give `frames` at `fps`; None if decoding must tell.
+
+    Generous by one frame: some files leave the last frame's time out of their duration.
+    """
     if header.seconds is None or header.fps is None:
-        return None  # decoding will tell
-    # The last frame serves for half its interval beyond its time stamp: see `_choose`.
-    gives = _count_until(header.seconds - 0.5 / header.fps, fps, 0, frames)
+        return None
+    gives = _count_until(header.seconds + 0.5 / header.fps, fps, 0, frames)
     return _shortage(frames, fps, gives) if gives < frames else None
 
 
 def _shortage(frames: int, fps: float, gives: int) -> str:
     return (
-        f"too short: {frames} frames at {fps:g} fps are asked for, it gives {gives}; "
+        f"too short: {frames} frames at {fps:g} fps are asked for, it gives at most {gives}; "
         "lower data.frames, raise data.fps or remove it"
     )
 

@@ -1,0 +1,401 @@
+"""Which versions this code was tested with, which are known to go wrong, and what a run will use.
+
+Only `probe_environment` looks at the machine. Everything else is a function of the `Environment` that
+it returns, or of a command line, so that any machine can be judged from any other.
+"""
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+from dit_lora.errors import DitLoraError, listed
+
+Severity = Literal["refuse", "warn", "handled"]
+Status = Literal["tested", "in range", "untested", "refused", "missing", "absent"]
+Release = tuple[int, int, int]
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What is known of a distribution: floor <= tested release < first untested major."""
+
+    floor: str
+    release: str | None  # None: no build of it could be tested
+    next_major: int
+    required: bool = True
+
+    def requirement(self, name: str) -> str:
+        """The range as pip reads it."""
+        return f"{name}>={self.floor},<{self.next_major}"
+
+
+TESTED: Mapping[str, Tested] = {
+    "torch": Tested("2.11", "2.13.0", 3),
+    "diffusers": Tested("0.42", "0.42.1", 1),
+    "transformers": Tested("5.0", "5.23.0", 6),
+    "peft": Tested("0.20", "0.21.2", 1),
+    "accelerate": Tested("1.15", "1.15.0", 2),
+    "huggingface_hub": Tested("2.0", "2.4.0", 3),
+    "safetensors": Tested("0.8", "0.8.0", 1),
+    "av": Tested("14", "18.1.0", 19),
+    "triton": Tested("3.6", "3.9.0", 4, required=False),  # the floor is what torch 2.11 pins
+    "flash-attn": Tested("2.7", None, 3, required=False),
+    "bitsandbytes": Tested("0.45", "0.50.2", 1, required=False),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU; `bf16` says that it computes in it, not that it emulates it."""
+
+    name: str
+    memory_gib: float
+    bf16: bool
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a run runs on; JSON-able by `dataclasses.asdict`."""
+
+    python: str
+    platform: str
+    versions: Mapping[str, str]  # an absent distribution has no entry
+    torch_cuda: str | None = None  # the CUDA version that torch was built for
+    devices: tuple[Device, ...] = ()  # GPUs that torch can use; without one a run is on the CPU
+
+    def release(self, name: str) -> Release | None:
+        """A version's first three numbers, of a nightly those it leads to; None if there are none."""
+        try:
+            return _release(self.versions[name])
+        except (KeyError, InvalidVersion):
+            return None
+
+    def label(self, name: str) -> str:
+        """The build label after the plus sign: `cpu` of 2.13.0+cpu."""
+        return self.versions.get(name, "").partition("+")[2]
+
+
+def probe_environment() -> Environment:
+    """The environment of this process; imports torch, and says so in its versions if it is absent."""
+    versions = {}
+    for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    cuda, devices = None, []
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+    else:
+        cuda = torch.version.cuda
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            gpu = torch.cuda.get_device_properties(index)
+            # As torch.cuda.is_bf16_supported(including_emulation=False), which asks one device only.
+            bf16 = torch.version.hip is not None or gpu.major >= 8
+            devices.append(Device(gpu.name, round(gpu.total_memory / 2**30, 1), bf16))
+    return Environment(
+        platform.python_version(), platform.platform(), versions, cuda, tuple(devices)
+    )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong or was not tested, and the command that changes it."""
+
+    id: str
+    severity: Severity
+    what: str
+    remedy: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}{f' ({self.source})' if self.source else ''}; {self.remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownBad(Problem):
+    """A combination of versions that somebody lost time to, and the way out."""
+
+    matches: Callable[[Environment], bool]
+
+
+def _release(version: str) -> Release:
+    release = Version(version).release
+    return (*release, 0, 0)[:3]  # type: ignore[return-value]
+
+
+def _within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
+    """low <= installed < high; false if absent."""
+    release = env.release(name)
+    return release is not None and low <= release < (high or (10**6, 0, 0))
+
+
+def _torchvision_of_another_torch(env: Environment) -> bool:
+    """torchvision 0.(n + 15) is built against torch 2.n, as its own metadata pins."""
+    torch, vision = env.release("torch"), env.release("torchvision")
+    if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
+        return False
+    # PyPI's wheel for x86-64 Linux is linked to CUDA, which a CPU build of torch does not have.
+    on_pc = "Linux" in env.platform and "x86_64" in env.platform
+    cuda_on_cpu = on_pc and env.label("torch") == "cpu" != env.label("torchvision")
+    return vision[1] != torch[1] + 15 or cuda_on_cpu
+
+
+KNOWN_BAD: tuple[KnownBad, ...] = (
+    KnownBad(
+        "cudnn-sdpa-backward",
+        "handled",
+        "cuDNN's attention backward gives NaN gradients with a mask (reported on H100 and H200)",
+        "nothing to do: the run calls torch.backends.cuda.enable_cudnn_sdp(False)",
+        "https://github.com/pytorch/pytorch/issues/196678",
+        matches=lambda env: (
+            bool(env.torch_cuda and env.devices) and _within(env, "torch", (2, 11, 0))
+        ),
+    ),
+    KnownBad(
+        "sdpa-before-2.5.1",
+        "refuse",
+        "the loss is NaN from the first step; torch 2.5.1 cured it for most who reported it",
+        f'pip install "{TESTED["torch"].requirement("torch")}"',
+        "https://github.com/huggingface/finetrainers/issues/143",
+        matches=lambda env: _within(env, "torch", (0, 0, 0), (2, 5, 1)),
+    ),
+    KnownBad(
+        "peft-half-adapters",
+        "refuse",
+        "PEFT 0.5 to 0.11 makes half-precision adapters, and in fp16 AdamW's eps of 1e-8 is zero",
+        f'pip install "{TESTED["peft"].requirement("peft")}"',
+        "https://github.com/huggingface/peft/pull/1706",
+        matches=lambda env: _within(env, "peft", (0, 5, 0), (0, 12, 0)),
+    ),
+    KnownBad(
+        "flash-attn-cuda-12.4",
+        "refuse",
+        "with flash-attn on CUDA 12.4 a DiT's loss was reported to turn NaN after some epochs",
+        "pip uninstall -y flash-attn",
+        "https://github.com/NUS-HPC-AI-Lab/VideoSys/issues/107",
+        matches=lambda env: "flash-attn" in env.versions and env.torch_cuda == "12.4",
+    ),
+    KnownBad(
+        "triton-interpreter-numpy-2.4",
+        "refuse",
+        "Triton 3.6's interpreter fails in tl.dot with numpy 2.4 or later, and there is no GPU",
+        'pip install "torch>=2.12,<3" "triton>=3.7,<4"',  # torch 2.11 pins triton 3.6
+        "https://github.com/triton-lang/triton/issues/9171",
+        matches=lambda env: (
+            not env.devices  # with one, Triton compiles
+            and _within(env, "triton", (3, 6, 0), (3, 7, 0))
+            and _within(env, "numpy", (2, 4, 0))
+        ),
+    ),
+    KnownBad(
+        "torchvision-of-another-torch",
+        "refuse",
+        "not built for this torch: T5's import fails, operator torchvision::nms does not exist",
+        "pip uninstall -y torchvision",
+        "https://github.com/pytorch/vision/issues/8985",
+        matches=_torchvision_of_another_torch,
+    ),
+)
+
+
+def package_status(name: str, env: Environment) -> Status:
+    """`in range` is from the floor to the tested minor release; `untested` is newer than that."""
+    known = TESTED[name]
+    if name not in env.versions:
+        return "missing" if known.required else "absent"
+    release = env.release(name)
+    if release is None or not _release(known.floor) <= release < (known.next_major, 0, 0):
+        return "refused"
+    if known.release is None or release[:2] > _release(known.release)[:2]:
+        return "untested"
+    return "tested" if release == _release(known.release) else "in range"
+
+
+def problems(env: Environment) -> list[Problem]:
+    """Every version out of its range, every untested one, and every known-bad combination."""
+    versions = (_version_problem(name, env) for name in TESTED)
+    return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
+
+
+def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
+    """The warnings to show, unless something is refused: then one error lists all refusals.
+
+    With `allow_untested` the refusals are among the warnings. What the run handles is not.
+    """
+    found = problems(env)
+    refused = [str(problem) for problem in found if problem.severity == "refuse"]
+    if refused and not allow_untested:
+        raise DitLoraError(
+            listed("refused before any work; run.allow_untested=true goes on anyway", refused)
+        )
+    return [str(problem) for problem in found if problem.severity != "handled"]
+
+
+def _version_problem(name: str, env: Environment) -> Problem | None:
+    known, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
+    if status in ("tested", "in range", "absent"):
+        return None
+    if status == "untested" and known.release is None:
+        what = f"no build of {name} could be tested; got {version}"
+        return Problem(name, "warn", what, f"to do without it: pip uninstall -y {name}")
+    if status == "untested":
+        what = f"{name} was tested up to {known.release}; got {version}"
+        return Problem(name, "warn", what, _install(f"{name}=={known.release}", env))
+    wanted = known.requirement(name)
+    received = f"got {version}" if version else "it is not installed"
+    return Problem(name, "refuse", f"{wanted} is needed; {received}", _install(wanted, env))
+
+
+def _install(requirement: str, env: Environment) -> str:
+    command = f'pip install "{requirement}"'
+    if requirement.startswith("torch") and env.label("torch") == "cpu":
+        command += " --index-url https://download.pytorch.org/whl/cpu"  # else pip changes the build
+    return command
+
+
+# `accelerate launch` options that take no value (accelerate/commands/launch.py).
+_FLAGS = """h help q quiet cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic
+dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm
+same_network m module no_python tpu_cluster no_tpu_cluster tpu_use_sudo downcast_bf16
+fp8_use_autocast_during_eval debug"""
+LAUNCH_FLAGS = frozenset(_FLAGS.split())
+LAUNCHERS = ("accelerate-launch", "accelerate.commands.launch")
+COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")  # these take the word launch
+
+
+def launch_problem(
+    asked: int | None, started: int, use_fsdp: bool, distributed_type: str
+) -> str | None:
+    """What the launcher left out in silence, processes or FSDP; `started` is what the run sees."""
+    kind = distributed_type.rpartition(".")[2].upper()  # str() of Accelerate's has its class
+    count = max(2, asked or started)
+    on_cpu = (
+        f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
+        f"or `torchrun --nproc_per_node {count}`"
+    )
+    found = []
+    if asked and asked > started:
+        found.append(
+            f"{asked} processes were asked for and the run has {started}: accelerate launch starts a "
+            "single process, in silence, for --cpu and for distributed_type MULTI_CPU or NO; "
+            f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, {on_cpu}"
+        )
+    if use_fsdp and kind != "FSDP":
+        found.append(
+            f"FSDP was asked for and the run is {kind}: Accelerate shards on GPUs and not on a CPU; "
+            f"leave FSDP out, and start several processes {on_cpu}"
+        )
+    return "\n".join(found) or None
+
+
+def processes_asked(cmdline: Sequence[str], cwd: str | Path) -> int | None:
+    """The number of processes that an `accelerate launch` given in `cwd` asks for.
+
+    None if the command is another one, or leaves the number to Accelerate.
+    """
+    options = _launch_options(cmdline)
+    if options is None:
+        return None
+    if "num_processes" in options:
+        text = options["num_processes"]
+        return int(text) if text.isdecimal() else None
+    given = options.get("config_file")
+    if given is None and "cpu" in options:
+        return None  # Accelerate reads no default file beside --cpu
+    path = Path(cwd) / given if given else default_launch_config()
+    return launch_processes(read_launch_config(path)) if path.is_file() else None
+
+
+def default_launch_config() -> Path:
+    """The file that `accelerate launch` reads when it is given none; it need not exist."""
+    # The variables are Hugging Face's; the rule is in accelerate/commands/config/config_args.py.
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def read_launch_config(path: Path) -> dict[str, Any]:
+    """The values of an Accelerate config file."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)  # JSON too
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DitLoraError(f"cannot read the accelerate config {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise DitLoraError(f"{path} must hold keys such as num_processes; got {values!r}")
+    return values
+
+
+def launch_processes(config: Mapping[str, Any]) -> int | None:
+    """The number of processes that an Accelerate config file asks for; None if it does not say."""
+    if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        return None  # a cloud job's file, which says nothing of this machine
+    default = 1 if config.get("distributed_type") in ("NO", False) else -1  # YAML 1.1's NO is false
+    count = config.get("num_processes", default)
+    return count if isinstance(count, int) and count > 0 else None
+
+
+def _launch_options(cmdline: Sequence[str]) -> dict[str, str] | None:
+    """Options before the script's name, dashes as underscores; None if it is no `accelerate launch`."""
+    names = ["", *(PurePath(token).name.removesuffix(".exe") for token in cmdline)]
+    starts = (
+        place
+        for place in range(1, len(names))
+        if names[place] in LAUNCHERS or (names[place] == "launch" and names[place - 1] in COMMANDS)
+    )
+    start = next(starts, None)
+    if start is None:
+        return None
+    tokens, options = iter(cmdline[start:]), {}
+    for token in tokens:
+        if token == "--" or not token.startswith("-"):
+            break  # what follows the script's name is the script's own
+        name, equals, value = token.partition("=")
+        glued = len(name) > 2 and not name.startswith("--")  # -t3
+        name = name.lstrip("-").replace("-", "_")
+        takes_next = not (equals or glued or name in LAUNCH_FLAGS)
+        options[name] = next(tokens, "") if takes_next else value
+    return options
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a run will use, and why."""
+
+    what: str
+    choice: str
+    why: str
+
+
+def decisions(env: Environment) -> list[Decision]:
+    """What a run on this environment uses where the recipe leaves it open."""
+    gpu = env.devices[0] if env.devices else None
+    trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
+    device = "cpu", "torch finds no GPU that it can use"
+    dtype = "fp32", "without bf16 instructions a CPU was 10 to 70 times slower in bf16"
+    if gpu:
+        device = f"cuda: {gpu.name}, {gpu.memory_gib} GiB", "torch can use this GPU"
+        dtype = "fp32", "this GPU does not compute in bf16, and fp16 overflows on these models"
+    if gpu and gpu.bf16:
+        dtype = "bf16", "this GPU computes in it; trainable weights are fp32 all the same"
+    return [
+        Decision("device", *device),
+        Decision("dtype", *dtype),
+        Decision("attention", "PyTorch SDPA, cuDNN off", "cuDNN's can give NaN: pytorch#196678"),
+        Decision("kernels", "PyTorch's own", "this version has no fused kernels"),
+        Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
+        Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
+        Decision("trackers", trackers, "installed; run.trackers chooses among them"),
+    ]

@@ -1,0 +1,65 @@
+"""Shared fixtures: tiny checkpoints and clips, built once a session; threads fixed."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on busy cores can be a hundred times slower
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from dit_lora.config import ModelConfig, Recipe, parse_recipe
+from dit_lora.data.shapes import write_shapes
+from dit_lora.families import get_family
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tiny random checkpoint of every variant of CogVideoX."""
+    root = tmp_path_factory.mktemp("tiny")
+    family = get_family("cogvideox")
+    for variant in family.tiny_variants:
+        family.build_tiny(variant, root / variant, 0)
+    return {variant: root / variant for variant in family.tiny_variants}
+
+
+@pytest.fixture(scope="session")
+def shape_clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of five captioned clips, 9 frames at 8 fps, 64x96."""
+    folder = tmp_path_factory.mktemp("clips") / "shapes"
+    write_shapes(folder, clips=5, frames=9, height=64, width=96, fps=8)
+    return folder
+
+
+@pytest.fixture
+def recipe_values(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) -> dict[str, Any]:
+    """A small recipe as plain values, to change before `parse_recipe`."""
+    return {
+        "model": {"family": "cogvideox", "path": str(tiny_checkpoints["cogvideox-2b"])},
+        "data": {
+            "path": str(shape_clips),
+            "frames": 9,
+            "height": 32,
+            "width": 48,
+            "fps": 8,
+            "workers": 0,
+        },
+        "lora": {"rank": 4, "alpha": 8},
+        "optim": {"groups": {"adapter": {"lr": 1e-3}}},
+        "train": {"steps": 4, "checkpointing": "none"},
+        "validation": {"held_out_draws": 1, "inference_steps": 2},
+        "run": {"dir": str(tmp_path / "runs" / "run")},
+    }
+
+
+@pytest.fixture
+def recipe(recipe_values: dict[str, Any]) -> Recipe:
+    return parse_recipe(recipe_values, "test")
+
+
+def open_checkpoint(path: Path) -> Any:
+    return get_family("cogvideox").open(ModelConfig(family="cogvideox", path=str(path)))

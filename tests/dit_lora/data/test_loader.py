@@ -1,0 +1,117 @@
+"""Which sample comes when: a function of seed and position, whatever the split."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dit_lora.data.cache import TensorCache
+from dit_lora.data.loader import (
+    Batch,
+    CachedClips,
+    ClipDataset,
+    Entry,
+    PositionSampler,
+    build_loader,
+)
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> CachedClips:
+    videos, texts = TensorCache(tmp_path / "v"), TensorCache(tmp_path / "t")
+    texts.write("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})
+    entries = []
+    for k in range(5):
+        videos.write(f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={})
+        texts.write(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})
+        entries.append(Entry(f"{k}.mp4", f"v{k}", f"t{k}"))
+    return CachedClips(tuple(entries), "empty", videos, texts)
+
+
+def positions(**values: int) -> list[list[int]]:
+    return list(PositionSampler(**{"start_step": 0, "rank": 0, "ranks": 1, **values}))
+
+
+def test_a_steps_samples_do_not_depend_on_its_split() -> None:
+    """batch 4 x 1, batch 1 x 4, two ranks x 2, two ranks x 1 x 2: the same four samples."""
+    whole = positions(steps=3, batch_size=4, accumulate=1)
+    assert whole == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    micro = positions(steps=3, batch_size=1, accumulate=4)
+    assert [sum(micro[4 * s : 4 * s + 4], []) for s in range(3)] == whole
+    for batch_size, accumulate in ((2, 1), (1, 2)):
+        ranks = [
+            positions(steps=3, batch_size=batch_size, accumulate=accumulate, rank=rank, ranks=2)
+            for rank in (0, 1)
+        ]
+        for step in range(3):
+            here = slice(step * accumulate, (step + 1) * accumulate)
+            assert sorted(sum(ranks[0][here] + ranks[1][here], [])) == whole[step]
+
+
+def test_resuming_goes_on_where_it_stopped() -> None:
+    whole = positions(steps=20, batch_size=2, accumulate=3)
+    assert positions(start_step=7, steps=20, batch_size=2, accumulate=3) == whole[7 * 3 :]
+
+
+def test_every_epoch_is_another_permutation_of_all_clips(clips: CachedClips) -> None:
+    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    epochs = [[dataset.clip_at(5 * e + k).id for k in range(5)] for e in range(6)]
+    assert all(sorted(epoch) == [f"{k}.mp4" for k in range(5)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 2
+    backwards = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    assert [backwards.clip_at(p).id for p in reversed(range(30))] == sum(epochs, [])[::-1]
+    other = ClipDataset(clips, seed=1, caption_dropout=0.0)
+    assert [other.clip_at(p).id for p in range(30)] != sum(epochs, [])
+
+
+def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> None:
+    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    sampler = PositionSampler(start_step=0, steps=3, batch_size=3, accumulate=1, rank=0, ranks=1)
+    batches = list(build_loader(dataset, sampler, workers=0, pin_memory=False))
+    batch = batches[1]  # positions 3, 4, 5
+    assert batch.positions == (3, 4, 5)
+    for row, sample in enumerate(batch.ids):
+        k = float(sample.removesuffix(".mp4"))
+        assert (batch.tensors["latent_mean"][row] == k).all()
+        assert (batch.tensors["prompt_embeds"][row] == k + 1).all()
+    assert not batch.faults
+
+
+def test_workers_give_the_same_batches(clips: CachedClips) -> None:
+    def ids(workers: int) -> list[tuple[tuple[str, ...], list[float]]]:
+        dataset = ClipDataset(clips, seed=3, caption_dropout=0.5)
+        sampler = PositionSampler(start_step=1, steps=6, batch_size=2, accumulate=2, rank=0, ranks=1)
+        loader = build_loader(dataset, sampler, workers=workers, pin_memory=False)
+        return [(b.ids, b.tensors["prompt_embeds"][:, 0, 0].tolist()) for b in loader]
+
+    assert ids(0) == ids(2)
+
+
+def test_reading_ahead_leaves_the_global_generator_alone(clips: CachedClips) -> None:
+    dataset = ClipDataset(clips, seed=3, caption_dropout=0.5)
+    sampler = PositionSampler(start_step=0, steps=3, batch_size=1, accumulate=1, rank=0, ranks=1)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    list(build_loader(dataset, sampler, workers=0, pin_memory=False))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_captions_drop_at_the_asked_rate(clips: CachedClips, share: float) -> None:
+    dataset = ClipDataset(clips, seed=0, caption_dropout=share)
+    dropped = sum(not dataset[p].tensors["prompt_embeds"].any() for p in range(400)) / 400
+    assert abs(dropped - share) < 0.08  # over three standard deviations
+
+
+def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
+    path = clips.videos.path("v2")
+    path.write_bytes(path.read_bytes()[:50])
+    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=5, accumulate=1, rank=0, ranks=1)
+    batch: Batch = next(iter(build_loader(dataset, sampler, workers=0, pin_memory=False)))
+    assert list(batch.faults) == ["2.mp4"]
+    row = batch.ids.index("2.mp4")
+    assert batch.tensors["latent_mean"][row].isnan().all()
+    assert batch.tensors["latent_mean"].isnan().sum() == 4
+    assert clips.set_aside_bad(["2.mp4", "3.mp4"]) == [path.with_suffix(".bad")]

@@ -1,0 +1,107 @@
+"""Frames by time stamp, aspect kept, errors that name the file."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from dit_lora.data.video import ClipError, read_frames, read_header, too_short, write_video
+
+
+def numbered(path: Path, times_ms: list[int], height: int = 32, width: int = 48) -> Path:
+    """A lossless clip whose k-th frame is grey level 8 * k, shown at the given milliseconds."""
+    with av.open(path, "w") as container:
+        stream = container.add_stream("libx264", rate=30, options={"crf": "0"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv444p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for k, time in enumerate(times_ms):
+            frame = av.VideoFrame.from_ndarray(
+                np.full((height, width, 3), 8 * k, np.uint8), format="rgb24"
+            )
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def levels(video: torch.Tensor) -> list[int]:
+    return [round(frame.float().mean().item() / 8) for frame in video]
+
+
+def test_30_fps_is_resampled_to_8_by_the_nearest_frame(tmp_path: Path) -> None:
+    times = [round(k * 1000 / 30) for k in range(30)]
+    path = numbered(tmp_path / "a.mp4", times)
+    video = read_frames(path, frames=7, height=32, width=48, fps=8)
+    nearest = [int(np.argmin([abs(t - 125 * k) for t in times])) for k in range(7)]
+    assert levels(video) == nearest == [0, 4, 7, 11, 15, 19, 22]
+
+
+def test_a_variable_frame_rate_is_read_by_its_time_stamps(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "a.mp4", [0, 40, 400, 480, 1000, 1040])
+    video = read_frames(path, frames=5, height=32, width=48, fps=4)
+    assert levels(video) == [0, 2, 3, 4, 4]  # 0, 250, 500, 750, 1000 ms
+
+
+def test_a_clip_that_starts_late_counts_from_its_first_frame(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "a.mkv", [500, 625, 750, 875])
+    assert levels(read_frames(path, frames=4, height=32, width=48, fps=8)) == [0, 1, 2, 3]
+
+
+def test_the_last_frame_serves_for_its_own_time_but_no_longer(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "a.mp4", [0, 125, 250, 375])
+    read_frames(path, frames=4, height=32, width=48, fps=8)
+    with pytest.raises(ClipError, match=r"a\.mp4: too short: 5 frames at 8 fps .* it gives at most 4"):
+        read_frames(path, frames=5, height=32, width=48, fps=8)
+    header = read_header(path)
+    assert too_short(header, frames=4, fps=8) is None
+    assert "at most 4" in (too_short(header, frames=6, fps=8) or "")
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 32), (32, 64), (48, 48)])
+def test_the_aspect_is_kept_and_the_centre_is_cropped(
+    tmp_path: Path, height: int, width: int
+) -> None:
+    """A disc in the middle stays a disc in the middle."""
+    y, x = np.mgrid[:96, :144]
+    disc = ((y - 47.5) ** 2 + (x - 71.5) ** 2 < 20**2)[..., None] * np.full(3, 255, np.uint8)
+    write_video(tmp_path / "a.mp4", torch.from_numpy(np.repeat(disc[None], 3, 0)), 8)
+    frame = read_frames(tmp_path / "a.mp4", frames=3, height=height, width=width, fps=8)[0]
+    rows, columns = torch.where(frame.float().mean(0) > 127)
+    assert abs((rows.max() - rows.min()) - (columns.max() - columns.min())) <= 1
+    assert abs(rows.float().mean() - (height - 1) / 2) < 0.6
+    assert abs(columns.float().mean() - (width - 1) / 2) < 0.6
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    ramp = torch.linspace(0, 255, 48).view(1, 1, 48, 1).expand(5, 32, 48, 3)
+    video = (ramp + torch.arange(5).view(5, 1, 1, 1)).clip(0, 255).to(torch.uint8)
+    write_video(tmp_path / "deep" / "a.mp4", video, 8)
+    back = read_frames(tmp_path / "deep" / "a.mp4", frames=5, height=32, width=48, fps=8)
+    assert (back.permute(0, 2, 3, 1).int() - video.int()).abs().float().mean() < 3
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.mp4"]
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text.mp4").write_text("not a video")
+    (tmp_path / "empty.mp4").touch()
+    whole = numbered(tmp_path / "a.mp4", [k * 125 for k in range(20)])
+    (tmp_path / "cut.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    for name in ("text.mp4", "empty.mp4", "cut.mp4", "gone.mp4"):
+        with pytest.raises(ClipError, match=name):
+            read_header(tmp_path / name)
+        with pytest.raises(ClipError, match=name):
+            read_frames(tmp_path / name, frames=2, height=32, width=48, fps=8)
+
+
+def test_a_file_with_sound_only_is_no_video(tmp_path: Path) -> None:
+    with av.open(tmp_path / "sound.mp4", "w") as container:
+        stream = container.add_stream("aac", rate=44100)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 44100
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(ClipError, match="no video stream"):
+        read_header(tmp_path / "sound.mp4")

@@ -1,0 +1,47 @@
+"""Draws are functions of (seed, stream, position)."""
+
+import torch
+
+from dit_lora.numerics.streams import Streams, fold, generator, integers, normal
+
+
+def test_a_sample_draws_the_same_alone_as_in_any_batch() -> None:
+    batch = normal((3, 5), Streams(7, [10, 11, 12])("noise"))
+    alone = normal((3, 5), Streams(7, [11])("noise"))
+    assert torch.equal(batch[1], alone[0])
+    together = integers(0, 1000, Streams(7, [10, 11, 12])("timestep"))
+    assert torch.equal(together[2:], integers(0, 1000, Streams(7, [12])("timestep")))
+
+
+def test_streams_seeds_and_positions_are_unrelated() -> None:
+    draws = [
+        torch.randn(8, generator=generator(seed, stream, position))
+        for seed in (0, 1)
+        for stream in ("noise", "posterior")
+        for position in (0, 1)
+    ]
+    for i, one in enumerate(draws):
+        for other in draws[i + 1 :]:
+            assert not torch.equal(one, other)
+    assert fold(1, "a", 23) != fold(1, "a", 2, 3)
+
+
+def test_drawing_does_not_disturb_or_follow_the_global_generator() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    first = normal((2,), Streams(0, [5])("noise"))
+    assert torch.equal(torch.rand(4), expected)
+    torch.manual_seed(99)
+    assert torch.equal(first, normal((2,), Streams(0, [5])("noise")))
+
+
+def test_draws_have_the_distributions_that_they_claim() -> None:
+    noise = normal((200,), Streams(0, range(100))("noise"))
+    assert abs(noise.mean()) < 0.03
+    assert abs(noise.std() - 1) < 0.03
+    times = integers(0, 1000, Streams(0, range(4000))("timestep"))
+    counts = torch.histc(times.float(), bins=4, min=0, max=1000)
+    assert (counts - 1000).abs().max() < 120  # four standard deviations
+    assert times.min() >= 0
+    assert times.max() <= 999

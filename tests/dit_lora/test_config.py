@@ -1,0 +1,116 @@
+"""Recipes: typed, overridable, and every mistake is named at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dit_lora.config import dump_recipe, load_recipe, parse_recipe, recipe_schema
+from dit_lora.errors import DitLoraError
+
+
+@pytest.fixture
+def values() -> dict[str, Any]:
+    return {
+        "model": {"family": "cogvideox", "path": "x"},
+        "data": {"path": "clips", "frames": 9, "height": 32, "width": 48, "fps": 8},
+        "train": {"steps": 3},
+        "run": {"dir": "runs/a"},
+    }
+
+
+def test_every_mistake_is_listed_with_the_nearest_known_key(values: dict[str, Any]) -> None:
+    values["train"] = {"steps": "many", "batchsize": 2, "lr": 1}
+    values["lorra"] = {}
+    values["optim"] = {"groups": {"adaptr": {"lr": 1e-4}}}
+    del values["run"]
+    with pytest.raises(DitLoraError) as error:
+        parse_recipe(values, "r.yaml")
+    message = str(error.value)
+    assert "train.batchsize: unknown key; did you mean train.batch_size?" in message
+    assert "train.lr: unknown key; did you mean optim.groups.adapter.lr?" in message
+    assert "lorra: unknown key; did you mean lora?" in message
+    assert "optim.groups.adaptr: unknown key; did you mean optim.groups.adapter?" in message
+    assert "train.steps" in message
+    assert "got 'many'" in message
+    assert "run: missing" in message
+
+
+def test_overrides_win_and_create_sections(values: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(values))
+    recipe = load_recipe(
+        path, ["train.steps=20", "optim.groups.connector.lr=1e-5", "lora.targets=[to_q, to_k]"]
+    )
+    assert recipe.train.steps == 20
+    assert recipe.optim.groups.connector is not None
+    assert recipe.optim.groups.connector.lr == 1e-5  # YAML 1.1 reads 1e-5 as a string
+    assert recipe.lora.targets == ("to_q", "to_k")
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3", "train.steps=[1"])
+def test_a_malformed_override_is_refused(values: dict[str, Any], tmp_path: Path, override: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(DitLoraError, match=r"override|not valid YAML"):
+        load_recipe(path, [override])
+
+
+def test_the_resolved_recipe_reads_back_equal(values: dict[str, Any], tmp_path: Path) -> None:
+    recipe = parse_recipe(values, "r")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {steps: 1}\ntrain: {steps: 2}\n")
+    with pytest.raises(DitLoraError, match="given twice: train"):
+        load_recipe(path)
+
+
+def test_yaml_cannot_make_python_objects(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(DitLoraError, match="not valid YAML"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot read"), ("- a\n", "must hold sections"), ("", "must hold")]
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DitLoraError, match=message):
+        load_recipe(path)
+
+
+def test_fp16_is_refused_with_the_reason(values: dict[str, Any]) -> None:
+    values["model"]["dtype"] = "fp16"
+    with pytest.raises(DitLoraError, match=r"model\.dtype: fp16 is not offered.*65504"):
+        parse_recipe(values, "r")
+
+
+def test_adapter_groups_take_no_patterns(values: dict[str, Any]) -> None:
+    values["optim"] = {"groups": {"adapter": {"lr": 1e-4, "modules": ["to_q"]}}}
+    with pytest.raises(DitLoraError, match=r"lora\.targets chooses"):
+        parse_recipe(values, "r")
+
+
+def test_recipes_are_frozen(values: dict[str, Any]) -> None:
+    recipe = parse_recipe(values, "r")
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.steps = 7  # type: ignore[misc]
+
+
+def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> None:
+    schema = recipe_schema()
+    json.dumps(schema)
+    train = schema["$defs"]["TrainConfig"]
+    assert train["additionalProperties"] is False
+    assert "Micro-steps" in train["properties"]["accumulate"]["description"]
