@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -118,7 +119,7 @@ class Problem:
     source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}{f' ({self.source})' if self.source else ''}; {self.remedy}"
+        return "; ".join(filter(None, (self.what, self.source, self.remedy)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,8 +330,7 @@ def read_launch_config(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)  # JSON too
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # reads JSON too
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DitLoraError(f"cannot read the accelerate config {path}: {error}") from error
     if not isinstance(values, dict):
@@ -349,16 +349,15 @@ def launch_processes(config: Mapping[str, Any]) -> int | None:
 
 def _launch_options(cmdline: Sequence[str]) -> dict[str, str] | None:
     """Options before the script's name, dashes as underscores; None if it is no `accelerate launch`."""
-    names = ["", *(PurePath(token).name.removesuffix(".exe") for token in cmdline)]
-    starts = (
+    names = [PurePath(token).name.removesuffix(".exe") for token in cmdline]
+    starts = [
         place
-        for place in range(1, len(names))
-        if names[place] in LAUNCHERS or (names[place] == "launch" and names[place - 1] in COMMANDS)
-    )
-    start = next(starts, None)
-    if start is None:
+        for place, (before, name) in enumerate(pairwise(["", *names]), start=1)
+        if name in LAUNCHERS or (name == "launch" and before in COMMANDS)
+    ]
+    if not starts:
         return None
-    tokens, options = iter(cmdline[start:]), {}
+    tokens, options = iter(cmdline[starts[0] :]), {}
     for token in tokens:
         if token == "--" or not token.startswith("-"):
             break  # what follows the script's name is the script's own

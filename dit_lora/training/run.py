@@ -179,7 +179,7 @@ def provenance(run: Run) -> dict[str, Any]:
         "seed": recipe.train.seed,
         "dtype": str(run.runtime.precision.dtype),
         "video": {key: getattr(recipe.data, key) for key in ("frames", "height", "width", "fps")},
-        "packages": dict(probe_environment().packages),
+        "packages": dict(probe_environment().versions),
     }
 
 

@@ -86,6 +86,7 @@ def open_run_folder(runtime: Runtime, *, resumed: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_recipe(runtime.recipe), encoding="utf-8")
         environment = asdict(probe_environment())
+        environment["packages"] = environment.pop("versions")
         environment["processes"] = runtime.accelerator.num_processes
         environment["precision"] = f"{runtime.precision.dtype}: {runtime.precision.reason}"
         text = json.dumps(environment, indent=2, sort_keys=True)

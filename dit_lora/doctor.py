@@ -1,0 +1,135 @@
+"""What this machine has, what is wrong with it, and what a run would use: as data and as tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dit_lora.compat import (
+    TESTED,
+    Environment,
+    Problem,
+    decisions,
+    default_launch_config,
+    launch_problem,
+    launch_processes,
+    package_status,
+    problems,
+    read_launch_config,
+)
+
+
+def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
+    """A JSON-able account of an environment; `ok` is false if anything in it is refused.
+
+    `launch_config` is an Accelerate config file; by default the one that `accelerate launch` reads.
+    """
+    found = problems(env)
+    launch = _launch(env, launch_config)
+    return {
+        "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in found),
+        "python": env.python,
+        "platform": env.platform,
+        "packages": {name: _package(name, env, found) for name in TESTED},
+        "device": {
+            "cuda_available": bool(env.devices),
+            "torch_cuda": env.torch_cuda,
+            "gpus": [asdict(device) for device in env.devices],
+        },
+        "known_bad": [
+            {
+                "id": problem.id,
+                "severity": problem.severity,
+                "what": problem.what,
+                "source": problem.source,
+                "remedy": problem.remedy,
+            }
+            for problem in found
+            if problem.id not in TESTED
+        ],
+        "launch": launch,
+        "decisions": [asdict(decision) for decision in decisions(env)],
+    }
+
+
+def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | None:
+    """What `accelerate launch` would leave out, or cannot do, with these values on this machine."""
+    kind = str(config.get("distributed_type") or "NO")  # YAML 1.1 reads an unquoted NO as false
+    asked = launch_processes(config)
+    # These kinds go to accelerate/commands/launch.py's simple_launcher, all others to torchrun.
+    alone = kind in ("NO", "MULTI_CPU") and not config.get("mpirun_config")
+    started = 1 if alone or asked is None else asked
+    machines = config.get("num_machines", 1)
+    here = started // machines if isinstance(machines, int) and machines > 0 else started
+    if env.devices and here > len(env.devices):
+        return (
+            f"{here} processes were asked for on each machine, and this one has {len(env.devices)} "
+            f"GPU(s); set num_processes to {len(env.devices)} for each machine"
+        )
+    on_cpu = "MULTI_CPU" if started > 1 else "NO"
+    return launch_problem(asked, started, kind == "FSDP", kind if env.devices else on_cpu)
+
+
+def render(report: Mapping[str, Any]) -> None:
+    """Tables of a report on standard output, readable in 80 columns; commands are whole lines."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"Python {report['python']} on {report['platform']}\n", markup=False)
+    packages = report["packages"]
+    rows = [
+        (name, entry["version"] or "-", entry["tested"] or "-", entry["status"])
+        for name, entry in packages.items()
+    ]
+    console.print(_table(("package", "installed", "tested", "status"), rows))
+    choices = [(entry["what"], entry["choice"], entry["why"]) for entry in report["decisions"]]
+    console.print(_table(("a run uses", "choice", "why"), choices))
+    notes = [entry for entry in packages.values() if entry["what"]] + list(report["known_bad"])
+    for note in notes:
+        lines = [f"{note['severity']}: {note['what']}", note["source"], note["remedy"]]
+        console.print("\n  ".join(filter(None, lines)), markup=False, soft_wrap=True)
+    launch = report["launch"]
+    if launch["config_file"]:
+        asked = launch["processes"] or "Accelerate's choice"
+        console.print(f"launch: {launch['config_file']}: processes: {asked}", markup=False)
+    if launch["problem"]:
+        console.print(f"refuse: {launch['problem']}", markup=False, soft_wrap=True)
+    console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")
+
+
+def _package(name: str, env: Environment, found: Sequence[Problem]) -> dict[str, Any]:
+    problem = next((problem for problem in found if problem.id == name), None)
+    return {
+        "version": env.versions.get(name),
+        "tested": TESTED[name].release,
+        "range": TESTED[name].requirement(name),
+        "status": package_status(name, env),
+        "severity": problem.severity if problem else None,
+        "what": problem.what if problem else "",
+        "source": "",
+        "remedy": problem.remedy if problem else "",
+    }
+
+
+def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
+    path = launch_config or default_launch_config()
+    if launch_config is None and not path.is_file():
+        return {"config_file": None, "processes": None, "problem": None}
+    config = read_launch_config(path)
+    return {
+        "config_file": str(path),
+        "processes": launch_processes(config),
+        "problem": launch_config_problem(config, env),
+    }
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A table without frames whose cells are shown as they are, brackets included."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
