@@ -342,7 +342,7 @@ def launch_processes(config: Mapping[str, Any]) -> int | None:
     """The number of processes that an Accelerate config file asks for; None if it does not say."""
     if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         return None  # a cloud job's file, which says nothing of this machine
-    default = 1 if config.get("distributed_type") in ("NO", False) else -1  # YAML 1.1's NO is false
+    default = 1 if config.get("distributed_type") == "NO" else -1  # as Accelerate's config_args.py
     count = config.get("num_processes", default)
     return count if isinstance(count, int) and count > 0 else None
 

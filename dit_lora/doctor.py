@@ -86,7 +86,7 @@ def render(report: Mapping[str, Any]) -> None:
     console.print(_table(("a run uses", "choice", "why"), choices))
     notes = [entry for entry in packages.values() if entry["what"]] + list(report["known_bad"])
     for note in notes:
-        lines = [f"{note['severity']}: {note['what']}", note["source"], note["remedy"]]
+        lines = [f"{note['severity']}: {note['what']}", note.get("source"), note["remedy"]]
         console.print("\n  ".join(filter(None, lines)), markup=False, soft_wrap=True)
     launch = report["launch"]
     if launch["config_file"]:
@@ -106,7 +106,6 @@ def _package(name: str, env: Environment, found: Sequence[Problem]) -> dict[str,
         "status": package_status(name, env),
         "severity": problem.severity if problem else None,
         "what": problem.what if problem else "",
-        "source": "",
         "remedy": problem.remedy if problem else "",
     }
 

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on busy cores can be a hundred times slower
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two threads on busy cores can be a hundred times slower
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
@@ -36,7 +38,9 @@ def shape_clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe_values(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) -> dict[str, Any]:
+def recipe_values(
+    tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
+) -> dict[str, Any]:
     """A small recipe as plain values, to change before `parse_recipe`."""
     return {
         "model": {"family": "cogvideox", "path": str(tiny_checkpoints["cogvideox-2b"])},

@@ -38,6 +38,8 @@ def save_adapter(
     out.mkdir(parents=True, exist_ok=True)
     staged = out / ".staged"
     config = {key: _plain(value) for key, value in adapter_config(transformer).items()}
+    # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
+    config["lora_dropout"] = 0.0
     pipeline_class.save_lora_weights(
         staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
     )

@@ -175,6 +175,7 @@ def provenance(run: Run) -> dict[str, Any]:
         "transformer_digest": run.encoded.transformer_digest,
         "rank": recipe.lora.rank,
         "alpha": recipe.lora.alpha or recipe.lora.rank,
+        "dropout": recipe.lora.dropout,
         "steps": recipe.train.steps,
         "seed": recipe.train.seed,
         "dtype": str(run.runtime.precision.dtype),

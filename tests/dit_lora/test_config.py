@@ -51,7 +51,9 @@ def test_overrides_win_and_create_sections(values: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3", "train.steps=[1"])
-def test_a_malformed_override_is_refused(values: dict[str, Any], tmp_path: Path, override: str) -> None:
+def test_a_malformed_override_is_refused(
+    values: dict[str, Any], tmp_path: Path, override: str
+) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(DitLoraError, match=r"override|not valid YAML"):

@@ -27,7 +27,9 @@ def model() -> nn.Module:
     model = nn.ModuleDict(
         {
             "embed": nn.Linear(3, 3),
-            "blocks": nn.ModuleList([nn.ModuleDict({"to_q": LoraLinear(), "norm": nn.LayerNorm(3)})]),
+            "blocks": nn.ModuleList(
+                [nn.ModuleDict({"to_q": LoraLinear(), "norm": nn.LayerNorm(3)})]
+            ),
             "out": nn.Linear(3, 3),
         }
     ).to(torch.bfloat16)
@@ -88,7 +90,10 @@ def test_backbone_without_patterns_is_every_base_weight(model: nn.Module) -> Non
 
 def test_a_groups_own_patterns_win(model: nn.Module) -> None:
     groups = dit_lora.parameter_groups(
-        model, adapter=1e-4, connector=GroupConfig(lr=1e-5, modules=("out.bias",)), patterns=PATTERNS
+        model,
+        adapter=1e-4,
+        connector=GroupConfig(lr=1e-5, modules=("out.bias",)),
+        patterns=PATTERNS,
     )
     assert names(groups, "connector") == {"out.bias"}
 

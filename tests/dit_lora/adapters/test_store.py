@@ -53,6 +53,28 @@ def test_rank_alpha_and_provenance_travel_in_the_header(
     assert [p.name for p in tmp_path.iterdir()] == [ADAPTER_FILE]
 
 
+def test_dropout_of_training_is_off_in_a_stock_pipeline(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Diffusers loads adapters in training mode: with the trained dropout, samples would be random."""
+    path = tiny_checkpoints["cogvideox-2b"]
+    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(
+        torch.float32
+    )
+    attach_lora(model, LoraConfig(rank=4, dropout=0.5), FAMILY.lora_targets, seed=0)
+    train_a_little(model)
+    save_adapter(model, FAMILY.pipeline_class, tmp_path, {})
+    pipeline = FAMILY.pipeline_class.from_pretrained(path)
+    pipeline.load_lora_weights(tmp_path)
+    inputs = {
+        "hidden_states": torch.randn(1, 3, 4, 8, 12),
+        "encoder_hidden_states": torch.randn(1, 226, 32),
+        "timestep": torch.tensor([500]),
+    }
+    with torch.no_grad():
+        assert torch.equal(pipeline.transformer(**inputs).sample, model.eval()(**inputs).sample)
+
+
 def test_an_untrained_adapter_is_refused(transformer: torch.nn.Module, tmp_path: Path) -> None:
     with pytest.raises(CheckFailedError, match="every B matrix is zero"):
         save_adapter(transformer, FAMILY.pipeline_class, tmp_path / "out", {})

@@ -38,10 +38,15 @@ def test_an_entry_reads_back_bit_for_bit(cache: TensorCache) -> None:
     for name, tensor in tensors().items():
         assert back[name].dtype is tensor.dtype
         assert torch.equal(back[name], tensor)
-    assert cache.spec(key) == {"mean": ((4, 3, 5), torch.float32), "logvar": ((3, 4, 5), torch.bfloat16)}
+    assert cache.spec(key) == {
+        "mean": ((4, 3, 5), torch.float32),
+        "logvar": ((3, 4, 5), torch.bfloat16),
+    }
 
 
-@pytest.mark.parametrize("change", [{"media": "abd"}, {"frames": 13}, {"dtype": "torch.float32"}, {"new": 0}])
+@pytest.mark.parametrize(
+    "change", [{"media": "abd"}, {"frames": 13}, {"dtype": "torch.float32"}, {"new": 0}]
+)
 def test_any_other_fact_is_another_entry(change: dict) -> None:
     assert entry_key({**FACTS, **change}) != entry_key(FACTS)
     assert entry_key(dict(reversed(FACTS.items()))) == entry_key(FACTS)

@@ -80,7 +80,9 @@ def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> No
 def test_workers_give_the_same_batches(clips: CachedClips) -> None:
     def ids(workers: int) -> list[tuple[tuple[str, ...], list[float]]]:
         dataset = ClipDataset(clips, seed=3, caption_dropout=0.5)
-        sampler = PositionSampler(start_step=1, steps=6, batch_size=2, accumulate=2, rank=0, ranks=1)
+        sampler = PositionSampler(
+            start_step=1, steps=6, batch_size=2, accumulate=2, rank=0, ranks=1
+        )
         loader = build_loader(dataset, sampler, workers=workers, pin_memory=False)
         return [(b.ids, b.tensors["prompt_embeds"][:, 0, 0].tolist()) for b in loader]
 

@@ -35,7 +35,9 @@ def subject(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -
     return Subject(family, family.open(ModelConfig(family=name, path=str(path))), path)
 
 
-def encoded_batch(checkpoint: Checkpoint, shape: VideoShape, size: int = 3) -> dict[str, torch.Tensor]:
+def encoded_batch(
+    checkpoint: Checkpoint, shape: VideoShape, size: int = 3
+) -> dict[str, torch.Tensor]:
     """A batch whose rows differ in video and caption."""
     generator = torch.Generator().manual_seed(0)
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)

@@ -36,7 +36,11 @@ def test_a_fault_in_the_data_stops_even_if_its_loss_is_finite(gate: Gate) -> Non
     """A cached embedding of 1e30 that a norm layer scales away must not train."""
     with pytest.raises(NonFiniteError, match=r"b\.mp4 \(rank 0\): reaches 1e\+30"):
         gate.check_losses(
-            torch.tensor([1.0, 1.0]), ["a.mp4", "b.mp4"], {"b.mp4": "reaches 1e+30"}, step=2, micro_step=0
+            torch.tensor([1.0, 1.0]),
+            ["a.mp4", "b.mp4"],
+            {"b.mp4": "reaches 1e+30"},
+            step=2,
+            micro_step=0,
         )
 
 

@@ -1,0 +1,317 @@
+"""Charts as inline SVG from plain numbers: no script, no file beside them, light or dark.
+
+The outer `<svg>` is the plot area itself, with positions in percent, so text keeps its size on a phone and
+on a desktop; the lines sit in a nested `<svg>` that stretches. Margins and colours are the page's CSS.
+"""
+
+import html
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+PALETTE_SIZE = 6  # .c0 to .c5 in page.html
+_COLUMNS = 600  # a longer line keeps its extremes per column: a screen shows no more
+_LOG_DECADES = 6.0
+_LARGEST = 1e300  # beyond it, padding a range overflows
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, or dots joined by a thin line; `x` counts steps, and `y` is as long."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: int = 0
+    style: Literal["line", "faint", "dots"] = "line"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One labelled bar; `detail` follows its value."""
+
+    name: str
+    value: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    low: float
+    high: float
+    log: bool = False
+
+    def fraction(self, value: float) -> float | None:
+        """Where a value lies, 0 at `low` and 1 at `high`; None for what cannot be drawn."""
+        if not _drawable(value, self.log):
+            return None
+        if self.log:
+            low, high = math.log10(self.low), math.log10(self.high)
+            return (math.log10(value) - low) / (high - low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    x_range: tuple[float, float] | None = None,
+    log_y: bool = False,
+    from_zero: bool = False,
+) -> str:
+    """A `<figure>` with title, legend, axes and lines; a value that is not finite leaves a marked gap."""
+    drawn = [y for one in series for y in one.y if _drawable(y, log_y)]
+    bad = sorted({x for one in series for x, y in _pairs(one) if not math.isfinite(y)})
+    legend = "".join(_legend_item(f"c{s.color % PALETTE_SIZE} {s.style}", s.name) for s in series)
+    if bad:
+        legend += _legend_item("bad", "not finite")
+    head = f"<figcaption>{html.escape(title)}</figcaption>"
+    if not drawn:
+        return (
+            f'<figure class="chart">{head}<p class="absent">No finite value to draw.</p></figure>'
+        )
+    y_axis = _y_axis(drawn, log_y, from_zero)
+    x_axis = _x_axis(x_range or _extent([x for one in series for x in one.x]))
+    about = (
+        f"{title}: {y_label} by {x_label}, from {number(min(drawn))} to {number(max(drawn))}"
+        + (", logarithmic" if log_y else "")
+    )
+    parts = [
+        _grid(x_axis, y_axis),
+        f'<text class="label" x="0" y="0" dy="-0.9em">{html.escape(y_label)}'
+        f"{' (logarithmic)' if log_y else ''}</text>",
+        f'<text class="label" x="100%" y="100%" dy="2.9em" text-anchor="end">{html.escape(x_label)}</text>',
+        *_bad_marks(bad, x_axis, x_label),
+        '<svg class="lines" width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none">',
+        *(_path(one, x_axis, y_axis) for one in series),
+        "</svg>",
+        *(_dots(one, x_axis, y_axis, x_label) for one in series if one.style == "dots"),
+    ]
+    return (
+        f'<figure class="chart">{head}<ul class="legend">{legend}</ul><div class="plot">'
+        f'<svg role="img" aria-label="{html.escape(about)}" width="100%" height="100%">{"".join(parts)}</svg>'
+        "</div></figure>"
+    )
+
+
+def bar_chart(title: str, bars: Sequence[Bar], *, label: str) -> str:
+    """A `<figure>` of horizontal bars that start at zero, each with its value written at its end."""
+    finite = [bar.value for bar in bars if _drawable(bar.value) and bar.value > 0]
+    longest = max(finite, default=1.0)
+    about = f"{title}: " + ", ".join(f"{bar.name} {number(bar.value)}" for bar in bars)
+    step = 100 / max(1, len(bars))
+    rows = []
+    for index, bar in enumerate(bars):
+        middle = step * (index + 0.5)
+        # 55% at most: the value and its detail need the rest, on a phone too.
+        length = 55 * max(0.0, bar.value) / longest if _drawable(bar.value) else 0.0
+        rows.append(
+            f'<text x="-8" y="{middle:.2f}%" dy="0.35em" text-anchor="end">{html.escape(bar.name)}</text>'
+            f'<rect class="c0" x="0" y="{middle - 0.3 * step:.2f}%" width="{length:.2f}%"'
+            f' height="{0.6 * step:.2f}%" rx="2"/>'
+            f'<text class="value" x="{length:.2f}%" dx="6" y="{middle:.2f}%" dy="0.35em">'
+            f'{number(bar.value)}<tspan class="detail" dx="6">{html.escape(bar.detail)}</tspan></text>'
+        )
+    return (
+        f'<figure class="chart"><figcaption>{html.escape(title)}</figcaption>'
+        f'<ul class="legend">{_legend_item("c0 bar", label)}</ul><div class="plot bars">'
+        f'<svg role="img" aria-label="{html.escape(about)}" width="100%" height="100%">{"".join(rows)}</svg>'
+        "</div></figure>"
+    )
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean of the finite values among the last `window`; NaN where the value itself is not finite."""
+    smoothed = []
+    for index, value in enumerate(values):
+        last = [v for v in values[max(0, index + 1 - window) : index + 1] if math.isfinite(v)]
+        smoothed.append(sum(last) / len(last) if math.isfinite(value) else math.nan)
+    return smoothed
+
+
+def wants_log(values: Sequence[float], ratio: float = 30.0) -> bool:
+    """Whether positive values differ by more than `ratio`, so that a linear axis would hide the small."""
+    positive = [value for value in values if _drawable(value, log=True)]
+    return bool(positive) and max(positive) > ratio * min(positive)
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` multiples of 1, 2 or 5 times a power of ten, all within [low, high]."""
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten within [low, high], with 2 and 5 between them, or linear ticks, where they are few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for stride, multiples in ((max(1, (last - first) // 5), (1,)), (1, (1, 2, 5))):
+        found = [m * 10.0**e for e in range(first, last + 1, stride) for m in multiples]
+        inside = [tick for tick in found if low <= tick * (1 + 1e-9) and tick <= high * (1 + 1e-9)]
+        if len(inside) >= 3:
+            return inside
+    return ticks(low, high)
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A value to `digits` significant digits, as a person writes it: 0.1618, 2,048, 1e-4, NaN."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{value:+}"
+    if value == 0:
+        return "0"
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    if 1e-3 <= abs(value) < 1000:
+        return f"{value:#.{digits}g}".rstrip(".")
+    return _scientific(value, digits)
+
+
+def _scientific(value: float, digits: int) -> str:
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _tick_labels(values: Sequence[float]) -> list[str]:
+    """Labels with as many decimals as the finest distance between ticks needs."""
+    largest = max(abs(value) for value in values)
+    if largest >= 1e6 or 0 < largest < 1e-3:
+        return ["0" if value == 0 else _scientific(value, 3) for value in values]
+    gaps = [b - a for a, b in itertools.pairwise(values)]
+    finest = min([*gaps, *(abs(value) for value in values if value and not gaps)], default=1.0)
+    decimals = max(0, -math.floor(math.log10(finest) + 1e-9))
+    if decimals > 4:
+        return [number(value) for value in values]
+    return [f"{value + 0.0:,.{decimals}f}" for value in values]
+
+
+def _drawable(value: float, log: bool = False) -> bool:
+    return math.isfinite(value) and abs(value) < _LARGEST and (value > 0 or not log)
+
+
+def _pairs(series: Series) -> Iterator[tuple[float, float]]:
+    return zip(series.x, series.y, strict=True)
+
+
+def _extent(values: Sequence[float]) -> tuple[float, float]:
+    finite = [value for value in values if _drawable(value)]
+    return (min(finite), max(finite)) if finite else (0.0, 1.0)
+
+
+def _x_axis(extent: tuple[float, float]) -> _Axis:
+    low, high = extent
+    return _Axis(low, high if high > low else low + 1)
+
+
+def _y_axis(values: Sequence[float], log: bool, from_zero: bool) -> _Axis:
+    """The range of the values with room around it, so that no line runs along the frame."""
+    low, high = min(values), max(values)
+    if log:
+        low = max(low, high / 10**_LOG_DECADES)
+        room = max(1.05, (high / low) ** 0.06)
+        return _Axis(low / room, high * room, log=True)
+    if from_zero:
+        low = min(0.0, low)
+    # A constant series gets a range of its own size; zero alone gets one around zero.
+    room = 0.06 * (high - low) or abs(high) or 1.0
+    return _Axis(low if from_zero and low == 0 else low - room, high + room)
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
+    parts = []
+    y_ticks = y_axis.ticks()
+    for value, label in zip(y_ticks, _tick_labels(y_ticks), strict=True):
+        at = f"{_percent(y_axis, value, flipped=True)}%"
+        parts.append(
+            f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
+            f'<text x="-8" y="{at}" dy="0.35em" text-anchor="end">{label}</text>'
+        )
+    x_ticks = [value for value in x_axis.ticks() if value == int(value)]
+    for value, label in zip(x_ticks, _tick_labels(x_ticks) if x_ticks else [], strict=True):
+        at = f"{_percent(x_axis, value)}%"
+        parts.append(
+            f'<line class="tick" x1="{at}" x2="{at}" y1="100%" y2="100%"/>'
+            f'<text x="{at}" y="100%" dy="1.5em" text-anchor="middle">{label}</text>'
+        )
+    return "".join(parts) + '<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>'
+
+
+def _percent(axis: _Axis, value: float, flipped: bool = False) -> str:
+    fraction = axis.fraction(value) or 0.0
+    return f"{100 * (1 - fraction if flipped else fraction):.2f}"
+
+
+def _path(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+    """One `<path>`, lifted off the paper at every value that cannot be drawn."""
+    strokes = []
+    for run in _runs(series, x_axis, y_axis):
+        points = [f"{1000 * x:.1f} {1000 * (1 - y):.1f}" for x, y in _thinned(run)]
+        # A lone point is a line of no length, which round caps show as a dot.
+        strokes.append("M" + "L".join(points) + ("h0" if len(points) == 1 else ""))
+    return f'<path class="c{series.color % PALETTE_SIZE} {series.style}" d="{"".join(strokes)}"/>'
+
+
+def _runs(series: Series, x_axis: _Axis, y_axis: _Axis) -> Iterator[list[tuple[float, float]]]:
+    run: list[tuple[float, float]] = []
+    for x, y in _pairs(series):
+        at_x, at_y = x_axis.fraction(x), y_axis.fraction(y)
+        if at_x is not None and at_y is not None:
+            run.append((at_x, max(-1.0, min(2.0, at_y))))
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The first, lowest, highest and last point of every column, so that no spike is lost."""
+    if len(points) <= 4 * _COLUMNS:
+        return points
+    columns: dict[int, list[int]] = {}
+    for index, (x, _) in enumerate(points):
+        columns.setdefault(int(x * _COLUMNS), []).append(index)
+
+    def height(index: int) -> float:
+        return points[index][1]
+
+    return [
+        points[index]
+        for column in columns.values()
+        for index in sorted(
+            {column[0], min(column, key=height), max(column, key=height), column[-1]}
+        )
+    ]
+
+
+def _dots(series: Series, x_axis: _Axis, y_axis: _Axis, x_label: str) -> str:
+    return "".join(
+        f'<circle class="c{series.color % PALETTE_SIZE}" cx="{_percent(x_axis, x)}%"'
+        f' cy="{_percent(y_axis, y, flipped=True)}%" r="4">'
+        f"<title>{html.escape(series.name)}, {html.escape(x_label)} {x:g}: {number(y)}</title></circle>"
+        for x, y in _pairs(series)
+        if _drawable(y, y_axis.log)
+    )
+
+
+def _bad_marks(steps: Sequence[float], x_axis: _Axis, x_label: str) -> Iterator[str]:
+    """A thin vertical line at each place without a finite value; places that coincide share one."""
+    for at, step in {_percent(x_axis, step)[:-1]: step for step in steps}.items():
+        yield (
+            f'<line class="bad" x1="{at}%" x2="{at}%" y1="0" y2="100%">'
+            f"<title>not finite at {html.escape(x_label)} {step:g}</title></line>"
+        )
+
+
+def _legend_item(classes: str, name: str) -> str:
+    return f'<li><span class="swatch {classes}"></span>{html.escape(name)}</li>'

@@ -1,0 +1,421 @@
+"""The report of a run: what its folder holds, finished or not, as one self-contained page."""
+
+import base64
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dit_lora.errors import DitLoraError
+from dit_lora.report.charts import Bar, Series, bar_chart, line_chart, number, smooth, wants_log
+
+EMBED_LIMIT_BYTES = 64 * 2**20
+"""Videos beyond this many bytes of base64 stay beside the page and are linked."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What could be read of a run's folder; `notes` says what could not."""
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    held_out: dict[int, float]
+    events: list[dict[str, Any]]
+    notes: list[str]
+
+    @property
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.metrics]
+
+    def column(self, key: str) -> list[float]:
+        """One value a step, NaN where the line has no such number."""
+        return [_float(line.get(key)) for line in self.metrics]
+
+    def groups(self, key: str) -> dict[str, list[float]]:
+        """One column a name, in the order of appearance, NaN where a step lacks it."""
+        maps = [_mapping(line.get(key)) for line in self.metrics]
+        names = dict.fromkeys(name for values in maps for name in values)
+        return {name: [_float(values.get(name)) for values in maps] for name in names}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of the headline row."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Clip:
+    label: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The first and the last video of a prompt, or the only one."""
+
+    prompt: str
+    clips: list[Clip] = field(default_factory=list)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` in one rename from whatever the run has written so far."""
+    run_dir = Path(run_dir)
+    run = read_run(run_dir)
+    samples, linked = _samples(run)
+    page = _render(run, samples, linked)
+    path = run_dir / "report.html"
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, path)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Everything but the videos; refuses a folder without a readable config.yaml."""
+    notes: list[str] = []
+    config = _read_config(run_dir)
+    # A resumed run may have written a step twice: the later line is the one it went on from.
+    by_step = {line["step"]: line for line in _steps(run_dir / "metrics.jsonl", notes)}
+    held_out = {
+        line["step"]: _float(line["held_out_loss"])
+        for line in [*by_step.values(), *_steps(run_dir / "held_out.jsonl", notes)]
+        if "held_out_loss" in line
+    }
+    run = RunFiles(
+        folder=run_dir,
+        config=config,
+        environment=_read_environment(run_dir / "environment.json", notes),
+        metrics=[by_step[step] for step in sorted(by_step)],
+        held_out={step: held_out[step] for step in sorted(held_out)},
+        events=list(_read_lines(run_dir / "events.jsonl", notes)),
+        notes=notes,
+    )
+    notes += [
+        *_not_finite("loss", zip(run.steps, run.column("loss"), strict=True)),
+        *_not_finite("gradient norm", zip(run.steps, run.column("grad_norm"), strict=True)),
+        *_not_finite("held-out loss", run.held_out.items()),
+    ]
+    return run
+
+
+def _read_config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DitLoraError(
+            f"{run_dir} is not a run: it has no config.yaml; give the folder that run.dir named"
+        ) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise DitLoraError(
+            f"{path} is not a recipe: it must hold sections such as model: and data:; got {config!r}"
+        )
+    return config
+
+
+def _read_environment(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return _mapping(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError:
+        notes.append(f"{path.name} is not valid JSON and is left out.")
+        return {}
+
+
+def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; a line that is torn or no object is left out and noted."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for index, text in enumerate(lines):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict):
+            yield line
+        elif index == len(lines) - 1:
+            notes.append(
+                f"The last line of {path.name} is cut off: the run was stopped while writing it. "
+                "It is left out."
+            )
+        else:
+            notes.append(f"Line {index + 1} of {path.name} is not a JSON object. It is left out.")
+
+
+def _steps(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    return (line for line in _read_lines(path, notes) if isinstance(line.get("step"), int))
+
+
+def _not_finite(name: str, values: Iterable[tuple[int, float]]) -> Iterator[str]:
+    steps = [step for step, value in values if not math.isfinite(value)]
+    if steps:
+        shown = ", ".join(str(step) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
+        count = f"{len(steps)} steps: {shown}" if len(steps) > 1 else f"step {shown}"
+        yield f"The {name} is not finite at {count}."
+
+
+def _render(run: RunFiles, samples: list[Sample], linked: int) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    source = resources.files("dit_lora.report").joinpath("page.html").read_text(encoding="utf-8")
+    model, packages = _mapping(run.config.get("model")), run.environment.get("packages")
+    machine = {key: value for key, value in run.environment.items() if key != "packages"}
+    return environment.from_string(source).render(
+        name=run.folder.resolve().name,
+        model=model.get("path", "unknown model"),
+        family=model.get("family", "unknown family"),
+        notes=run.notes,
+        figures=_figures(run),
+        charts=_charts(run),
+        held_out=bool(run.held_out),
+        samples=samples,
+        linked=linked,
+        limit_mib=EMBED_LIMIT_BYTES // 2**20,
+        events=[_event_row(event) for event in run.events],
+        config={name: list(_rows(section)) for name, section in run.config.items()},
+        machine=list(_rows(machine)),
+        packages=list(_rows(packages or {})),
+    )
+
+
+def _figures(run: RunFiles) -> list[Figure]:
+    asked = _mapping(run.config.get("train")).get("steps")
+    done = max(run.steps, default=0)
+    window = _window(run)
+    last = next((v for v in reversed(smooth(run.column("loss"), window)) if math.isfinite(v)), None)
+    seconds = [value for value in run.column("seconds") if math.isfinite(value)]
+    peaks = [value for value in run.column("peak_gib") if math.isfinite(value)]
+    unfinished = isinstance(asked, int) and done < asked
+    return [
+        Figure(
+            "Steps",
+            f"{done:,}",
+            f"of {asked}{', not finished' if unfinished else ''}" if asked else "",
+        ),
+        Figure("Training loss", _or_dash(last), f"mean of the last {window} steps" if last else ""),
+        _held_out_figure(run.held_out),
+        Figure(
+            "Seconds per step",
+            _or_dash(statistics.median(seconds) if seconds else None, 3),
+            "median",
+        ),
+        Figure(
+            "Peak memory", f"{_or_dash(max(peaks, default=None), 3)} GiB" if peaks else "\u2013"
+        ),
+    ]
+
+
+def _held_out_figure(held_out: Mapping[int, float]) -> Figure:
+    label = "Held-out loss"
+    if not held_out:
+        return Figure(label, "\u2013", "not measured")
+    first, last = min(held_out), max(held_out)
+    before, after = held_out[first], held_out[last]
+    if first == last:
+        return Figure(label, number(before), f"at step {first} only")
+    value = f"{number(before)} \u2192 {number(after)}"
+    if not (math.isfinite(before) and math.isfinite(after) and before):
+        return Figure(label, value, f"step {first} to {last}")
+    return Figure(label, value, f"{100 * (after / before - 1):+.1f}%, step {first} to {last}")
+
+
+def _window(run: RunFiles) -> int:
+    """Steps that a smoothed line averages: a twentieth of the run, at least 5."""
+    return max(1, min(len(run.steps), 100, max(5, len(run.steps) // 20)))
+
+
+def _charts(run: RunFiles) -> dict[str, str]:
+    """The page's charts by name; those without data are absent."""
+    if not run.metrics and not run.held_out:
+        return {}
+    charts = {"loss": _loss_chart(run), "by_timestep": _timestep_chart(run)}
+    window, norms = _window(run), run.groups("grad_norm_groups")
+    norm_lines = _raw_and_smooth(
+        run, "grad_norm", "all groups" if len(norms) > 1 else "gradient norm"
+    )
+    if len(norms) > 1:
+        norm_lines += [
+            Series(name, run.steps, smooth(values, window), color)
+            for color, (name, values) in enumerate(norms.items(), start=1)
+        ]
+    charts["grad_norm"] = _chart(run, "Gradient norm", "norm before clipping", norm_lines)
+    rates = run.groups("lr_groups")
+    peaks = [max((v for v in values if math.isfinite(v)), default=0.0) for values in rates.values()]
+    charts["lr"] = _chart(
+        run,
+        "Learning rate",
+        "learning rate",
+        [Series(name, run.steps, y, color) for color, (name, y) in enumerate(rates.items())],
+        log_y=wants_log(peaks),
+        from_zero=True,
+    )
+    seconds = [
+        *_raw_and_smooth(run, "seconds", "whole step"),
+        Series("waiting for data", run.steps, smooth(run.column("data_seconds"), window), 1),
+    ]
+    charts["seconds"] = _chart(run, "Time per step", "seconds", seconds, from_zero=True)
+    return {name: chart for name, chart in charts.items() if chart}
+
+
+def _loss_chart(run: RunFiles) -> str:
+    lines = _raw_and_smooth(run, "loss", "training")
+    if run.held_out:
+        dots = Series("held-out", list(run.held_out), list(run.held_out.values()), 1, "dots")
+        lines.append(dots)
+    return _chart(run, "Loss", "loss", lines)
+
+
+def _timestep_chart(run: RunFiles) -> str:
+    """Late in the run only: the early steps would blur where the adapter ended up."""
+    late = run.metrics[-math.ceil(len(run.metrics) / 4) :] if run.metrics else []
+    seen: dict[str, list[float]] = {}
+    for line in late:
+        for bucket, loss in _mapping(line.get("loss_by_timestep")).items():
+            seen.setdefault(bucket, []).append(_float(loss))
+    bars = []
+    for bucket, losses in sorted(seen.items(), key=lambda item: _leading_number(item[0])):
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        mean = sum(finite) / len(finite) if finite else math.nan
+        lost = f", {len(losses) - len(finite)} not finite" if len(finite) < len(losses) else ""
+        count = f"{len(losses)} step{'s' if len(losses) > 1 else ''}{lost}"
+        bars.append(Bar(bucket.replace("-", "\u2013"), mean, count))
+    if not bars:
+        return ""
+    span = f"mean loss, steps {late[0]['step']} to {late[-1]['step']}"
+    return bar_chart("Loss by timestep", bars, label=span)
+
+
+def _raw_and_smooth(run: RunFiles, key: str, name: str) -> list[Series]:
+    values, window = run.column(key), _window(run)
+    return [
+        Series(f"{name}, each step", run.steps, values, 0, "faint"),
+        Series(f"{name}, mean of {window}", run.steps, smooth(values, window), 0),
+    ]
+
+
+def _chart(
+    run: RunFiles,
+    title: str,
+    y_label: str,
+    series: Sequence[Series],
+    *,
+    log_y: bool | None = None,
+    from_zero: bool = False,
+) -> str:
+    """A chart over the whole run, all with the same steps below; "" without any line."""
+    if not any(one.y for one in series):
+        return ""
+    if log_y is None:
+        log_y = wants_log([y for one in series for y in one.y])
+    last = max([*run.steps, *run.held_out], default=0)
+    return line_chart(
+        title,
+        series,
+        x_label="step",
+        y_label=y_label,
+        x_range=(0, last),
+        log_y=log_y,
+        from_zero=from_zero,
+    )
+
+
+def _samples(run: RunFiles) -> tuple[list[Sample], int]:
+    """First and last video of every prompt, and how many are linked because the page would be too big."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in (run.folder / "samples").glob("step_*/prompt_*.mp4"):
+        match = re.fullmatch(r"step_(\d+)/prompt_(\d+)\.mp4", f"{path.parent.name}/{path.name}")
+        if match:
+            found.setdefault(int(match[2]), {})[int(match[1])] = path
+    prompts = _mapping(run.config.get("validation")).get("prompts") or ()
+    samples, room, linked = [], EMBED_LIMIT_BYTES, 0
+    for index, by_step in sorted(found.items()):
+        prompt = str(prompts[index]) if index < len(prompts) else f"prompt {index}"
+        sample = Sample(prompt)
+        for step in sorted({min(by_step), max(by_step)}):
+            path = by_step[step]
+            cost = 4 * math.ceil(path.stat().st_size / 3)
+            if cost <= room:
+                source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+                room -= cost
+            else:
+                source = path.relative_to(run.folder).as_posix()
+                linked += 1
+            sample.clips.append(Clip(f"after step {step}" if step else "before", source))
+        samples.append(sample)
+    return samples, linked
+
+
+def _event_row(event: Mapping[str, Any]) -> list[str]:
+    seconds = _float(event.get("seconds"))
+    return [
+        *(_words(event.get(key)) for key in ("step", "micro_step", "rank", "kind", "sample_ids")),
+        _words(event.get("verdict")),
+        _words(event.get("action")),
+        number(seconds, 3) if math.isfinite(seconds) else "",
+    ]
+
+
+def _words(value: Any) -> str:
+    """Nested plain values as one line: `cause: data; offenders: sample: a, rank: 0`."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_words(inner)}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_words(inner) for inner in value)
+    return str(value)
+
+
+def _rows(section: Any, parent: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and values of nested mappings, for a table."""
+    if isinstance(section, dict) and section:
+        for key, value in section.items():
+            yield from _rows(value, f"{parent}.{key}" if parent else str(key))
+    else:
+        yield (
+            parent,
+            json.dumps(section, ensure_ascii=False)
+            if section in (None, True, False)
+            else (_words(section) or "none"),
+        )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _leading_number(text: str) -> int:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else -1
+
+
+def _or_dash(value: float | None, digits: int = 4) -> str:
+    return "\u2013" if value is None else number(value, digits)

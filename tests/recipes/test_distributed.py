@@ -1,0 +1,116 @@
+"""Two ranks on this CPU, started by torchrun (accelerate launch --cpu would start one)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import ROOT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.slow
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def trajectory(run: Path) -> torch.Tensor:
+    return torch.tensor([(m["loss"], m["grad_norm"], m["samples"]) for m in metrics(run)])
+
+
+def test_two_ranks_with_half_the_batch_each_train_alike(launch, lora_main, smoke, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Same losses and gradient norms, caption dropout and held-out loss included; half encode each."""
+    common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "validation.held_out_draws=2"]
+    done = launch(
+        [*common, "train.batch_size=2", "train.accumulate=2", f"run.dir={tmp_path / 'two'}"],
+        ranks=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es) on cpu" in done.stderr
+    environment = json.loads((tmp_path / "two" / "environment.json").read_text())
+    assert environment["processes"] == 2
+    lora_main([*common, "train.batch_size=8", f"run.dir={tmp_path / 'one'}"])
+    torch.testing.assert_close(
+        trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), rtol=1e-5, atol=0
+    )
+    held_out = [
+        json.loads(line)["held_out_loss"]
+        for run in ("one", "two")
+        for line in (tmp_path / run / "held_out.jsonl").read_text().splitlines()
+    ]
+    assert held_out[:2] == pytest.approx(held_out[2:], rel=1e-6)
+
+
+def poison(cache: Path, sample: str) -> Path:
+    """Put one NaN into a clip's cached latent, with a header that claims nothing is wrong."""
+    for path in (cache / "videos").rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as entry:
+            metadata = entry.metadata()
+        if metadata["sample"] == sample:
+            tensors = load_file(path)
+            tensors["latent_mean"].view(-1)[7] = torch.nan
+            save_file(tensors, path, metadata=metadata)
+            return path
+    raise AssertionError(f"no entry of {sample}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight(  # type: ignore[no-untyped-def]
+    launch, lora_main, smoke, tmp_path, shape_clips: Path, ranks: int
+) -> None:
+    """It names the clip, exits 3, and leaves the weights of the step before, bit for bit."""
+    run, clean = tmp_path / "run", tmp_path / "clean"
+    split = ["train.batch_size=1", f"train.accumulate={2 // ranks}", "train.seed=5"]
+    lora_main([*smoke, "train.batch_size=2", "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
+    sample = sorted(path.name for path in shape_clips.glob("*.mp4"))[3]
+    entry = poison(tmp_path / "cache", sample)
+
+    done = launch([*smoke, *split, "train.steps=9", f"run.dir={run}"], ranks=ranks)
+    assert done.returncode != 0
+    event = json.loads((run / "events.jsonl").read_text())
+    step = event["step"]
+    assert event["sample_ids"] == [sample]
+    assert event["kind"] == "non_finite_loss"
+    assert event["action"] == "stop"
+    assert done.stderr.count(f"step {step}: loss is not finite") == 1  # said once, by one rank
+    assert f"{sample} (rank {event['rank']}): in its cache entry {entry}" in done.stderr
+    assert "1 NaN" in done.stderr
+    assert "weights are those of step" in done.stderr
+    assert not (run / "adapter").exists()
+    assert len(metrics(run)) == step - 1
+
+    # The entry was set aside, so the same command with resume heals it and ends as a clean run does.
+    assert step > 1
+    args = [*smoke, *split, "train.steps=9"]
+    before = run / "checkpoints" / f"step_{step - 1:06d}" / "trainable.safetensors"
+    stopped_at = before.read_bytes()
+    healed = launch([*args, f"run.dir={run}", "train.resume=auto"], ranks=ranks)
+    assert healed.returncode == 0, healed.stderr
+    done = launch([*args, f"run.dir={clean}", "train.save_every=1", "train.keep=100"], ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    undisturbed = clean / "checkpoints" / f"step_{step - 1:06d}" / "trainable.safetensors"
+    assert stopped_at == undisturbed.read_bytes()
+    last = "checkpoints/step_000009/trainable.safetensors"
+    assert (run / last).read_bytes() == (clean / last).read_bytes()
+
+
+def test_asking_for_two_processes_and_getting_one_is_refused(smoke, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import subprocess
+    import sys
+
+    from launching import SCRIPT, launch_environment
+
+    head = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*head, str(SCRIPT), *smoke, f"run.dir={tmp_path / 'run'}"],
+        env=launch_environment(),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode != 0
+    assert "2 processes were asked for and the run has 1" in done.stderr
+    assert not (tmp_path / "run").exists()

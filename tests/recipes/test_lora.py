@@ -1,0 +1,314 @@
+"""The main job, end to end: train, load in a stock pipeline, resume bit for bit, split a batch any way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import launch_command, launch_environment
+from safetensors.torch import load_file
+
+from dit_lora.config import load_recipe
+from dit_lora.errors import DitLoraError
+
+Main = Callable[[list[str]], None]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def trajectory(run: Path) -> list[tuple[float, ...]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["samples"]) for m in metrics(run)]
+
+
+def state(run: Path, step: int) -> dict[str, bytes]:
+    """Weights and optimizer of a checkpoint, byte for byte."""
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    return {
+        n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")
+    }
+
+
+PLAIN_SCRIPT = """
+import sys, torch
+from diffusers import CogVideoXPipeline
+model, adapter, inputs, out = sys.argv[1:]
+pipe = CogVideoXPipeline.from_pretrained(model)
+pipe.load_lora_weights(adapter)
+with torch.no_grad():
+    result = pipe.transformer(**torch.load(inputs, weights_only=True)).sample
+torch.save(result, out)
+assert not any(name.startswith("dit_lora") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("variant", ["cogvideox-2b", "cogvideox-5b"])
+def test_a_plain_diffusers_script_reproduces_the_trained_transformer(
+    lora_main: Main,
+    smoke: list[str],
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    variant: str,
+) -> None:
+    """alpha 8, rank 4, dropout in training; the script imports nothing of ours."""
+    from diffusers import CogVideoXPipeline
+
+    from dit_lora.adapters.attach import attach_lora
+    from dit_lora.config import ModelConfig
+    from dit_lora.families import get_family
+
+    path, run = tiny_checkpoints[variant], tmp_path / "run"
+    args = [*smoke, f"model.path={path}", f"run.dir={run}", "train.steps=6", "lora.dropout=0.1"]
+    lora_main(args)
+
+    # The trained transformer, rebuilt from the last checkpoint.
+    recipe = load_recipe(run / "config.yaml")
+    family = get_family("cogvideox")
+    transformer = family.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(
+        torch.float32
+    )
+    attach_lora(transformer, recipe.lora, family.lora_targets, seed=99)
+    weights = load_file(run / "checkpoints" / "step_000006" / "trainable.safetensors")
+    assert len(weights) == 16
+    transformer.load_state_dict(weights, strict=False)
+    transformer.eval()
+
+    inputs: dict[str, Any] = {
+        "hidden_states": torch.randn(2, 3, 4, 4, 6),
+        "encoder_hidden_states": torch.randn(2, 226, 32),
+        "timestep": torch.tensor([3, 900]),
+    }
+    if variant == "cogvideox-5b":
+        pipe = CogVideoXPipeline.from_pretrained(path)
+        inputs["image_rotary_emb"] = pipe._prepare_rotary_positional_embeddings(32, 48, 3, "cpu")
+    torch.save(inputs, tmp_path / "inputs.pt")
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        PLAIN_SCRIPT,
+        path,
+        run / "adapter",
+        tmp_path / "inputs.pt",
+    ]
+    subprocess.run([*command, tmp_path / "out.pt"], check=True, env=launch_environment())
+    with torch.no_grad():
+        trained = transformer(**inputs).sample
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True), trained)
+
+
+def test_the_run_folder_holds_what_the_docs_say(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    lora_main(
+        [
+            *smoke,
+            f"run.dir={run}",
+            "train.steps=4",
+            "train.save_every=2",
+            "validation.prompts=[a, b]",
+            "validation.held_out_draws=2",
+            "validation.every=2",
+            "validation.inference_steps=2",
+            "run.trackers=[tensorboard]",
+        ]
+    )
+    files = {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file()}
+    assert files >= {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "held_out.jsonl",
+        "adapter/pytorch_lora_weights.safetensors",
+        "checkpoints/step_000002/manifest.json",
+        "checkpoints/step_000004/manifest.json",
+        *(f"samples/step_00000{s}/prompt_0{p}.mp4" for s in (0, 2, 4) for p in (0, 1)),
+        "report.html",
+    }
+    assert any("tfevents" in name for name in files)
+    assert load_recipe(run / "config.yaml").train.steps == 4
+    assert (
+        json.loads((run / "environment.json").read_text())["packages"]["torch"] == torch.__version__
+    )
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["samples"] for line in lines] == [2, 4, 6, 8]
+    assert all(line["lr"] == 1e-3 for line in lines)
+    held_out = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in held_out] == [0, 2, 4]
+    assert held_out[-1]["held_out_loss"] < held_out[0]["held_out_loss"]
+
+
+SPLITS = {
+    "1 x 4": ["train.batch_size=1", "train.accumulate=4"],
+    "2 x 2": ["train.batch_size=2", "train.accumulate=2"],
+}
+
+
+def test_a_batch_may_be_split_into_micro_steps(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    """Same losses and gradient norms as batch 4 x 1, within fp32 rounding; caption dropout included."""
+    common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "optim.clip=0.02"]
+    lora_main([*common, "train.batch_size=4", f"run.dir={tmp_path / 'whole'}"])
+    whole = torch.tensor(trajectory(tmp_path / "whole"))
+    for name, split in SPLITS.items():
+        lora_main([*common, *split, f"run.dir={tmp_path / name}"])
+        torch.testing.assert_close(
+            torch.tensor(trajectory(tmp_path / name)), whole, rtol=1e-5, atol=0, msg=name
+        )
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_7_and_13_resumed_steps_equal_20(
+    lora_main: Main, smoke: list[str], tmp_path: Path, accumulate: int
+) -> None:
+    """Bit for bit: adapter, optimizer, metrics, in the middle of an epoch, with dropout everywhere."""
+    common = [
+        *smoke,
+        f"train.accumulate={accumulate}",
+        "lora.dropout=0.2",
+        "data.caption_dropout=0.3",
+        "optim.groups.connector.lr=1e-5",
+        "optim.groups.adapter_b.lr=1e-2",
+    ]
+    lora_main([*common, "train.steps=20", f"run.dir={tmp_path / 'whole'}"])
+    parts = [*common, f"run.dir={tmp_path / 'parts'}"]
+    lora_main([*parts, "train.steps=7"])
+    torch.manual_seed(123)  # what other code does to the global generator must not matter
+    lora_main([*parts, "train.steps=20", "train.resume=auto"])
+    assert state(tmp_path / "parts", 20) == state(tmp_path / "whole", 20)
+    assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
+    adapters = [tmp_path / name / "adapter" for name in ("parts", "whole")]
+    for file in ("pytorch_lora_weights.safetensors", "base_weights.safetensors"):
+        one, other = (load_file(adapter / file) for adapter in adapters)
+        assert all(torch.equal(one[name], other[name]) for name in {**one, **other})
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_then_resume_equals_the_undisturbed_run(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    common = [
+        *smoke,
+        "train.steps=120",
+        "train.save_every=3",
+        "train.accumulate=2",
+        "train.batch_size=1",
+    ]
+    lora_main([*common, f"run.dir={tmp_path / 'whole'}"])
+    run = tmp_path / "killed"
+    command = launch_command([*common, f"run.dir={run}", "train.resume=auto"])
+    kills = 0
+    for lines in (5, 40, 77):
+        process = subprocess.Popen(
+            command, env=launch_environment(), stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        while process.poll() is None and written_lines(run) < lines:
+            time.sleep(0.002)
+        if process.poll() is None:
+            kill_session(process)
+            kills += 1
+    assert kills == 3
+    lora_main([*common, f"run.dir={run}", "train.resume=auto"])
+    assert state(run, 120) == state(tmp_path / "whole", 120)
+    assert trajectory(run) == trajectory(tmp_path / "whole")
+
+
+def written_lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_session(process: subprocess.Popen) -> None:
+    """kill -9 for the launcher and the script that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_saves_and_the_resumed_run_equals_the_undisturbed_one(
+    lora_main: Main, smoke: list[str], tmp_path: Path, number: int, code: int
+) -> None:
+    common = [*smoke, "train.steps=60", "train.save_every=1000", "train.batch_size=1"]
+    run = tmp_path / "interrupted"
+    script = launch_command([*common, f"run.dir={run}"])[-len(common) - 2 :]
+    process = subprocess.Popen(
+        [sys.executable, *script], env=launch_environment(), stderr=subprocess.PIPE, text=True
+    )
+    while written_lines(run) < 5:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, output = process.communicate()
+    assert process.returncode == code
+    assert "continue with train.resume=auto" in output
+    assert "Traceback" not in output
+    lora_main([*common, f"run.dir={run}", "train.resume=auto"])
+    lora_main([*common, f"run.dir={tmp_path / 'whole'}"])
+    assert state(run, 60) == state(tmp_path / "whole", 60)
+
+
+def test_validation_does_not_touch_the_weights(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    """Held-out loss and samples at every step change no bit of the training (N20)."""
+    common = [*smoke, "train.steps=3", "lora.dropout=0.2"]
+    lora_main([*common, f"run.dir={tmp_path / 'plain'}"])
+    watched = ["validation.every=1", "validation.held_out_draws=1", "validation.prompts=[x]"]
+    lora_main(
+        [*common, *watched, "validation.inference_steps=1", f"run.dir={tmp_path / 'watched'}"]
+    )
+    assert state(tmp_path / "watched", 3) == state(tmp_path / "plain", 3)
+
+
+def test_bf16_trains_with_fp32_adapters(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lora_main(
+        [
+            *smoke,
+            "model.dtype=bf16",
+            "train.steps=3",
+            f"run.dir={run}",
+            "optim.groups.connector.lr=1e-5",
+        ]
+    )
+    weights = load_file(run / "checkpoints" / "step_000003" / "trainable.safetensors")
+    assert all(tensor.dtype is torch.float32 for tensor in weights.values())
+    assert all(torch.isfinite(torch.tensor(line[1:3])).all() for line in trajectory(run))
+
+
+def test_gradient_checkpointing_gives_the_same_adapter(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    for mode in ("none", "full"):
+        lora_main(
+            [
+                *smoke,
+                f"train.checkpointing={mode}",
+                "train.steps=4",
+                "lora.dropout=0.2",
+                f"run.dir={tmp_path / mode}",
+            ]
+        )
+    assert state(tmp_path / "none", 4) == state(tmp_path / "full", 4)
+
+
+def test_an_adapter_that_learned_nothing_is_refused(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+    with pytest.raises(DitLoraError, match="every B matrix is zero") as error:
+        lora_main([*smoke, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
+    assert error.value.exit_code == 1
+    assert not (tmp_path / "run" / "adapter").exists()

@@ -1,0 +1,217 @@
+"""The house rules that a machine can hold us to: layers, lengths, nesting, names, recipes."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dit_lora.config import load_recipe
+from dit_lora.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE, MAX_FUNCTION, MAX_NESTING = 400, 60, 4
+
+# Lowest first; a module may import from its own layer's package and from layers below.
+LAYERS = (
+    ("dit_lora.errors", "dit_lora.config", "dit_lora.compat"),
+    ("dit_lora.objectives",),
+    ("dit_lora.numerics",),
+    (
+        "dit_lora.adapters",
+        "dit_lora.fuse",
+        "dit_lora.data",
+        "dit_lora.models",
+        "dit_lora.families.base",
+    ),
+    ("dit_lora.families",),
+    ("dit_lora.training", "dit_lora.report", "dit_lora.doctor"),
+    ("dit_lora.cli",),
+)
+# Packages of one layer that do not know each other.
+STRANGERS = {
+    ("dit_lora.adapters", "dit_lora.data"),
+    ("dit_lora.data", "dit_lora.adapters"),
+    ("dit_lora.families.base", "dit_lora.adapters"),
+    ("dit_lora.families.base", "dit_lora.data"),
+    ("dit_lora.report", "dit_lora.training"),
+    ("dit_lora.training", "dit_lora.report"),
+}
+
+
+def python_files() -> list[Path]:
+    folders = ("dit_lora", "kernels", "recipes", "benchmarks", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 50
+    return files
+
+
+def library_files() -> list[Path]:
+    files = [
+        *(ROOT / "dit_lora").rglob("*.py"),
+        *(ROOT / "kernels" / "dit_lora_kernels").rglob("*.py"),
+    ]
+    assert len(files) > 25
+    return files
+
+
+def module_name(path: Path) -> str:
+    relative = path.relative_to(ROOT / "kernels" if "kernels" in path.parts else ROOT)
+    return ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def layer_of(module: str) -> tuple[int, str] | None:
+    """The layer's number and the longest member that holds the module."""
+    found = [
+        (len(member), number, member)
+        for number, members in enumerate(LAYERS)
+        for member in members
+        if module == member or module.startswith(f"{member}.")
+    ]
+    return max(found)[1:] if found else None
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in library_files():
+        own = layer_of(module_name(path))
+        for target in imports(ast.parse(path.read_text())):
+            other = layer_of(target)
+            if own is None or other is None:
+                continue
+            if other[0] > own[0] or (own[1], other[1]) in STRANGERS:
+                wrong.append(f"{module_name(path)} -> {target}")
+    assert not wrong
+
+
+def test_every_module_is_in_a_layer() -> None:
+    homeless = [
+        name
+        for path in library_files()
+        if (name := module_name(path)) not in ("dit_lora",)
+        and not name.startswith("dit_lora_kernels")
+        and layer_of(name) is None
+    ]
+    assert not homeless
+
+
+def test_training_knows_no_family() -> None:
+    for path in (ROOT / "dit_lora" / "training").rglob("*.py"):
+        targets = set(imports(ast.parse(path.read_text())))
+        assert not targets & set(FAMILIES.values()), path
+
+
+def test_only_fuse_imports_our_kernels_and_they_import_nothing_of_ours() -> None:
+    for path in library_files():
+        targets = set(imports(ast.parse(path.read_text())))
+        in_kernels = module_name(path).startswith("dit_lora_kernels")
+        if in_kernels:
+            assert not [t for t in targets if t.split(".")[0] == "dit_lora"], path
+        elif not module_name(path).startswith(("dit_lora.fuse", "dit_lora.doctor")):
+            assert not [t for t in targets if t.startswith("dit_lora_kernels")], path
+
+
+def test_kernels_is_a_source_root_and_no_package() -> None:
+    """`kernels` is Hugging Face's import name; a package of ours would break theirs."""
+    assert (ROOT / "kernels" / "dit_lora_kernels" / "__init__.py").is_file()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "recipes").rglob("__init__.py"))
+
+
+def test_files_are_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in python_files()
+        if (lines := len(path.read_text().splitlines())) > MAX_FILE
+    }
+    assert not long
+
+
+def test_functions_are_short_and_shallow() -> None:
+    wrong = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            assert node.end_lineno is not None
+            lines, depth = node.end_lineno - node.lineno + 1, nesting(node)
+            if lines > MAX_FUNCTION or depth > MAX_NESTING:
+                wrong.append(
+                    f"{path.relative_to(ROOT)}::{node.name}: {lines} lines, nesting {depth}"
+                )
+    assert not wrong
+
+
+def nesting(node: ast.AST) -> int:
+    """Depth of blocks inside a function; an `elif` is no deeper than its `if`."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
+        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse
+        deepest = max(deepest, nesting(child) + (isinstance(child, blocks) and not is_elif))
+    return deepest
+
+
+def test_no_broad_except_and_every_docstring_is_there() -> None:
+    wrong = []
+    for path in library_files():
+        tree = ast.parse(path.read_text())
+        if not ast.get_docstring(tree):
+            wrong.append(f"{path.name}: no module docstring")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            ):
+                wrong.append(f"{path.name}:{node.lineno}: broad except")
+    assert not wrong
+
+
+def recipe_files() -> list[Path]:
+    return sorted((ROOT / "recipes").rglob("*.yaml"))
+
+
+def test_every_recipe_is_found() -> None:
+    """Counted, so that a glob that finds too little fails."""
+    assert len(recipe_files()) == 4
+    assert {path.stem for path in (ROOT / "recipes" / "smoke").glob("*.yaml")} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("path", recipe_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_recipe_loads_opens_with_its_launch_command_and_explains_its_values(
+    path: Path,
+) -> None:
+    recipe = load_recipe(path)
+    assert recipe.model.family in FAMILIES
+    text = path.read_text()
+    header = text[: text.index("model:")]
+    relative = path.relative_to(ROOT)
+    assert f"recipes/lora.py {relative}" in header
+    assert "Memory:" in header
+    assert "Time:" in header
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_every_accelerate_config_is_read_by_accelerate(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes == yaml.safe_load(path.read_text())["num_processes"]
+    assert config.mixed_precision == "no"  # the recipe decides
+    assert path.name in (ROOT / "accelerate_configs" / "README.md").read_text()
+
+
+def test_the_readme_fits_on_a_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
