@@ -133,6 +133,8 @@ def _decode(path: Path) -> Iterator[tuple[av.VideoFrame, float]]:
         for frame in container.decode(stream):
             if frame.time is None:
                 raise ValueError("a frame has no time stamp")
+            if frame.is_corrupt:
+                raise ValueError(f"the frame at {frame.time:.2f} s is damaged")
             start = frame.time if start is None else start
             yield frame, frame.time - start
 

@@ -92,7 +92,12 @@ def line_chart(
         '<svg class="lines" width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none">',
         *(_path(one, x_axis, y_axis) for one in series),
         "</svg>",
-        *(_dots(one, x_axis, y_axis, x_label) for one in series if one.style == "dots"),
+        *(
+            _dots(one, x_axis, y_axis, x_label)
+            if one.style == "dots"
+            else _lone_points(one, x_axis, y_axis)
+            for one in series
+        ),
     ]
     return (
         f'<figure class="chart">{head}<ul class="legend">{legend}</ul><div class="plot">'
@@ -110,8 +115,8 @@ def bar_chart(title: str, bars: Sequence[Bar], *, label: str) -> str:
     rows = []
     for index, bar in enumerate(bars):
         middle = step * (index + 0.5)
-        # 55% at most: the value and its detail need the rest, on a phone too.
-        length = 55 * max(0.0, bar.value) / longest if _drawable(bar.value) else 0.0
+        # Half at most: the value and its detail need the rest, on a phone too.
+        length = 50 * max(0.0, bar.value) / longest if _drawable(bar.value) else 0.0
         rows.append(
             f'<text x="-8" y="{middle:.2f}%" dy="0.35em" text-anchor="end">{html.escape(bar.name)}</text>'
             f'<rect class="c0" x="0" y="{middle - 0.3 * step:.2f}%" width="{length:.2f}%"'
@@ -121,7 +126,7 @@ def bar_chart(title: str, bars: Sequence[Bar], *, label: str) -> str:
         )
     return (
         f'<figure class="chart"><figcaption>{html.escape(title)}</figcaption>'
-        f'<ul class="legend">{_legend_item("c0 bar", label)}</ul><div class="plot bars">'
+        f'<ul class="legend">{_legend_item("c0 bar", label)}</ul><div class="plot bars" style="height: {40 * len(bars)}px">'
         f'<svg role="img" aria-label="{html.escape(about)}" width="100%" height="100%">{"".join(rows)}</svg>'
         "</div></figure>"
     )
@@ -182,9 +187,11 @@ def _scientific(value: float, digits: int) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels with as many decimals as the finest distance between ticks needs."""
-    largest = max(abs(value) for value in values)
+def _tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
+    """Labels with as many decimals as the distance between ticks needs; on a log axis, as each needs."""
+    if log and min(values) >= 1e-3 and max(values) < 1e6:
+        return [f"{value:,.6g}" for value in values]
+    largest = max((abs(value) for value in values), default=0.0)
     if largest >= 1e6 or 0 < largest < 1e-3:
         return ["0" if value == 0 else _scientific(value, 3) for value in values]
     gaps = [b - a for a, b in itertools.pairwise(values)]
@@ -222,22 +229,25 @@ def _y_axis(values: Sequence[float], log: bool, from_zero: bool) -> _Axis:
         return _Axis(low / room, high * room, log=True)
     if from_zero:
         low = min(0.0, low)
+    span = high - low
+    if span < 1e-9 * max(abs(low), abs(high)):
+        span = 0.0  # rounding alone: ticks within it would coincide
     # A constant series gets a range of its own size; zero alone gets one around zero.
-    room = 0.06 * (high - low) or abs(high) or 1.0
+    room = 0.06 * span or abs(high) or 1.0
     return _Axis(low if from_zero and low == 0 else low - room, high + room)
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
     parts = []
     y_ticks = y_axis.ticks()
-    for value, label in zip(y_ticks, _tick_labels(y_ticks), strict=True):
+    for value, label in zip(y_ticks, _tick_labels(y_ticks, y_axis.log), strict=True):
         at = f"{_percent(y_axis, value, flipped=True)}%"
         parts.append(
             f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
             f'<text x="-8" y="{at}" dy="0.35em" text-anchor="end">{label}</text>'
         )
     x_ticks = [value for value in x_axis.ticks() if value == int(value)]
-    for value, label in zip(x_ticks, _tick_labels(x_ticks) if x_ticks else [], strict=True):
+    for value, label in zip(x_ticks, _tick_labels(x_ticks), strict=True):
         at = f"{_percent(x_axis, value)}%"
         parts.append(
             f'<line class="tick" x1="{at}" x2="{at}" y1="100%" y2="100%"/>'
@@ -253,12 +263,21 @@ def _percent(axis: _Axis, value: float, flipped: bool = False) -> str:
 
 def _path(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
     """One `<path>`, lifted off the paper at every value that cannot be drawn."""
-    strokes = []
-    for run in _runs(series, x_axis, y_axis):
-        points = [f"{1000 * x:.1f} {1000 * (1 - y):.1f}" for x, y in _thinned(run)]
-        # A lone point is a line of no length, which round caps show as a dot.
-        strokes.append("M" + "L".join(points) + ("h0" if len(points) == 1 else ""))
-    return f'<path class="c{series.color % PALETTE_SIZE} {series.style}" d="{"".join(strokes)}"/>'
+    strokes = "".join(
+        "M" + "L".join(f"{1000 * x:.1f} {1000 * (1 - y):.1f}" for x, y in _thinned(run))
+        for run in _runs(series, x_axis, y_axis)
+    )
+    return f'<path class="c{series.color % PALETTE_SIZE} {series.style}" d="{strokes}"/>'
+
+
+def _lone_points(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+    """A dot for each value between two gaps, which a path would not show."""
+    return "".join(
+        f'<circle class="lone c{series.color % PALETTE_SIZE} {series.style}" cx="{100 * run[0][0]:.2f}%"'
+        f' cy="{100 * (1 - run[0][1]):.2f}%" r="2"/>'
+        for run in _runs(series, x_axis, y_axis)
+        if len(run) == 1
+    )
 
 
 def _runs(series: Series, x_axis: _Axis, y_axis: _Axis) -> Iterator[list[tuple[float, float]]]:

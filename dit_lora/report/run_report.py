@@ -7,7 +7,7 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dit_lora.report.charts import Bar, Series, bar_chart, line_chart, number, s
 
 EMBED_LIMIT_BYTES = 64 * 2**20
 """Videos beyond this many bytes of base64 stay beside the page and are linked."""
+_NONE = "\u2013"
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,11 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Clip:
-    label: str
-    source: str
-
-
-@dataclass(frozen=True)
 class Sample:
-    """The first and the last video of a prompt, or the only one."""
+    """The first and the last video of a prompt, or the only one, each as (label, source)."""
 
     prompt: str
-    clips: list[Clip] = field(default_factory=list)
+    clips: list[tuple[str, str]]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -170,9 +165,9 @@ def _steps(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 def _not_finite(name: str, values: Iterable[tuple[int, float]]) -> Iterator[str]:
     steps = [step for step, value in values if not math.isfinite(value)]
     if steps:
-        shown = ", ".join(str(step) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
-        count = f"{len(steps)} steps: {shown}" if len(steps) > 1 else f"step {shown}"
-        yield f"The {name} is not finite at {count}."
+        shown = ", ".join(str(step) for step in steps[:8])
+        more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""
+        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {shown}{more}."
 
 
 def _render(run: RunFiles, samples: list[Sample], linked: int) -> str:
@@ -204,43 +199,39 @@ def _render(run: RunFiles, samples: list[Sample], linked: int) -> str:
 
 def _figures(run: RunFiles) -> list[Figure]:
     asked = _mapping(run.config.get("train")).get("steps")
-    done = max(run.steps, default=0)
-    window = _window(run)
-    last = next((v for v in reversed(smooth(run.column("loss"), window)) if math.isfinite(v)), None)
-    seconds = [value for value in run.column("seconds") if math.isfinite(value)]
-    peaks = [value for value in run.column("peak_gib") if math.isfinite(value)]
-    unfinished = isinstance(asked, int) and done < asked
+    done, window = max(run.steps, default=0), _window(run)
+    losses, seconds, peaks = (
+        [value for value in values if math.isfinite(value)]
+        for values in (
+            smooth(run.column("loss"), window),
+            run.column("seconds"),
+            run.column("peak_gib"),
+        )
+    )
+    of = f"of {asked:,}{', not finished' if done < asked else ''}" if isinstance(asked, int) else ""
+    last = number(losses[-1]) if losses else _NONE
+    median = number(statistics.median(seconds), 3) if seconds else _NONE
     return [
-        Figure(
-            "Steps",
-            f"{done:,}",
-            f"of {asked}{', not finished' if unfinished else ''}" if asked else "",
-        ),
-        Figure("Training loss", _or_dash(last), f"mean of the last {window} steps" if last else ""),
+        Figure("Steps", f"{done:,}", of),
+        Figure("Training loss", last, f"mean of the last {window}" if window > 1 else ""),
         _held_out_figure(run.held_out),
-        Figure(
-            "Seconds per step",
-            _or_dash(statistics.median(seconds) if seconds else None, 3),
-            "median",
-        ),
-        Figure(
-            "Peak memory", f"{_or_dash(max(peaks, default=None), 3)} GiB" if peaks else "\u2013"
-        ),
+        Figure("Seconds per step", median, "median" if seconds else ""),
+        Figure("Peak memory", f"{number(max(peaks), 3)} GiB" if peaks else _NONE),
     ]
 
 
 def _held_out_figure(held_out: Mapping[int, float]) -> Figure:
     label = "Held-out loss"
     if not held_out:
-        return Figure(label, "\u2013", "not measured")
+        return Figure(label, _NONE, "not measured")
     first, last = min(held_out), max(held_out)
     before, after = held_out[first], held_out[last]
     if first == last:
-        return Figure(label, number(before), f"at step {first} only")
-    value = f"{number(before)} \u2192 {number(after)}"
-    if not (math.isfinite(before) and math.isfinite(after) and before):
-        return Figure(label, value, f"step {first} to {last}")
-    return Figure(label, value, f"{100 * (after / before - 1):+.1f}%, step {first} to {last}")
+        return Figure(label, number(before), f"at step {first:,} only")
+    steps = f"step {first:,} to {last:,}"
+    comparable = math.isfinite(before) and math.isfinite(after) and before != 0
+    change = f"{100 * (after / before - 1):+.1f}%, " if comparable else ""
+    return Figure(label, f"{number(before)} \u2192 {number(after)}", change + steps)
 
 
 def _window(run: RunFiles) -> int:
@@ -254,9 +245,8 @@ def _charts(run: RunFiles) -> dict[str, str]:
         return {}
     charts = {"loss": _loss_chart(run), "by_timestep": _timestep_chart(run)}
     window, norms = _window(run), run.groups("grad_norm_groups")
-    norm_lines = _raw_and_smooth(
-        run, "grad_norm", "all groups" if len(norms) > 1 else "gradient norm"
-    )
+    name = "all groups" if len(norms) > 1 else "gradient norm"
+    norm_lines = _raw_and_smooth(run, "grad_norm", name)
     if len(norms) > 1:
         norm_lines += [
             Series(name, run.steps, smooth(values, window), color)
@@ -265,14 +255,11 @@ def _charts(run: RunFiles) -> dict[str, str]:
     charts["grad_norm"] = _chart(run, "Gradient norm", "norm before clipping", norm_lines)
     rates = run.groups("lr_groups")
     peaks = [max((v for v in values if math.isfinite(v)), default=0.0) for values in rates.values()]
-    charts["lr"] = _chart(
-        run,
-        "Learning rate",
-        "learning rate",
-        [Series(name, run.steps, y, color) for color, (name, y) in enumerate(rates.items())],
-        log_y=wants_log(peaks),
-        from_zero=True,
-    )
+    lines = [Series(name, run.steps, y, color) for color, (name, y) in enumerate(rates.items())]
+    log_y = wants_log(
+        peaks
+    )  # by the peaks: a warm-up or decay to zero alone reads well on a linear axis
+    charts["lr"] = _chart(run, "Learning rate", "learning rate", lines, log_y=log_y, from_zero=True)
     seconds = [
         *_raw_and_smooth(run, "seconds", "whole step"),
         Series("waiting for data", run.steps, smooth(run.column("data_seconds"), window), 1),
@@ -284,8 +271,8 @@ def _charts(run: RunFiles) -> dict[str, str]:
 def _loss_chart(run: RunFiles) -> str:
     lines = _raw_and_smooth(run, "loss", "training")
     if run.held_out:
-        dots = Series("held-out", list(run.held_out), list(run.held_out.values()), 1, "dots")
-        lines.append(dots)
+        steps, losses = zip(*run.held_out.items(), strict=True)
+        lines.append(Series("held-out", steps, losses, 1, "dots"))
     return _chart(run, "Loss", "loss", lines)
 
 
@@ -297,20 +284,21 @@ def _timestep_chart(run: RunFiles) -> str:
         for bucket, loss in _mapping(line.get("loss_by_timestep")).items():
             seen.setdefault(bucket, []).append(_float(loss))
     bars = []
-    for bucket, losses in sorted(seen.items(), key=lambda item: _leading_number(item[0])):
+    for bucket, losses in sorted(seen.items(), key=lambda item: (len(item[0]), item[0])):
         finite = [loss for loss in losses if math.isfinite(loss)]
         mean = sum(finite) / len(finite) if finite else math.nan
-        lost = f", {len(losses) - len(finite)} not finite" if len(finite) < len(losses) else ""
-        count = f"{len(losses)} step{'s' if len(losses) > 1 else ''}{lost}"
+        count = f"{len(finite):,} step{'' if len(finite) == 1 else 's'}"
         bars.append(Bar(bucket.replace("-", "\u2013"), mean, count))
     if not bars:
         return ""
-    span = f"mean loss, steps {late[0]['step']} to {late[-1]['step']}"
+    span = f"mean loss, steps {late[0]['step']:,} to {late[-1]['step']:,}"
     return bar_chart("Loss by timestep", bars, label=span)
 
 
 def _raw_and_smooth(run: RunFiles, key: str, name: str) -> list[Series]:
     values, window = run.column(key), _window(run)
+    if window == 1:
+        return [Series(name, run.steps, values)]
     return [
         Series(f"{name}, each step", run.steps, values, 0, "faint"),
         Series(f"{name}, mean of {window}", run.steps, smooth(values, window), 0),
@@ -326,21 +314,15 @@ def _chart(
     log_y: bool | None = None,
     from_zero: bool = False,
 ) -> str:
-    """A chart over the whole run, all with the same steps below; "" without any line."""
-    if not any(one.y for one in series):
+    """A chart over the whole run, all with the same steps below; "" without any finite value."""
+    series = [one for one in series if any(math.isfinite(y) for y in one.y)]
+    if not series:
         return ""
     if log_y is None:
         log_y = wants_log([y for one in series for y in one.y])
     last = max([*run.steps, *run.held_out], default=0)
-    return line_chart(
-        title,
-        series,
-        x_label="step",
-        y_label=y_label,
-        x_range=(0, last),
-        log_y=log_y,
-        from_zero=from_zero,
-    )
+    labels = {"x_label": "step", "y_label": y_label}
+    return line_chart(title, series, **labels, x_range=(0, last), log_y=log_y, from_zero=from_zero)
 
 
 def _samples(run: RunFiles) -> tuple[list[Sample], int]:
@@ -353,40 +335,42 @@ def _samples(run: RunFiles) -> tuple[list[Sample], int]:
     prompts = _mapping(run.config.get("validation")).get("prompts") or ()
     samples, room, linked = [], EMBED_LIMIT_BYTES, 0
     for index, by_step in sorted(found.items()):
-        prompt = str(prompts[index]) if index < len(prompts) else f"prompt {index}"
-        sample = Sample(prompt)
+        clips = []
         for step in sorted({min(by_step), max(by_step)}):
-            path = by_step[step]
-            cost = 4 * math.ceil(path.stat().st_size / 3)
-            if cost <= room:
-                source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
-                room -= cost
-            else:
-                source = path.relative_to(run.folder).as_posix()
-                linked += 1
-            sample.clips.append(Clip(f"after step {step}" if step else "before", source))
-        samples.append(sample)
+            source, cost = _video_source(by_step[step], run.folder, room)
+            room, linked = room - cost, linked + (cost == 0)
+            clips.append((f"after step {step:,}" if step else "before", source))
+        prompt = prompts[index] if index < len(prompts) else f"prompt {index}"
+        samples.append(Sample(str(prompt), clips))
     return samples, linked
 
 
+def _video_source(path: Path, folder: Path, room: int) -> tuple[str, int]:
+    """A data URI and its bytes, or a relative link and 0 where the URI would exceed `room`."""
+    encoded = 4 * math.ceil(path.stat().st_size / 3)
+    if encoded > room:
+        return path.relative_to(folder).as_posix(), 0
+    return "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode(), encoded
+
+
 def _event_row(event: Mapping[str, Any]) -> list[str]:
+    """The cells of the columns that page.html names."""
+    keys = ("step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action")
     seconds = _float(event.get("seconds"))
-    return [
-        *(_words(event.get(key)) for key in ("step", "micro_step", "rank", "kind", "sample_ids")),
-        _words(event.get("verdict")),
-        _words(event.get("action")),
-        number(seconds, 3) if math.isfinite(seconds) else "",
+    return [_words(event.get(key)) for key in keys] + [
+        number(seconds, 3) if math.isfinite(seconds) else ""
     ]
 
 
 def _words(value: Any) -> str:
-    """Nested plain values as one line: `cause: data; offenders: sample: a, rank: 0`."""
+    """Nested plain values in words: `cause: data; offenders: sample: a; rank: 0`."""
     if value is None:
         return ""
     if isinstance(value, dict):
         return "; ".join(f"{key}: {_words(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_words(inner) for inner in value)
+        words = [_words(inner) for inner in value]
+        return ("\n" if any(" " in text for text in words) else ", ").join(words)
     return str(value)
 
 
@@ -396,12 +380,8 @@ def _rows(section: Any, parent: str = "") -> Iterator[tuple[str, str]]:
         for key, value in section.items():
             yield from _rows(value, f"{parent}.{key}" if parent else str(key))
     else:
-        yield (
-            parent,
-            json.dumps(section, ensure_ascii=False)
-            if section in (None, True, False)
-            else (_words(section) or "none"),
-        )
+        as_yaml = section is None or isinstance(section, bool)
+        yield parent, json.dumps(section) if as_yaml else _words(section) or "none"
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -410,12 +390,3 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _float(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _leading_number(text: str) -> int:
-    match = re.match(r"\d+", text)
-    return int(match[0]) if match else -1
-
-
-def _or_dash(value: float | None, digits: int = 4) -> str:
-    return "\u2013" if value is None else number(value, digits)

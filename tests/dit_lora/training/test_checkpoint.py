@@ -1,0 +1,180 @@
+"""Checkpoints are whole or passed over, and resume bit for bit or say why not."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.errors import DitLoraError
+from dit_lora.training import checkpoint
+from dit_lora.training.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    optimizer_state,
+    save_checkpoint,
+)
+
+IDENTITY = {"lora.rank": 4, "optim.betas": (0.9, 0.95), "lora.targets": None}
+
+
+def build() -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    model[0].requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    names = ["1.weight", "1.bias"]
+    group = {"name": "adapter", "params": [parameters[n] for n in names], "param_names": names}
+    return model, torch.optim.AdamW([group], lr=0.1, fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(
+    run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 9
+) -> Path:
+    return save_checkpoint(run, step, model, optimizer, IDENTITY, keep=keep)
+
+
+def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = build()
+    train(model, optimizer, 0, 3)
+    path = save(tmp_path, 3, model, optimizer)
+    train(model, optimizer, 3, 6)
+    again, resumed = build()
+    assert load_checkpoint(path, again, resumed, IDENTITY) == 3
+    train(again, resumed, 3, 6)
+    assert torch.equal(model[1].weight, again[1].weight)
+    ours, theirs = optimizer_state(optimizer), optimizer_state(resumed)
+    assert set(ours) == {
+        f"adapter/1.{p}/{s}" for p in ("weight", "bias") for s in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_frozen_base_is_not_stored(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    path = save(tmp_path, 1, *build())
+    assert set(load_file(path / "trainable.safetensors")) == {"1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize(
+    "file", ["trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: str) -> None:
+    model, optimizer = build()
+    train(model, optimizer, 0, 1)
+    good = save(tmp_path, 1, model, optimizer)
+    torn = save(tmp_path, 2, model, optimizer)
+    data = (torn / file).read_bytes()
+    if damage == "delete":
+        (torn / file).unlink()
+    elif damage == "truncate":
+        (torn / file).write_bytes(data[: len(data) // 2])
+    else:
+        (torn / file).write_bytes(data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
+    if file == "manifest.json" and damage == "flip":
+        assert newest_checkpoint(tmp_path) in (good, torn)  # white space may differ without harm
+        return
+    assert newest_checkpoint(tmp_path) == good
+    with pytest.raises(
+        DitLoraError, match=r"is torn or altered; the newest whole one is .*step_000001"
+    ):
+        find_checkpoint(str(torn), tmp_path)
+
+
+def test_a_save_that_died_half_way_is_passed_over_and_does_not_block_the_next(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = build()
+    good = save(tmp_path, 1, model, optimizer)
+    leftover = tmp_path / "checkpoints" / ".step_000002.partial"
+    leftover.mkdir()
+    (leftover / "trainable.safetensors").write_bytes(b"half")
+    assert newest_checkpoint(tmp_path) == good
+    assert newest_checkpoint(tmp_path) != save(tmp_path, 2, model, optimizer)
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("after_files", [0, 1, 3])
+def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_files: int
+) -> None:
+    model, optimizer = build()
+    good = save(tmp_path, 1, model, optimizer)
+    before = {path.name: path.read_bytes() for path in good.iterdir()}
+    write, written = checkpoint._write_synced, []
+
+    def fill(path: Path, data: bytes) -> None:
+        if len(written) == after_files:
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(path)
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "_write_synced", fill)
+    with pytest.raises(DitLoraError) as error:
+        save(tmp_path, 2, model, optimizer)
+    message = str(error.value)
+    assert "cannot save the checkpoint of step 2" in message
+    assert "No space left on device" in message
+    assert f"the newest whole one is {good}" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
+    assert {path.name: path.read_bytes() for path in good.iterdir()} == before
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    model, optimizer = build()
+    for step in (8, 9, 10, 11):
+        save(tmp_path, step, model, optimizer, keep=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step_000010",
+        "step_000011",
+    ]
+
+
+def test_another_recipes_checkpoint_is_refused_with_every_difference(tmp_path: Path) -> None:
+    model, optimizer = build()
+    path = save(tmp_path, 1, model, optimizer)
+    other = {**IDENTITY, "lora.rank": 8, "optim.betas": (0.9, 0.999)}
+    with pytest.raises(DitLoraError) as error:
+        load_checkpoint(path, model, optimizer, other)
+    message = str(error.value)
+    assert "belongs to another recipe" in message
+    assert "lora.rank: 4 in the checkpoint, 8 in the recipe" in message
+    assert "optim.betas" in message
+    assert "lora.targets" not in message
+
+
+def test_none_auto_and_a_missing_path(tmp_path: Path) -> None:
+    assert find_checkpoint("none", tmp_path) is None
+    assert find_checkpoint("auto", tmp_path) is None
+    with pytest.raises(DitLoraError, match=r"train\.resume: nowhere does not exist; .* has none"):
+        find_checkpoint("nowhere", tmp_path)
+    path = save(tmp_path, 5, *build())
+    assert find_checkpoint("auto", tmp_path) == find_checkpoint(str(path), tmp_path) == path
+
+
+def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, write = [], checkpoint._write_synced
+
+    def note(path: Path, data: bytes) -> None:
+        order.append(path.name)
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "_write_synced", note)
+    path = save(tmp_path, 1, *build())
+    assert order[-1] == "manifest.json"
+    digests = json.loads((path / "manifest.json").read_text())["sha256"]
+    assert set(digests) == set(order[:-1])

@@ -1,0 +1,209 @@
+"""Bad input: one clear message that names file and remedy, all offenders at once, and nothing damaged."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from dit_lora.data.shapes import write_shapes
+from dit_lora.errors import DitLoraError
+
+Main = Callable[[list[str]], None]
+
+
+@pytest.fixture
+def refused(lora_main: Main, smoke: list[str], tmp_path: Path) -> Callable[..., str]:
+    """Run the smoke recipe with overrides and return the message it is refused with."""
+
+    def run(*overrides: str) -> str:
+        with pytest.raises(DitLoraError) as error:
+            lora_main([*smoke, f"run.dir={tmp_path / 'run'}", *overrides])
+        assert error.value.exit_code == 2
+        return str(error.value)
+
+    return run
+
+
+@pytest.fixture
+def clips(shape_clips: Path, tmp_path: Path) -> Path:
+    """A copy of the clips, to damage."""
+    return Path(shutil.copytree(shape_clips, tmp_path / "clips"))
+
+
+def test_bad_videos_are_all_listed_and_good_ones_stay_cached(
+    refused: Callable[..., str], lora_main: Main, smoke: list[str], clips: Path, tmp_path: Path
+) -> None:
+    files = sorted(clips.glob("*.mp4"))
+    files[0].write_bytes(b"not a video")
+    write_shapes(tmp_path / "short", clips=1, frames=5, height=64, width=96, fps=8)
+    shutil.copy(next((tmp_path / "short").glob("*.mp4")), files[1])
+    message = refused(f"data.path={clips}")
+    assert f"{files[0]}: cannot be opened as a video" in message
+    assert f"{files[1]}: too short: 9 frames at 8 fps are asked for, it gives at most" in message
+    assert files[2].name not in message
+
+
+def test_a_video_that_breaks_off_is_found_by_decoding(
+    refused: Callable[..., str], clips: Path, tmp_path: Path
+) -> None:
+    """Its header promises all frames; the other clips are encoded and stay."""
+    path = sorted(clips.glob("*.mp4"))[0]
+    data = bytearray(path.read_bytes())
+    media, index = data.index(b"mdat"), data.index(b"moov")
+    start = media + (index - media) // 2
+    data[start : index - 64] = bytes(index - 64 - start)
+    path.write_bytes(data)
+    message = refused(f"data.path={clips}")
+    assert message.startswith("these clips cannot be used; the others are cached")
+    assert str(path) in message
+    assert len(list((tmp_path / "cache" / "videos").rglob("*.safetensors"))) == 4
+
+
+def test_an_empty_caption_and_a_missing_video(refused: Callable[..., str], clips: Path) -> None:
+    lines = [json.loads(line) for line in (clips / "metadata.jsonl").read_text().splitlines()]
+    lines[0]["text"] = ""
+    lines[1]["file_name"] = "gone.mp4"
+    (clips / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    message = refused(f"data.path={clips}")
+    assert f"{lines[0]['file_name']}: its caption is empty" in message
+    assert "gone.mp4: no such file" in message
+
+
+def test_zero_clips(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    assert "no clips in" in refused(f"data.path={tmp_path / 'nothing'}")
+
+
+def test_an_unknown_key_and_a_wrong_type(refused: Callable[..., str]) -> None:
+    message = refused("train.step=3", "train.batch_size=two")
+    assert "train.step: unknown key; did you mean train.steps?" in message
+    assert "train.batch_size" in message
+    assert "got 'two'" in message
+
+
+def test_a_missing_checkpoint(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "no folder ./nowhere" in refused("model.path=./nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "is not a Diffusers checkpoint: it has no model_index.json" in refused(
+        f"model.path={tmp_path / 'empty'}"
+    )
+
+
+def test_a_hub_id_that_cannot_be_had(refused: Callable[..., str]) -> None:
+    message = refused("model.path=nobody/nothing-here")
+    assert "no local folder nobody/nothing-here, and the Hub did not give it" in message
+
+
+def test_a_checkpoint_of_another_family(
+    refused: Callable[..., str], tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other")
+    index = json.loads((other / "model_index.json").read_text())
+    index["_class_name"] = "SanaPipeline"
+    (other / "model_index.json").write_text(json.dumps(index))
+    message = refused(f"model.path={other}")
+    assert "is a SanaPipeline checkpoint; family cogvideox trains CogVideoXPipeline" in message
+    assert "no family 'sana3'; model.family is one of cogvideox" in refused("model.family=sana3")
+
+
+@pytest.mark.parametrize(
+    ("component", "change", "words"),
+    [
+        (
+            "scheduler/scheduler_config.json",
+            {"prediction_type": "epsilon"},
+            "prediction_type=epsilon",
+        ),
+        ("transformer/config.json", {"patch_size_t": 2}, "is CogVideoX 1.5"),
+    ],
+)
+def test_a_checkpoint_that_contradicts_the_family(  # type: ignore[no-untyped-def]
+    refused, tiny_checkpoints, tmp_path, component: str, change: dict, words: str
+) -> None:
+    other = shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other")
+    config = json.loads((other / component).read_text())
+    (other / component).write_text(json.dumps({**config, **change}))
+    assert words in refused(f"model.path={other}")
+
+
+def test_a_target_and_a_group_that_match_nothing(refused: Callable[..., str]) -> None:
+    assert "match no linear layer of CogVideoXTransformer3DModel: to_qq" in refused(
+        "lora.targets=[to_qq]"
+    )
+    message = refused("optim.groups.connector={lr: 1e-5, modules: [nothing.*]}")
+    assert "these parameter groups match nothing: connector" in message
+
+
+def test_a_resume_path_that_is_not_there_or_anothers(
+    refused: Callable[..., str], lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    assert "train.resume: nowhere does not exist" in refused("train.resume=nowhere")
+    run = tmp_path / "first"
+    lora_main([*smoke, "train.steps=2", f"run.dir={run}"])
+    path = run / "checkpoints" / "step_000002"
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    message = refused(f"train.resume={path}", "lora.rank=8", "optim.clip=0.5")
+    assert "belongs to another recipe" in message
+    assert "lora.rank: 4 in the checkpoint, 8 in the recipe" in message
+    assert "optim.clip: 1.0 in the checkpoint, 0.5 in the recipe" in message
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_run_folder_in_use_is_not_overwritten(
+    refused: Callable[..., str], lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    lora_main([*smoke, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    message = refused("train.steps=3")
+    assert "already holds a run; continue it with train.resume=auto" in message
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_while_saving(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dit_lora.training import checkpoint
+
+    write = checkpoint._write_synced
+
+    def fill(path: Path, data: bytes) -> None:
+        if "step_000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "_write_synced", fill)
+    message = refused("train.steps=6", "train.save_every=2")
+    assert "cannot save the checkpoint of step 4" in message
+    assert "No space left on device" in message
+    names = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert names == ["step_000002"]
+
+
+def test_a_resolution_that_does_not_fit(refused: Callable[..., str]) -> None:
+    message = refused("data.height=50", "data.frames=12")
+    assert "data.height must be a multiple of 16; got 50, nearest 48 and 64" in message
+    assert "data.frames must be 4n + 1; got 12, nearest 9 and 13" in message
+
+
+def test_from_the_shell_it_is_a_message_and_exit_code_2(
+    launch, smoke: list[str], tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    import subprocess
+    import sys
+
+    from launching import SCRIPT, launch_environment
+
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        env=launch_environment(),
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert "error: data.path: no folder nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
