@@ -65,7 +65,7 @@ class DataConfig(Section):
 
 class LoraConfig(Section):
     rank: Count = 64
-    alpha: Positive | None = None
+    alpha: Count | None = None
     """The update is scaled by alpha / rank; by default alpha = rank."""
     dropout: Probability = 0.0
     targets: tuple[str, ...] | None = None

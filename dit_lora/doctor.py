@@ -17,6 +17,7 @@ from dit_lora.compat import (
     problems,
     read_launch_config,
 )
+from dit_lora.fuse import kernel_support
 
 
 def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
             if problem.id not in TESTED
         ],
         "launch": launch,
+        "triton": kernel_support()._asdict(),
         "decisions": [asdict(decision) for decision in decisions(env)],
     }
 
@@ -88,6 +90,8 @@ def render(report: Mapping[str, Any]) -> None:
     for note in notes:
         lines = [f"{note['severity']}: {note['what']}", note.get("source"), note["remedy"]]
         console.print("\n  ".join(filter(None, lines)), markup=False, soft_wrap=True)
+    triton = report["triton"]
+    console.print(f"Triton: {triton['mode']}: {triton['reason']}", markup=False)
     launch = report["launch"]
     if launch["config_file"]:
         asked = launch["processes"] or "Accelerate's choice"

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import peft
 import torch
@@ -15,7 +15,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import fold
 
 ADAPTER_NAME = "default"  # Diffusers' own name for the first adapter
-_INITS: dict[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's names for them
+_INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def attach_lora(
     _require_matches(type(transformer).__name__, targets, linear)
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=_whole(lora.alpha if lora.alpha is not None else lora.rank),
+        lora_alpha=lora.alpha or lora.rank,
         lora_dropout=lora.dropout,
         target_modules=targets,
         init_lora_weights=_INITS[lora.init],
@@ -60,9 +60,9 @@ def attach_lora(
     return AttachReport(adapted, len(linear), sum(p.numel() for p in trainable))
 
 
-def adapter_config(transformer: nn.Module) -> dict[str, Any]:
+def adapter_config(transformer: Any) -> dict[str, Any]:
     """PEFT's config of the attached adapter: rank, alpha, targets."""
-    return transformer.peft_config[ADAPTER_NAME].to_dict()  # type: ignore[union-attr,operator]
+    return transformer.peft_config[ADAPTER_NAME].to_dict()
 
 
 def is_lora_a(name: str) -> bool:
@@ -71,10 +71,6 @@ def is_lora_a(name: str) -> bool:
 
 def is_lora_b(name: str) -> bool:
     return ".lora_B." in name
-
-
-def _whole(alpha: float) -> float:
-    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _require_matches(model: str, targets: list[str], linear: list[str]) -> None:

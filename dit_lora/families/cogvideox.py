@@ -178,9 +178,7 @@ class CogVideoXCheckpoint:
             self.path, dtype=dtype, use_safetensors=True, **given
         )
 
-    def generate(
-        self, pipeline: CogVideoXPipeline, conditions: Mapping[str, Any], how: Sampling
-    ) -> torch.Tensor:
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         frames = pipeline(
             **conditions,
             num_frames=how.shape.frames,

@@ -6,6 +6,7 @@ everywhere. (A trained tokenizer would not: its vocabulary differs from process 
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -26,7 +27,7 @@ def build_cogvideox(out: Path, *, seed: int, rotary: bool) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = t5_tokenizer()
-        pipeline = CogVideoXPipeline(
+        pipeline: Any = CogVideoXPipeline(
             tokenizer=tokenizer,
             text_encoder=t5_encoder(len(tokenizer)),
             vae=_cogvideox_vae(scaling_factor=0.7 if rotary else 1.15258426),
@@ -71,7 +72,7 @@ def t5_encoder(vocab_size: int) -> T5EncoderModel:
 
 
 def _cogvideox_vae(scaling_factor: float) -> AutoencoderKLCogVideoX:
-    vae = AutoencoderKLCogVideoX(
+    vae: Any = AutoencoderKLCogVideoX(
         block_out_channels=(8, 8, 8, 8),
         latent_channels=_LATENT_CHANNELS,
         layers_per_block=1,
@@ -80,7 +81,8 @@ def _cogvideox_vae(scaling_factor: float) -> AutoencoderKLCogVideoX:
         sample_height=64,
         sample_width=96,
         scaling_factor=scaling_factor,
-    ).eval()
+    )
+    vae.eval()
     # A trained VAE's posterior is narrow and its latents have unit variance after scaling; a random one's
     # is as wide as its latents, which would leave nothing to learn.
     head = vae.encoder.conv_out.conv

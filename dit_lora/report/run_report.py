@@ -192,8 +192,8 @@ def _render(run: RunFiles, samples: list[Sample], linked: int) -> str:
         limit_mib=EMBED_LIMIT_BYTES // 2**20,
         events=[_event_row(event) for event in run.events],
         config={name: list(_rows(section)) for name, section in run.config.items()},
-        machine=list(_rows(machine)),
-        packages=list(_rows(packages or {})),
+        machine=list(_rows(machine)) if machine else [],
+        packages=list(_rows(packages)) if packages else [],
     )
 
 

@@ -9,7 +9,7 @@ def test_auto_on_a_cpu_is_fp32_and_says_why() -> None:
     precision = choose_precision("auto", torch.device("cpu"))
     assert precision.dtype is torch.float32
     assert precision.mixed == "no"
-    assert "slower in bf16" in precision.reason
+    assert "times slower in bf16" in precision.reason
 
 
 def test_what_is_asked_for_is_used() -> None:
