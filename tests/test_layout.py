@@ -1,13 +1,14 @@
 """The house rules that a machine can hold us to: layers, lengths, nesting, names, recipes."""
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dit_lora.config import load_recipe
+from dit_lora.config import load_recipe, recipe_schema
 from dit_lora.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
@@ -183,7 +184,7 @@ def recipe_files() -> list[Path]:
 
 def test_every_recipe_is_found() -> None:
     """Counted, so that a glob that finds too little fails."""
-    assert len(recipe_files()) == 4
+    assert len(recipe_files()) == 3
     assert {path.stem for path in (ROOT / "recipes" / "smoke").glob("*.yaml")} == set(FAMILIES)
 
 
@@ -215,3 +216,9 @@ def test_every_accelerate_config_is_read_by_accelerate(path: Path) -> None:
 
 def test_the_readme_fits_on_a_few_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_schema_beside_the_recipes_is_the_current_one() -> None:
+    assert json.loads((ROOT / "recipes" / "schema.json").read_text()) == recipe_schema()
+    for path in recipe_files():
+        assert path.read_text().startswith("# yaml-language-server: $schema=../schema.json\n")

@@ -78,6 +78,7 @@ def write_report(run_dir: Path) -> Path:
         partial.write_text(page, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, path)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
     return path
 

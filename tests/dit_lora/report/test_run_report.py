@@ -305,3 +305,4 @@ def test_a_report_that_cannot_be_written_is_one_line(run_dir: Path) -> None:
     (run_dir / "report.html").mkdir()
     with pytest.raises(DitLoraError, match=r"cannot write .*report\.html"):
         write_report(run_dir)
+    assert not (run_dir / ".report.html.partial").exists()
