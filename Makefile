@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/dit-lora tiny cogvideox-2b demo/model
 	$(BIN)/dit-lora shapes demo/clips
 	$(LAUNCH) recipes/lora.py recipes/smoke/cogvideox.yaml model.path=demo/model data.path=demo/clips \
-	  data.frames=17 run.dir=demo/run train.steps=200 train.batch_size=4 train.save_every=100 \
+	  data.frames=17 run.dir=demo/run train.steps=200 train.batch_size=4 train.save_every=100 validation.every=50 \
 	  lora.rank=16 lora.alpha=16 optim.groups.adapter.lr=5e-3
 	$(BIN)/dit-lora sample demo/run --prompt 'a blue square moves to the left over a dark background' \
 	  --inference-steps 4

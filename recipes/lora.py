@@ -10,12 +10,12 @@ from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import load_recipe
 from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
-from dit_lora.families.base import VideoShape
+from dit_lora.families.base import Checkpoint, Family, VideoShape
 from dit_lora.report.run_report import write_report
 from dit_lora.training.checkpoint import find_checkpoint
 from dit_lora.training.precompute import precompute
 from dit_lora.training.run import finish, fit, prepare, summary
-from dit_lora.training.runtime import open_run_folder, start
+from dit_lora.training.runtime import Runtime, open_run_folder, running
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -28,14 +28,19 @@ def main(argv: list[str]) -> None:
     checkpoint = family.open(recipe.model)
     checkpoint.check_shape(VideoShape.of(recipe.data))
 
-    runtime = start(recipe)
+    with running(recipe) as runtime:
+        train(runtime, family, checkpoint)
+
+
+def train(runtime: Runtime, family: Family, checkpoint: Checkpoint) -> None:
+    recipe = runtime.recipe
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     open_run_folder(runtime, resumed=recipe.train.resume != "none")
     encoded = precompute(runtime, checkpoint)  # the encoders live and die here
 
     transformer = checkpoint.load_transformer(runtime.precision.dtype)
-    report = attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
-    runtime.say(str(report))
+    attached = attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
+    runtime.say(str(attached))
     groups = recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
 
     run = prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
@@ -43,7 +48,6 @@ def main(argv: list[str]) -> None:
     adapter = finish(run)
     if adapter is not None:
         runtime.say(summary(run, adapter, write_report(runtime.dir)))
-    runtime.accelerator.end_training()
 
 
 if __name__ == "__main__":

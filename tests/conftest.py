@@ -1,6 +1,9 @@
-"""Shared fixtures: tiny checkpoints and clips, built once a session; threads fixed."""
+"""Shared fixtures: tiny checkpoints and clips, built once a session; recipes, run here or launched."""
 
+import importlib.util
 import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from launching import ROOT, SCRIPT, launch_command, launch_environment
 
-from dit_lora.config import ModelConfig, Recipe, parse_recipe
+from dit_lora.config import Recipe, parse_recipe
 from dit_lora.data.shapes import write_shapes
 from dit_lora.families import get_family
 
 torch.set_num_threads(1)
+
+SMOKE = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
+Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
@@ -65,5 +73,44 @@ def recipe(recipe_values: dict[str, Any]) -> Recipe:
     return parse_recipe(recipe_values, "test")
 
 
-def open_checkpoint(path: Path) -> Any:
-    return get_family("cogvideox").open(ModelConfig(family="cogvideox", path=str(path)))
+@pytest.fixture
+def smoke(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) -> list[str]:
+    """The smoke recipe and overrides that make it quick: no sampling, 32x48."""
+    return [
+        str(SMOKE),
+        f"model.path={tiny_checkpoints['cogvideox-5b']}",
+        f"data.path={shape_clips}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.height=32",
+        "data.width=48",
+        "validation.prompts=[]",
+        "validation.held_out_draws=0",
+    ]
+
+
+@pytest.fixture(scope="session")
+def lora_main() -> Callable[[list[str]], None]:
+    """`main` of recipes/lora.py, to run a recipe in this process."""
+    spec = importlib.util.spec_from_file_location("lora_recipe", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def main(args: list[str]) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+        module.main(args)
+
+    return main
+
+
+@pytest.fixture(scope="session")
+def launch() -> Launch:
+    """Run recipes/lora.py in processes of its own: `launch(args)`, `launch(args, ranks=2)`."""
+
+    def run(args: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            launch_command(args, ranks), env=launch_environment(), text=True, capture_output=True
+        )
+
+    return run

@@ -124,8 +124,6 @@ def fit(run: Run) -> None:
 def finish(run: Run) -> Path | None:
     """Save the adapter, checked; returns its path on the main process."""
     runtime, steps = run.runtime, run.recipe.train.steps
-    if runtime.accelerator.trackers:
-        runtime.accelerator.end_training()
     error, path = None, None
     if runtime.is_main:
         try:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -49,7 +50,20 @@ class Runtime:
             sys.stderr.write(f"{line}\n")
 
 
-def start(recipe: Recipe) -> Runtime:
+@contextmanager
+def running(recipe: Recipe) -> Iterator[Runtime]:
+    """A started run; trackers and process group are closed at its end, whatever ends it."""
+    runtime = _start(recipe)
+    try:
+        yield runtime
+    finally:
+        # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
+        # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
+        time.sleep(0.1)
+        runtime.accelerator.end_training()
+
+
+def _start(recipe: Recipe) -> Runtime:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
     quiet_libraries()
     environment = probe_environment()

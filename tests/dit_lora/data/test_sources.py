@@ -83,7 +83,7 @@ def test_zero_clips_say_which_layouts_there_are(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DitLoraError, match="no folder .*nowhere"):
+    with pytest.raises(DitLoraError, match=r"no folder .*nowhere"):
         read_clips(config(tmp_path / "nowhere"))
 
 

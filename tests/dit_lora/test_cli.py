@@ -1,0 +1,124 @@
+"""The command: instant, plain about mistakes, and its verbs do what they say."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dit_lora.cli import app
+from dit_lora.data.video import read_frames, read_header
+from dit_lora.errors import DitLoraError
+
+runner = CliRunner()
+
+
+def invoke(*arguments: object) -> str:
+    result = runner.invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def heavy_imports(code: str) -> set[str]:
+    script = f"{code}\nimport sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return {"torch", "diffusers", "transformers", "pydantic", "numpy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("code", ["import dit_lora", "import dit_lora.cli"])
+def test_importing_is_instant_because_nothing_heavy_is_imported(code: str) -> None:
+    assert not heavy_imports(code)
+
+
+def test_help_lists_every_verb() -> None:
+    output = invoke("--help")
+    for verb in ("doctor", "families", "tiny", "shapes", "sample", "report", "schema"):
+        assert verb in output
+
+
+def test_doctor_speaks_json() -> None:
+    result = runner.invoke(app, ["doctor", "--json"])
+    report = json.loads(result.output)
+    assert report["packages"]["torch"]["version"] == torch.__version__
+    assert result.exit_code == (0 if report["ok"] else 1)
+
+
+def test_shapes_writes_real_h264_with_captions(tmp_path: Path) -> None:
+    invoke("shapes", tmp_path / "clips", "--clips", 3, "--frames", 9, "--height", 32, "--width", 48)
+    lines = (tmp_path / "clips" / "metadata.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        path = tmp_path / "clips" / json.loads(line)["file_name"]
+        assert (read_header(path).height, read_header(path).width) == (32, 48)
+        video = read_frames(path, frames=9, height=32, width=48, fps=8).float()
+        assert (video[0] - video[-1]).abs().mean() > 5  # something moves
+
+
+def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
+    from diffusers import CogVideoXPipeline
+
+    invoke("tiny", "cogvideox-5b", tmp_path / "model")
+    pipeline = CogVideoXPipeline.from_pretrained(tmp_path / "model")
+    assert pipeline.transformer.config.use_rotary_positional_embeddings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "cogvideox-9b", "out"], "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b"),
+        (["tiny", "cogvideox-2b", "."], "exists; choose another folder"),
+        (["shapes", "."], "exists; choose another folder"),
+        (["shapes", "out", "--height", "33"], "H.264 takes even sizes; got 33x96"),
+        (["sample", "nowhere", "--prompt", "x"], "no adapter in nowhere"),
+        (["report", "."], "config.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DitLoraError, match=message.replace("(", r"\(")):
+        runner.invoke(app, arguments, catch_exceptions=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
+    command = [sys.executable, "-c", "from dit_lora.cli import main; main()", "tiny", "x", "y"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no tiny checkpoint 'x'")
+    assert "Traceback" not in done.stderr
+
+
+def test_sample_writes_videos_that_the_adapter_changes(
+    lora_main: Callable[[list[str]], None], smoke: list[str], tmp_path: Path
+) -> None:
+    """From a run, from an adapter with --model, equal for equal seeds; other than the base's."""
+    from dit_lora.training.sample import SampleRequest, sample
+
+    run = tmp_path / "run"
+    lora_main([*smoke, f"run.dir={run}", "train.steps=5", "optim.groups.adapter.lr=0.1"])
+    model = next(value for value in smoke if value.startswith("model.path=")).split("=")[1]
+    common = ["--prompt", "a", "--prompt", "b", "--inference-steps", "2", "--seed", "3"]
+    first = invoke("sample", run, *common, "--out", tmp_path / "one").split()
+    assert [Path(path).name for path in first] == ["seed_3_prompt_00.mp4", "seed_3_prompt_01.mp4"]
+    adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
+    second = invoke("sample", adapter, "--model", model, *common, "--out", tmp_path / "two").split()
+    for one, two in zip(first, second, strict=True):
+        assert Path(one).read_bytes() == Path(two).read_bytes()
+    header = read_header(Path(first[0]))
+    assert (header.height, header.width, header.fps) == (32, 48, 8.0)
+    other = sample(
+        SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, out=tmp_path / "other")
+    )
+    assert other[0].read_bytes() != Path(first[0]).read_bytes()
+    with pytest.raises(
+        DitLoraError, match=r"does not say where its base model .* is; give --model"
+    ):
+        runner.invoke(app, ["sample", str(adapter), *common], catch_exceptions=False)
