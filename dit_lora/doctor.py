@@ -91,11 +91,12 @@ def render(report: Mapping[str, Any]) -> None:
         lines = [f"{note['severity']}: {note['what']}", note.get("source"), note["remedy"]]
         console.print("\n  ".join(filter(None, lines)), markup=False, soft_wrap=True)
     triton = report["triton"]
-    console.print(f"Triton: {triton['mode']}: {triton['reason']}", markup=False)
+    console.print(f"Triton: {triton['mode']}: {triton['reason']}", markup=False, soft_wrap=True)
     launch = report["launch"]
     if launch["config_file"]:
         asked = launch["processes"] or "Accelerate's choice"
-        console.print(f"launch: {launch['config_file']}: processes: {asked}", markup=False)
+        line = f"launch: {launch['config_file']}: processes: {asked}"
+        console.print(line, markup=False, soft_wrap=True)
     if launch["problem"]:
         console.print(f"refuse: {launch['problem']}", markup=False, soft_wrap=True)
     console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")

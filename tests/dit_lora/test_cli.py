@@ -20,7 +20,7 @@ runner = CliRunner()
 def invoke(*arguments: object) -> str:
     result = runner.invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def heavy_imports(code: str) -> set[str]:
