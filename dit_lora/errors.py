@@ -4,10 +4,14 @@ Exit codes: 0 done, 1 the thing checked is wrong, 2 bad usage or input, 3 the gu
 130 interrupted, 143 preempted and resumable.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+# What a user's disk can do to a run; any other OSError is a defect and keeps its traceback.
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class DitLoraError(Exception):
@@ -37,7 +41,7 @@ def listed(summary: str, offenders: Sequence[str]) -> str:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Turn a `DitLoraError` into its message on stderr and its exit code.
+    """Turn a `DitLoraError`, or a disk that cannot be written, into a message on stderr and an exit code.
 
     In a distributed run every rank raises the same error at the same point, so rank 0 speaks for all.
     """
@@ -47,6 +51,15 @@ def reported_errors() -> Iterator[None]:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        where = error.filename or "to a file of the run or the cache"
+        sys.stderr.write(
+            f"error: cannot write {where}: {error.strerror}; checkpoints and cache entries already "
+            "written are whole\n"
+        )
+        sys.exit(DitLoraError.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(130)

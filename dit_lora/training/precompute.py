@@ -70,8 +70,8 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     missing_videos = [job for job in video_jobs if not videos.is_whole(job.key)]
     runtime.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
     _check_headers(clips, video_jobs, missing_videos, runtime)
-    _encode(runtime, texts, missing_texts, checkpoint.load_text_encoder, "captions")
-    _encode(runtime, videos, missing_videos, checkpoint.load_video_encoder, "clips")
+    _encode(runtime, texts, missing_texts, checkpoint.load_text_encoder, "caption")
+    _encode(runtime, videos, missing_videos, checkpoint.load_video_encoder, "clip")
 
     entries = tuple(
         Entry(clip.id, video.key, text_jobs[clip.caption].key)
@@ -162,7 +162,7 @@ def _encode(
     failed = []
     if share:
         encoder = load_encoder(runtime.precision.dtype, accelerator.device)
-        for job in _progress(share, f"encoding {what}", runtime):
+        for job in _progress(share, what, runtime):
             try:
                 cache.write(job.key, job.make(encoder), sample=job.sample, facts=job.facts)
             except (ClipError, CacheError) as error:
@@ -171,9 +171,11 @@ def _encode(
         gc.collect()
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
-    summary = f"these {what} cannot be used; the others are cached"
+    summary = f"these {what}s cannot be used; the others are cached"
     agree(accelerator, DitLoraError(listed(summary, failed)) if failed else None)
 
 
 def _progress(jobs: Iterable[_Job], what: str, runtime: Runtime) -> Iterable[_Job]:
-    return tqdm(jobs, desc=what, unit="", disable=not runtime.is_main, dynamic_ncols=True)
+    return tqdm(
+        jobs, desc=f"encoding {what}s", unit=what, disable=not runtime.is_main, dynamic_ncols=True
+    )

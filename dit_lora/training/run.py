@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
@@ -130,9 +131,9 @@ def finish(run: Run) -> Path | None:
             path = save_adapter(
                 run.transformer, run.family.pipeline_class, runtime.dir / "adapter", provenance(run)
             )
-        except OSError as problem:
+        except (OSError, SafetensorError) as problem:
             error = DitLoraError(
-                f"cannot write the adapter to {runtime.dir / 'adapter'}: {problem.strerror}; the checkpoint "
+                f"cannot write the adapter to {runtime.dir / 'adapter'}: {problem}; the checkpoint "
                 f"of step {steps} is whole: free space and run again with train.resume=auto"
             )
         except DitLoraError as problem:
