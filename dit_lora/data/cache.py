@@ -7,7 +7,6 @@ digest of its bytes. Values are checked finite and in range when written and whe
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
 
 # No encoder here comes near it: VAE posteriors stay below 100 and T5 embeddings below 1000.
 MAX_ABS = 1e4
@@ -93,16 +93,11 @@ class TensorCache:
             "sample": sample,
             "facts": json.dumps(facts, sort_keys=True),
         }
-        path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            partial.write_bytes(save(kept, metadata))
-            partial.replace(path)
+            write_whole(self.path(key), save(kept, metadata))
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise DitLoraError(
-                f"cannot write the cache entry of {sample} in {path.parent}: {error.strerror}; "
+                f"cannot write the cache entry of {sample} in {self.root}: {error.strerror}; "
                 "free space or set data.cache; entries already written are whole"
             ) from error
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
+
+from dit_lora.files import write_whole
 
 # Files of a checkpoint's component that decide what it computes; a README does not.
 _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
@@ -40,7 +41,4 @@ class Digests:
 
     def save(self) -> None:
         """Keep the memo for the next run."""
-        self._memo.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._memo.with_name(f".{self._memo.name}.{os.getpid()}")
-        partial.write_text(json.dumps(self._known), encoding="utf-8")
-        partial.replace(self._memo)
+        write_whole(self._memo, json.dumps(self._known))

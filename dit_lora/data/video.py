@@ -4,6 +4,7 @@ Shapes: F frames, H and W pixels.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -42,7 +43,7 @@ def read_frames(path: Path, *, frames: int, height: int, width: int, fps: float)
 def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
     """Write uint8 (F, H, W, 3) as H.264 that browsers and players take; H and W must be even."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     rate = Fraction(fps).limit_denominator(1001)
     with av.open(partial, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options={"crf": "17"})

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
 from dit_lora.report.charts import Bar, Series, bar_chart, line_chart, number, smooth, wants_log
 
 EMBED_LIMIT_BYTES = 64 * 2**20
@@ -73,12 +73,9 @@ def write_report(run_dir: Path) -> Path:
     samples, linked = _samples(run)
     page = _render(run, samples, linked)
     path = run_dir / "report.html"
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
+        write_whole(path, page)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
     return path
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dit_lora.files import write_whole
 from dit_lora.training.loop import StepResult
 
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
@@ -93,9 +94,7 @@ def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Drop the lines after a step, so that a resumed run writes them once."""
     kept = [line for line in _read(path) if line["step"] <= last_step]
     if path.exists():
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 

@@ -25,6 +25,7 @@ from dit_lora.compat import (
 )
 from dit_lora.config import Recipe, dump_recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 
 
@@ -97,14 +98,13 @@ def open_run_folder(runtime: Runtime, *, resumed: bool) -> None:
             "or choose another run.dir"
         )
     if runtime.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_recipe(runtime.recipe), encoding="utf-8")
+        write_whole(folder / "config.yaml", dump_recipe(runtime.recipe))
         environment = asdict(probe_environment())
         environment["packages"] = environment.pop("versions")
         environment["processes"] = runtime.accelerator.num_processes
         environment["precision"] = f"{runtime.precision.dtype}: {runtime.precision.reason}"
         text = json.dumps(environment, indent=2, sort_keys=True)
-        (folder / "environment.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(folder / "environment.json", text + "\n")
     runtime.accelerator.wait_for_everyone()
 
 

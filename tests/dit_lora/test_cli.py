@@ -96,10 +96,18 @@ def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+def difference(one: str | Path, two: str | Path) -> float:
+    """Mean absolute difference of two sampled videos, in grey levels."""
+    frames = [
+        read_frames(Path(p), frames=9, height=32, width=48, fps=8).float() for p in (one, two)
+    ]
+    return (frames[0] - frames[1]).abs().mean().item()
+
+
 def test_sample_writes_videos_that_the_adapter_changes(
     lora_main: Callable[[list[str]], None], smoke: list[str], tmp_path: Path
 ) -> None:
-    """From a run, from an adapter with --model, equal for equal seeds; other than the base's."""
+    """From a run, from an adapter with --model, equal for equal seeds."""
     from dit_lora.training.sample import SampleRequest, sample
 
     run = tmp_path / "run"
@@ -111,13 +119,15 @@ def test_sample_writes_videos_that_the_adapter_changes(
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     second = invoke("sample", adapter, "--model", model, *common, "--out", tmp_path / "two").split()
     for one, two in zip(first, second, strict=True):
-        assert Path(one).read_bytes() == Path(two).read_bytes()
+        assert (
+            difference(one, two) < 1
+        )  # grey levels: x264 does not give equal bytes for equal frames
     header = read_header(Path(first[0]))
     assert (header.height, header.width, header.fps) == (32, 48, 8.0)
     other = sample(
         SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, out=tmp_path / "other")
     )
-    assert other[0].read_bytes() != Path(first[0]).read_bytes()
+    assert difference(other[0], first[0]) > 5
     with pytest.raises(
         DitLoraError, match=r"does not say where its base model .* is; give --model"
     ):
