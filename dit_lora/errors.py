@@ -18,6 +18,7 @@ class DitLoraError(Exception):
     """Says what was wrong, what was received and what to do; it is shown without a traceback."""
 
     exit_code = 2
+    shown = False
 
 
 class CheckFailedError(DitLoraError):
@@ -39,17 +40,24 @@ def listed(summary: str, offenders: Sequence[str]) -> str:
     return "\n".join([summary, *(f"  - {offender}" for offender in offenders)])
 
 
-@contextmanager
-def reported_errors() -> Iterator[None]:
-    """Turn a `DitLoraError`, or a disk that cannot be written, into a message on stderr and an exit code.
+def show(error: DitLoraError) -> None:
+    """Write the message to stderr, once.
 
     In a distributed run every rank raises the same error at the same point, so rank 0 speaks for all.
     """
+    if not error.shown and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+    error.shown = True
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Turn a `DitLoraError`, or a disk that cannot be written, into a message on stderr and an exit code."""
     try:
         yield
     except DitLoraError as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"error: {error}\n")
+        show(error)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in _UNWRITABLE:

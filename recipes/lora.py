@@ -3,6 +3,7 @@
 accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips run.dir=runs/kitten
 """
 
+import contextlib
 import sys
 
 from dit_lora.adapters.attach import attach_lora
@@ -44,8 +45,14 @@ def train(runtime: Runtime, family: Family, checkpoint: Checkpoint) -> None:
     groups = recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
 
     run = prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
-    fit(run)
-    adapter = finish(run)
+    try:
+        fit(run)
+        adapter = finish(run)
+    except DitLoraError:
+        if runtime.is_main:  # a run that was stopped has curves and events too
+            with contextlib.suppress(DitLoraError):
+                write_report(runtime.dir)
+        raise
     if adapter is not None:
         runtime.say(summary(run, adapter, write_report(runtime.dir)))
 

@@ -91,8 +91,8 @@ def peak_gib() -> float:
 
 
 def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Drop the lines after a step, so that a resumed run writes them once."""
-    kept = [line for line in _read(path) if line["step"] <= last_step]
+    """Drop the lines after a step, so that a resumed run writes them once; all of them at step 0."""
+    kept = [line for line in _read(path) if line["step"] <= last_step > 0]
     if path.exists():
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept

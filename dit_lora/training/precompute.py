@@ -159,7 +159,8 @@ def _encode(
         return
     accelerator = runtime.accelerator
     share = jobs[accelerator.process_index :: accelerator.num_processes]
-    failed = []
+    failed: list[str] = []
+    unwritable: DitLoraError | None = None
     if share:
         encoder = load_encoder(runtime.precision.dtype, accelerator.device)
         for job in _progress(share, what, runtime):
@@ -167,12 +168,15 @@ def _encode(
                 cache.write(job.key, job.make(encoder), sample=job.sample, facts=job.facts)
             except (ClipError, CacheError) as error:
                 failed.append(str(error))
+            except DitLoraError as error:
+                unwritable = error
+                break
         del encoder
         gc.collect()
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
     summary = f"these {what}s cannot be used; the others are cached"
-    agree(accelerator, DitLoraError(listed(summary, failed)) if failed else None)
+    agree(accelerator, unwritable or (DitLoraError(listed(summary, failed)) if failed else None))
 
 
 def _progress(jobs: Iterable[_Job], what: str, runtime: Runtime) -> Iterable[_Job]:

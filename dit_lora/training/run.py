@@ -41,6 +41,8 @@ class Run:
     """As Accelerate prepared it."""
     optimizer: torch.optim.Optimizer
     start_step: int
+    journal: Journal | None
+    """On the main process alone."""
 
     @property
     def recipe(self) -> Recipe:
@@ -70,12 +72,21 @@ def prepare(
         transformer.enable_gradient_checkpointing()  # type: ignore[operator]
     optimizer = build_optimizer(groups, recipe.optim)
     model, optimizer = runtime.accelerator.prepare(transformer, optimizer)
-    run = Run(runtime, family, checkpoint, encoded, model, optimizer, start_step=0)
+    run = Run(runtime, family, checkpoint, encoded, model, optimizer, start_step=0, journal=None)
     if resume_from is not None:
         run.start_step = load_checkpoint(resume_from, run.transformer, optimizer, run.identity)
         runtime.say(f"resumed at step {run.start_step} from {resume_from}")
     elif recipe.train.resume == "auto":
         runtime.say(f"no checkpoint in {runtime.dir} yet: starting at step 0")
+    if run.start_step > recipe.train.steps:
+        raise DitLoraError(
+            f"train.steps is {recipe.train.steps}, and {resume_from} is beyond it; raise train.steps or "
+            "resume an earlier checkpoint"
+        )
+    if runtime.is_main:
+        run.journal = Journal(
+            runtime.dir, timesteps=checkpoint.train_timesteps, start_step=run.start_step
+        )
     for group in groups:
         count = sum(p.numel() for p in group["params"])
         runtime.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
@@ -85,17 +96,12 @@ def prepare(
 def fit(run: Run) -> None:
     """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops."""
     recipe, accelerator, runtime = run.recipe, run.runtime.accelerator, run.runtime
-    timesteps = run.checkpoint.train_timesteps
-    # On the main process alone: it truncates the files that a resumed run goes on with.
-    journal = (
-        Journal(runtime.dir, timesteps=timesteps, start_step=run.start_step)
-        if runtime.is_main
-        else None
-    )
     if recipe.run.trackers:
-        accelerator.init_trackers(Path(recipe.run.dir).name)
+        values = recipe.model_dump(mode="json")
+        wandb = {"dir": str(runtime.dir), "name": runtime.dir.name, "config": values}
+        accelerator.init_trackers("dit-lora", init_kwargs={"wandb": wandb})
     if run.start_step == 0:
-        _validate(run, journal, step=0)
+        _validate(run, step=0)
     bar = tqdm(
         total=recipe.train.steps,
         initial=run.start_step,
@@ -107,7 +113,7 @@ def fit(run: Run) -> None:
     with bar, stop_signals() as stop_asked:
 
         def on_step(result: StepResult) -> None:
-            _after_step(run, journal, bar, result)
+            _after_step(run, bar, result)
 
         try:
             train(
@@ -119,11 +125,11 @@ def fit(run: Run) -> None:
                 on_step=on_step,
             )
         except NonFiniteError as error:
-            raise _stopped_by_guard(run, journal, error) from error
+            raise _stopped_by_guard(run, error) from error
 
 
 def finish(run: Run) -> Path | None:
-    """Save the adapter, checked; returns its path on the main process."""
+    """Save the adapter, checked, then validate; returns its path on the main process."""
     runtime, steps = run.runtime, run.recipe.train.steps
     error, path = None, None
     if runtime.is_main:
@@ -139,6 +145,8 @@ def finish(run: Run) -> Path | None:
         except DitLoraError as problem:
             error = problem
     agree(runtime.accelerator, error)
+    # After the adapter is safe: sampling takes the most memory and time of all.
+    _validate(run, step=steps)
     return path
 
 
@@ -218,10 +226,10 @@ def _batches(run: Run) -> torch.utils.data.DataLoader:
     return build_loader(dataset, sampler, workers=recipe.data.workers, pin_memory=on_gpu)
 
 
-def _after_step(run: Run, journal: Journal | None, bar: tqdm, result: StepResult) -> None:
+def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     recipe, step = run.recipe, result.step
-    if journal is not None:
-        line = journal.step(result)
+    if run.journal is not None:
+        line = run.journal.step(result)
         run.runtime.accelerator.log(tracker_values(line), step=step)
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()
@@ -234,8 +242,8 @@ def _after_step(run: Run, journal: Journal | None, bar: tqdm, result: StepResult
             result.stop_code,
         )
     every = recipe.validation.every
-    if last or (every and step % every == 0):
-        _validate(run, journal, step=step)
+    if every and step % every == 0 and not last:
+        _validate(run, step=step)
 
 
 def _save(run: Run, step: int) -> None:
@@ -256,25 +264,27 @@ def _save(run: Run, step: int) -> None:
     agree(run.runtime.accelerator, error)
 
 
-def _validate(run: Run, journal: Journal | None, step: int) -> None:
+def _validate(run: Run, step: int) -> None:
     loss = held_out_loss(run.runtime, run.checkpoint, run.model, run.encoded.clips)
-    if journal is not None and loss is not None:
-        journal.held_out(step, loss)
+    if run.journal is not None and loss is not None:
+        run.journal.held_out(step, loss)
         run.runtime.accelerator.log({"held_out_loss": loss}, step=step)
     sample_videos(run.runtime, run.checkpoint, run.model, run.encoded, step)
 
 
-def _stopped_by_guard(run: Run, journal: Journal | None, error: NonFiniteError) -> DitLoraError:
+def _stopped_by_guard(run: Run, error: NonFiniteError) -> DitLoraError:
     """Keep the weights of the last good step, log the event, set bad cache entries aside."""
     began, step = time.perf_counter(), int(str(error.event["step"])) - 1
     notes = []
     if step > 0:
         _save(run, step)
         notes.append(f"step {step} is saved: continue with train.resume=auto")
-    if journal is not None:
+    else:
+        notes.append("no step was taken yet: start again")
+    if run.journal is not None:
         aside = run.encoded.clips.set_aside_bad([str(s) for s in error.event["sample_ids"]])  # type: ignore[attr-defined]
         notes += [f"set aside {path}: the next start encodes it anew" for path in aside]
-        journal.event({**error.event, "seconds": time.perf_counter() - began})
+        run.journal.event({**error.event, "seconds": time.perf_counter() - began})
     return NonFiniteError("\n".join([str(error), *notes]), error.event)
 
 

@@ -1,5 +1,6 @@
 """What a run runs on: versions checked, launch checked, one owner of autocast, the run's folder."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from dit_lora.compat import (
     require_compatible,
 )
 from dit_lora.config import Recipe, dump_recipe
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, show
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 
@@ -57,6 +58,11 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
     runtime = _start(recipe)
     try:
         yield runtime
+    except DitLoraError as error:
+        # Said, and all ranks here, before one of them ends: the launcher stops the others at once.
+        show(error)
+        runtime.accelerator.wait_for_everyone()
+        raise
     finally:
         # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
         # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
@@ -67,6 +73,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
 def _start(recipe: Recipe) -> Runtime:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
     quiet_libraries()
+    _require_trackers(recipe)
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
@@ -149,6 +156,16 @@ def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     agreed = DitLoraError(first[0])
     agreed.exit_code = first[1]
     raise agreed from error
+
+
+def _require_trackers(recipe: Recipe) -> None:
+    """Accelerate leaves out a tracker that is not installed, in silence."""
+    missing = [name for name in recipe.run.trackers if importlib.util.find_spec(name) is None]
+    if missing:
+        extras = ",".join(missing)
+        raise DitLoraError(
+            f"run.trackers: {', '.join(missing)} not installed; pip install 'dit-lora[{extras}]'"
+        )
 
 
 def _check_launch(accelerator: Accelerator) -> None:

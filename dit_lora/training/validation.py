@@ -14,7 +14,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, VideoShape
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.precompute import Precomputed
-from dit_lora.training.runtime import Runtime
+from dit_lora.training.runtime import Runtime, agree
 
 
 def held_out_loss(
@@ -59,33 +59,39 @@ def sample_videos(
 
     The stock pipeline denoises with the transformer in training, under the autocast that training uses.
     """
-    settings, recipe = runtime.recipe.validation, runtime.recipe
-    if not settings.prompts:
+    if not runtime.recipe.validation.prompts:
         return
+    error = None
     if runtime.is_main:
-        transformer = runtime.accelerator.unwrap_model(model)
-        pipeline = checkpoint.pipeline(runtime.precision.dtype, transformer, text=False)
-        pipeline.to(runtime.accelerator.device)
-        pipeline.set_progress_bar_config(disable=True)
-        how = Sampling(
-            VideoShape.of(recipe.data),
-            settings.inference_steps,
-            settings.guidance_scale,
-            settings.seed,
-        )
-        negative = _embeddings(encoded, encoded.clips.empty_text_key)
-        bar = tqdm(encoded.prompt_keys, desc=f"sampling at step {step}", leave=False)
-        for index, key in enumerate(bar):
-            conditions = {
-                "prompt_embeds": _embeddings(encoded, key),
-                "negative_prompt_embeds": negative,
-            }
-            with _evaluating(model):
-                video = checkpoint.generate(pipeline, conditions, how)
-            path = runtime.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}.mp4"
-            write_video(path, video, recipe.data.fps)
-        del pipeline
-    runtime.accelerator.wait_for_everyone()
+        try:
+            _sample_on_main(runtime, checkpoint, model, encoded, step)
+        except DitLoraError as problem:
+            error = problem
+    agree(runtime.accelerator, error)
+
+
+def _sample_on_main(
+    runtime: Runtime, checkpoint: Checkpoint, model: nn.Module, encoded: Precomputed, step: int
+) -> None:
+    settings, data = runtime.recipe.validation, runtime.recipe.data
+    transformer = runtime.accelerator.unwrap_model(model)
+    pipeline = checkpoint.pipeline(runtime.precision.dtype, transformer, text=False)
+    pipeline.to(runtime.accelerator.device)
+    pipeline.set_progress_bar_config(disable=True)
+    how = Sampling(
+        VideoShape.of(data), settings.inference_steps, settings.guidance_scale, settings.seed
+    )
+    negative = _embeddings(encoded, encoded.clips.empty_text_key)
+    bar = tqdm(encoded.prompt_keys, desc=f"sampling at step {step}", unit="video", leave=False)
+    for index, key in enumerate(bar):
+        conditions = {
+            "prompt_embeds": _embeddings(encoded, key),
+            "negative_prompt_embeds": negative,
+        }
+        with _evaluating(model):
+            video = checkpoint.generate(pipeline, conditions, how)
+        path = runtime.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}.mp4"
+        write_video(path, video, data.fps)
 
 
 def _embeddings(encoded: Precomputed, key: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,7 @@ def test_a_resume_path_that_is_not_there_or_anothers(
     path = run / "checkpoints" / "step_000002"
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     message = refused(f"train.resume={path}", "lora.rank=8", "optim.clip=0.5")
+    assert "train.steps is 1, and" in refused(f"train.resume={path}", "train.steps=1")
     assert "belongs to another recipe" in message
     assert "lora.rank: 4 in the checkpoint, 8 in the recipe" in message
     assert "optim.clip: 1.0 in the checkpoint, 0.5 in the recipe" in message
@@ -181,6 +183,15 @@ def test_a_full_disk_while_saving(
     assert "No space left on device" in message
     names = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert names == ["step_000002"]
+
+
+def test_a_tracker_that_is_not_installed(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate would leave it out and say nothing."""
+    monkeypatch.setitem(sys.modules, "trackio", None)  # as if it were not there
+    message = refused("run.trackers=[tensorboard, trackio]")
+    assert "run.trackers: trackio not installed; pip install 'dit-lora[trackio]'" in message
 
 
 def test_a_resolution_that_does_not_fit(refused: Callable[..., str]) -> None:

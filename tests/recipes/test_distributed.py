@@ -80,6 +80,7 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     assert "1 NaN" in done.stderr
     assert "weights are those of step" in done.stderr
     assert not (run / "adapter").exists()
+    assert sample in (run / "report.html").read_text()
     assert len(metrics(run)) == step - 1
 
     # The entry was set aside, so the same command with resume heals it and ends as a clean run does.

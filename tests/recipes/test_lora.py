@@ -345,8 +345,13 @@ def test_bf16_trains_with_fp32_adapters(lora_main: Main, smoke: list[str], tmp_p
             "train.steps=3",
             f"run.dir={run}",
             "optim.groups.connector.lr=1e-5",
+            "validation.prompts=[x]",
+            "validation.held_out_draws=2",
         ]
     )
+    held_out = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
+    assert held_out[1]["held_out_loss"] < held_out[0]["held_out_loss"]
+    assert (run / "samples" / "step_000003" / "prompt_00.mp4").is_file()
     weights = load_file(run / "checkpoints" / "step_000003" / "trainable.safetensors")
     assert all(tensor.dtype is torch.float32 for tensor in weights.values())
     assert all(torch.isfinite(torch.tensor(line[1:3])).all() for line in trajectory(run))
