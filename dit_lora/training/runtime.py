@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
 
 from dit_lora.compat import (
     launch_problem,
@@ -28,6 +28,9 @@ from dit_lora.config import Recipe, dump_recipe
 from dit_lora.errors import DitLoraError, show
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
+
+
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 @dataclass(frozen=True)
@@ -183,3 +186,9 @@ def _check_launch(accelerator: Accelerator) -> None:
     )
     if problem:
         raise DitLoraError(problem)
+    kind = accelerator.distributed_type
+    if kind not in _SUPPORTED:
+        raise DitLoraError(
+            f"{kind.value} is not supported by this version: its saving and clipping are DDP's; launch with "
+            "accelerate_configs/ddp.yaml"
+        )
