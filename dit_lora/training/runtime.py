@@ -29,7 +29,6 @@ from dit_lora.errors import DitLoraError, show
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 
-
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
