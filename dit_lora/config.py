@@ -14,11 +14,14 @@ Schedule = Literal["constant", "linear", "cosine"]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -112,7 +115,7 @@ class GroupsConfig(Section):
 
 class OptimConfig(Section):
     groups: GroupsConfig = GroupsConfig()
-    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-4
     clip: Positive | None = 1.0

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the thing checked is wrong, 2 bad usage or input, 3 the gu
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,10 +15,15 @@ from contextlib import contextmanager
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
+_RANK_0_SECONDS = 3.0
+
+
 class DitLoraError(Exception):
     """Says what was wrong, what was received and what to do; it is shown without a traceback."""
 
     exit_code = 2
+    collective = False
+    """Whether every rank raises it at the same point, after agreeing on it."""
     shown = False
 
 
@@ -29,6 +35,8 @@ class CheckFailedError(DitLoraError):
 
 class InterruptedRunError(DitLoraError):
     """The run was asked to stop and saved its state first."""
+
+    collective = True
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -43,12 +51,20 @@ def listed(summary: str, offenders: Sequence[str]) -> str:
 def show(error: DitLoraError) -> None:
     """Write the message to stderr, once.
 
-    In a distributed run every rank raises the same error at the same point, so rank 0 speaks for all.
+    Rank 0 speaks for all. An error that ranks have not agreed on may be one rank's alone: another rank waits
+    for rank 0 to say it and end, when the launcher stops everybody, and speaks if that does not happen.
     """
-    if not error.shown and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"error: {error}\n")
-        sys.stderr.flush()
+    if error.shown:
+        return
     error.shown = True
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        if error.collective:
+            return
+        time.sleep(_RANK_0_SECONDS)
+    where = "" if rank == "0" else f" on rank {rank}"
+    sys.stderr.write(f"error{where}: {error}\n")
+    sys.stderr.flush()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dit_lora.report.run_report import write_report
 from dit_lora.training.checkpoint import find_checkpoint
 from dit_lora.training.precompute import precompute
 from dit_lora.training.run import finish, fit, prepare, summary
-from dit_lora.training.runtime import Runtime, open_run_folder, running
+from dit_lora.training.runtime import Runtime, require_free_folder, running
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
 def train(runtime: Runtime, family: Family, checkpoint: Checkpoint) -> None:
     recipe = runtime.recipe
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
-    open_run_folder(runtime, resumed=recipe.train.resume != "none")
+    require_free_folder(runtime)
     encoded = precompute(runtime, checkpoint)  # the encoders live and die here
 
     transformer = checkpoint.load_transformer(runtime.precision.dtype)

@@ -110,7 +110,11 @@ def launch() -> Launch:
 
     def run(args: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            launch_command(args, ranks), env=launch_environment(), text=True, capture_output=True
+            launch_command(args, ranks),
+            env=launch_environment(),
+            text=True,
+            capture_output=True,
+            timeout=300,
         )
 
     return run

@@ -7,7 +7,7 @@ digest of its bytes. Values are checked finite and in range when written and whe
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,13 @@ class TensorCache:
                 name: (torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
                 for name, part in empty.items()
             }
+
+    def first_spec(self, keys: Sequence[str]) -> Spec:
+        """The spec of the first of these entries that can be read."""
+        for key in keys:
+            if self.is_whole(key):
+                return self.spec(key)
+        raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
 
     def write(
         self,

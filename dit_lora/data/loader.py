@@ -31,14 +31,17 @@ class CachedClips:
     texts: TensorCache
 
     @cached_property
-    def _specs(self) -> tuple[Spec, Spec]:
-        """All entries of a recipe have one shape: the first one's that can be read."""
-        first = self.entries[0]
-        return self.videos.spec(first.video_key), self.texts.spec(first.text_key)
+    def specs(self) -> tuple[Spec, Spec]:
+        """Shapes and dtypes of clips and captions: one for all, from the first entries that can be read."""
+        video = self.videos.first_spec([entry.video_key for entry in self.entries])
+        text = self.texts.first_spec(
+            [self.empty_text_key, *(entry.text_key for entry in self.entries)]
+        )
+        return video, text
 
     def read(self, entry: Entry, text_key: str, position: int) -> "Batch":
         """One sample as a batch of one; what is wrong with it is in `faults`."""
-        video_spec, text_spec = self._specs
+        video_spec, text_spec = self.specs
         tensors, video_fault = self.videos.read(entry.video_key, video_spec)
         embeddings, text_fault = self.texts.read(text_key, text_spec)
         faults = [fault for fault in (video_fault, text_fault) if fault]
@@ -51,18 +54,16 @@ class CachedClips:
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         """Rename what is bad of these samples' entries, so that the next start builds them anew."""
+        video_spec, text_spec = self.specs
+        bad = [entry for entry in self.entries if entry.id in samples]
+        videos = [(self.videos, entry.video_key, video_spec) for entry in bad]
+        # The empty caption too: dropout may have put it in place of the sample's own.
+        keys = dict.fromkeys([*(entry.text_key for entry in bad), self.empty_text_key])
+        texts = [(self.texts, key, text_spec) for key in keys]
         aside = []
-        for entry in self.entries:
-            if entry.id not in samples:
-                continue
-            for cache, key, spec in zip(
-                (self.videos, self.texts),
-                (entry.video_key, entry.text_key),
-                self._specs,
-                strict=True,
-            ):
-                if cache.read(key, spec)[1]:
-                    aside.append(cache.set_aside(key))
+        for cache, key, spec in [*videos, *texts]:
+            if cache.read(key, spec)[1]:
+                aside.append(cache.set_aside(key))
         return aside
 
 
@@ -93,6 +94,7 @@ class ClipDataset(Dataset):
         self.clips = clips
         self.seed = seed
         self.caption_dropout = caption_dropout
+        _ = clips.specs  # read now: in a worker process an error would have no one to tell
         self._order: tuple[int, list[int]] = (-1, [])
 
     def clip_at(self, position: int) -> Entry:

@@ -1,6 +1,7 @@
 """Where clips and captions come from: four layouts of a folder, one list of `Clip`."""
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,14 +66,14 @@ def _rows(root: Path, caption_column: str | None) -> tuple[str, Iterator[tuple[s
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}") from error
 
 
 def _read_jsonl(path: Path) -> list[dict[str, object]]:
     records, wrong = [], []
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -90,7 +91,8 @@ def _read_jsonl(path: Path) -> list[dict[str, object]]:
 
 
 def _read_csv(path: Path) -> list[dict[str, object]]:
-    return list(csv.DictReader(_read_text(path).splitlines()))
+    # As one text, line ends kept: a quoted caption may hold some.
+    return list(csv.DictReader(io.StringIO(_read_text(path), newline="")))
 
 
 def _records(

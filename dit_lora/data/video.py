@@ -18,7 +18,7 @@ from PIL import Image
 from dit_lora.errors import DitLoraError
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
-DECODE_VERSION = "pyav-1: nearest time stamp, Lanczos to cover, centre crop"
+DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
 
 
 class ClipError(DitLoraError):
@@ -98,19 +98,19 @@ def _choose(path: Path, frames: int, height: int, width: int, fps: float) -> Ite
     """Up to `frames` resized frames, each the nearest in time to k / fps seconds."""
     taken, interval = 0, 0.0
     shown: av.VideoFrame | None = None
-    shown_at = 0.0
-    for frame, seconds in _decode(path):
+    shown_at, stretch = 0.0, 1.0
+    for frame, seconds, stretch in _decode(path):
         if shown is not None:
             interval = seconds - shown_at
             count = _count_until(shown_at + interval / 2, fps, taken, frames)
-            yield from _repeat(shown, count, height, width)
+            yield from _repeat(shown, count, stretch, height, width)
             taken += count
         if taken == frames:
             return
         shown, shown_at = frame, seconds
     if shown is not None:
         count = _count_until(shown_at + interval / 2, fps, taken, frames)
-        yield from _repeat(shown, count, height, width)
+        yield from _repeat(shown, count, stretch, height, width)
 
 
 def _count_until(end: float, fps: float, taken: int, frames: int) -> int:
@@ -119,17 +119,20 @@ def _count_until(end: float, fps: float, taken: int, frames: int) -> int:
     return max(0, min(frames, math.floor(end * fps + 1e-6) + 1) - taken)
 
 
-def _repeat(frame: av.VideoFrame, count: int, height: int, width: int) -> Iterator[np.ndarray]:
+def _repeat(
+    frame: av.VideoFrame, count: int, stretch: float, height: int, width: int
+) -> Iterator[np.ndarray]:
     if count:
-        pixels = _resize(frame, height, width)
+        pixels = _resize(frame, stretch, height, width)
         yield from (pixels for _ in range(count))
 
 
-def _decode(path: Path) -> Iterator[tuple[av.VideoFrame, float]]:
-    """Every frame with its seconds since the first one, in the order of display."""
+def _decode(path: Path) -> Iterator[tuple[av.VideoFrame, float, float]]:
+    """Every frame in the order of display, with its seconds since the first one and its pixels' aspect."""
     with av.open(path) as container:
         stream = _video_stream(container)
         stream.thread_type = "AUTO"
+        stretch = float(stream.sample_aspect_ratio or 1)
         start: float | None = None
         for frame in container.decode(stream):
             if frame.time is None:
@@ -137,7 +140,7 @@ def _decode(path: Path) -> Iterator[tuple[av.VideoFrame, float]]:
             if frame.is_corrupt:
                 raise ValueError(f"the frame at {frame.time:.2f} s is damaged")
             start = frame.time if start is None else start
-            yield frame, frame.time - start
+            yield frame, frame.time - start, stretch
 
 
 def _video_stream(container: av.container.InputContainer) -> av.VideoStream:
@@ -146,13 +149,16 @@ def _video_stream(container: av.container.InputContainer) -> av.VideoStream:
     return container.streams.video[0]
 
 
-def _resize(frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
+def _resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np.ndarray:
     """uint8 (H, W, 3): scaled to cover, cropped at the centre, upright."""
     image = frame.to_image()
+    if frame.rotation % 180:
+        stretch = 1 / stretch
     if frame.rotation % 360:
         image = image.rotate(frame.rotation, expand=True)  # degrees counter-clockwise, as PyAV's
-    scale = max(width / image.width, height / image.height)
-    kept_width, kept_height = width / scale, height / scale
+    # In square pixels the picture is `stretch` times as wide as it is stored.
+    scale = max(width / (image.width * stretch), height / image.height)
+    kept_width, kept_height = width / scale / stretch, height / scale
     left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
     box = (left, top, left + kept_width, top + kept_height)
     return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))

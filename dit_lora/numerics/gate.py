@@ -18,6 +18,7 @@ class NonFiniteError(DitLoraError):
     """The guard stopped the run before a value that is not finite could touch a weight."""
 
     exit_code = 3
+    collective = True
 
     def __init__(self, message: str, event: dict[str, object]) -> None:
         super().__init__(message)

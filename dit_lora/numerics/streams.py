@@ -13,7 +13,7 @@ import torch
 
 
 def fold(seed: int, stream: str, *position: int) -> int:
-    """A 63-bit seed for one stream at one position; different arguments give unrelated seeds."""
+    """A 63-bit seed for one stream at one position, from a hash of all arguments."""
     text = "/".join([str(seed), stream, *map(str, position)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

@@ -63,6 +63,7 @@ def save_checkpoint(
             shutil.rmtree(final)  # torn: it has no manifest, or is not what the manifest says
         staged.rename(final)
         _sync_folder(final.parent)
+        _prune(final, keep)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         kept = newest_checkpoint(run_dir)
@@ -71,7 +72,6 @@ def save_checkpoint(
             f"cannot save the checkpoint of step {step} to {final}: {error.strerror or error}; {resort}. "
             "Free space and continue with train.resume=auto"
         ) from error
-    _prune(run_dir, keep)
     return final
 
 
@@ -174,9 +174,10 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _prune(run_dir: Path, keep: int) -> None:
-    folder = run_dir / "checkpoints"
-    for old in sorted(folder.glob("step_*"), reverse=True)[keep:]:
+def _prune(saved: Path, keep: int) -> None:
+    """Keep the checkpoint just saved and the `keep - 1` before it; later ones are not its business."""
+    earlier = [path for path in saved.parent.glob("step_*") if path.name < saved.name]
+    for old in sorted(earlier, reverse=True)[keep - 1 :]:
         shutil.rmtree(old)
 
 

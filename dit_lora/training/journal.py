@@ -21,10 +21,13 @@ class Journal:
         self.dir = run_dir
         self._timesteps = timesteps
         self._samples = 0
+        self._held_out_steps: set[int] = set()
         for name in ("metrics.jsonl", "held_out.jsonl"):
             kept = _truncate(run_dir / name, start_step)
             if kept and name == "metrics.jsonl":
                 self._samples = kept[-1].get("samples", 0)
+            elif name == "held_out.jsonl":
+                self._held_out_steps = {line["step"] for line in kept}
 
     def step(self, result: StepResult) -> dict[str, Any]:
         """Write one line of metrics.jsonl and return it."""
@@ -46,6 +49,10 @@ class Journal:
         return line
 
     def held_out(self, step: int, loss: float) -> None:
+        """Once a step: a finished run that is resumed computes the same again."""
+        if step in self._held_out_steps:
+            return
+        self._held_out_steps.add(step)
         self._append("held_out.jsonl", {"step": step, "held_out_loss": loss})
 
     def event(self, event: Mapping[str, Any]) -> None:

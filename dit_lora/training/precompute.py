@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.data.cache import CacheError, TensorCache, entry_key
@@ -66,9 +67,8 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     captions = dict.fromkeys(["", *(clip.caption for clip in clips), *prompts])
     text_jobs = {caption: _text_job(caption, text_facts) for caption in captions}
 
-    missing_texts = [job for job in text_jobs.values() if not texts.is_whole(job.key)]
-    missing_videos = [job for job in video_jobs if not videos.is_whole(job.key)]
-    runtime.accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+    missing_texts = _missing(runtime, texts, list(text_jobs.values()))
+    missing_videos = _missing(runtime, videos, video_jobs)
     _check_headers(clips, video_jobs, missing_videos, runtime)
     _encode(runtime, texts, missing_texts, checkpoint.load_text_encoder, "caption")
     _encode(runtime, videos, missing_videos, checkpoint.load_video_encoder, "clip")
@@ -83,6 +83,16 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         data_digest=entry_key({"entries": [[e.id, e.video_key, e.text_key] for e in entries]}),
         transformer_digest=transformer_digest,
     )
+
+
+def _missing(runtime: Runtime, cache: TensorCache, jobs: Sequence[_Job]) -> list[_Job]:
+    """The jobs whose entry is not there, as rank 0 sees it.
+
+    Another run may be filling the same cache: ranks that each looked for themselves could differ.
+    """
+    found = {job.key for job in jobs if not cache.is_whole(job.key)} if runtime.is_main else None
+    (keys,) = broadcast_object_list([found])
+    return [job for job in jobs if job.key in keys]
 
 
 def _resolve(facts: Mapping[str, Any], digests: Digests, runtime: Runtime) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dit_lora.training.journal import Journal, held_out_losses, tracker_values
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.precompute import Precomputed
-from dit_lora.training.runtime import Runtime, agree, stop_signals
+from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
 from dit_lora.training.validation import held_out_loss, sample_videos
 
 
@@ -83,6 +83,7 @@ def prepare(
             f"train.steps is {recipe.train.steps}, and {resume_from} is beyond it; raise train.steps or "
             "resume an earlier checkpoint"
         )
+    open_run_folder(runtime)
     if runtime.is_main:
         run.journal = Journal(
             runtime.dir, timesteps=checkpoint.train_timesteps, start_step=run.start_step
@@ -169,6 +170,9 @@ def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module)
     groups = optim.pop("groups")
     flat |= {f"optim.{key}": value for key, value in optim.items()}
     flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
+    given = recipe.optim.groups.given().values()
+    if any((group.schedule or recipe.optim.schedule) != "constant" for group in given):
+        flat["train.steps"] = recipe.train.steps  # where the schedule ends
     return flat
 
 
@@ -179,6 +183,7 @@ def provenance(run: Run) -> dict[str, Any]:
         "version": dit_lora.__version__,
         "family": recipe.model.family,
         "base_model": path.resolve().name if path.is_dir() else recipe.model.path,
+        "revision": recipe.model.revision,
         "transformer_digest": run.encoded.transformer_digest,
         "rank": recipe.lora.rank,
         "alpha": recipe.lora.alpha or recipe.lora.rank,
@@ -276,15 +281,18 @@ def _stopped_by_guard(run: Run, error: NonFiniteError) -> DitLoraError:
     """Keep the weights of the last good step, log the event, set bad cache entries aside."""
     began, step = time.perf_counter(), int(str(error.event["step"])) - 1
     notes = []
-    if step > 0:
-        _save(run, step)
-        notes.append(f"step {step} is saved: continue with train.resume=auto")
-    else:
-        notes.append("no step was taken yet: start again")
     if run.journal is not None:
         aside = run.encoded.clips.set_aside_bad([str(s) for s in error.event["sample_ids"]])  # type: ignore[attr-defined]
         notes += [f"set aside {path}: the next start encodes it anew" for path in aside]
         run.journal.event({**error.event, "seconds": time.perf_counter() - began})
+    if step > 0:
+        try:
+            _save(run, step)
+            notes.append(f"step {step} is saved: continue with train.resume=auto")
+        except DitLoraError as problem:
+            notes.append(str(problem))
+    else:
+        notes.append("no step was taken yet: start again")
     return NonFiniteError("\n".join([str(error), *notes]), error.event)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
 from dit_lora.compat import (
     launch_problem,
@@ -25,10 +26,12 @@ from dit_lora.compat import (
     require_compatible,
 )
 from dit_lora.config import Recipe, dump_recipe
-from dit_lora.errors import DitLoraError, show
+from dit_lora.errors import DitLoraError, listed, show
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 
+# Others wait while rank 0 digests a checkpoint's files or samples videos; NCCL's own limit is 10 minutes.
+_RANK_0_WORK = timedelta(hours=2)
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -61,9 +64,10 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
     try:
         yield runtime
     except DitLoraError as error:
-        # Said, and all ranks here, before one of them ends: the launcher stops the others at once.
-        show(error)
-        runtime.accelerator.wait_for_everyone()
+        if error.collective:
+            # Said, and all ranks here, before one of them ends: the launcher stops the others at once.
+            show(error)
+            runtime.accelerator.wait_for_everyone()
         raise
     finally:
         # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
@@ -88,8 +92,10 @@ def _start(recipe: Recipe) -> Runtime:
         gradient_accumulation_steps=recipe.train.accumulate,
         log_with=list(recipe.run.trackers) or None,
         project_config=ProjectConfiguration(project_dir=recipe.run.dir),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=_RANK_0_WORK)],
     )
     _check_launch(accelerator)
+    _check_settings(recipe, accelerator)
     runtime = Runtime(recipe, accelerator, precision)
     for warning in warnings:
         runtime.say(f"warning: {warning}")
@@ -98,14 +104,18 @@ def _start(recipe: Recipe) -> Runtime:
     return runtime
 
 
-def open_run_folder(runtime: Runtime, *, resumed: bool) -> None:
-    """Write config.yaml and environment.json; a folder that holds another run's steps is refused."""
-    folder = runtime.dir
-    if (folder / "metrics.jsonl").exists() and not resumed:
+def require_free_folder(runtime: Runtime) -> None:
+    """Refuse a run folder that holds another run's steps, unless the run resumes."""
+    if (runtime.dir / "metrics.jsonl").exists() and runtime.recipe.train.resume == "none":
         raise DitLoraError(
-            f"run.dir {folder} already holds a run; continue it with train.resume=auto, "
+            f"run.dir {runtime.dir} already holds a run; continue it with train.resume=auto, "
             "or choose another run.dir"
         )
+
+
+def open_run_folder(runtime: Runtime) -> None:
+    """Write config.yaml and environment.json: after everything that can refuse the run."""
+    folder = runtime.dir
     if runtime.is_main:
         write_whole(folder / "config.yaml", dump_recipe(runtime.recipe))
         environment = asdict(probe_environment())
@@ -156,8 +166,27 @@ def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     if first is None:
         return
     agreed = DitLoraError(first[0])
-    agreed.exit_code = first[1]
+    agreed.exit_code, agreed.collective = first[1], True
     raise agreed from error
+
+
+def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
+    """What the launch sets beside the recipe must not contradict it: Accelerate reads its environment too."""
+    wrong = []
+    micro_steps = accelerator.gradient_accumulation_steps
+    if micro_steps != recipe.train.accumulate:
+        wrong.append(
+            f"gradient accumulation of {micro_steps}, against train.accumulate={recipe.train.accumulate}; "
+            "launch without --gradient_accumulation_steps"
+        )
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", accelerator.mixed_precision):
+        wrong.append(
+            f"mixed precision {asked}, against {accelerator.mixed_precision} by model.dtype; "
+            "launch with --mixed_precision no"
+        )
+    if wrong:
+        raise DitLoraError(listed("the launch contradicts the recipe, which decides", wrong))
 
 
 def _require_trackers(recipe: Recipe) -> None:

@@ -99,7 +99,7 @@ def _base_model(request: SampleRequest, made: dict[str, Any]) -> ModelConfig:
         raise DitLoraError(
             f"{request.target} does not say where its base model{known} is; give --model"
         )
-    return ModelConfig(family=family, path=base)
+    return ModelConfig(family=family, path=base, revision=made.get("revision"))
 
 
 def _family_of(model: ModelConfig) -> str:

@@ -81,11 +81,12 @@ def _sample_on_main(
     how = Sampling(
         VideoShape.of(data), settings.inference_steps, settings.guidance_scale, settings.seed
     )
-    negative = _embeddings(encoded, encoded.clips.empty_text_key)
+    device = runtime.accelerator.device
+    negative = _embeddings(encoded, encoded.clips.empty_text_key, device)
     bar = tqdm(encoded.prompt_keys, desc=f"sampling at step {step}", unit="video", leave=False)
     for index, key in enumerate(bar):
         conditions = {
-            "prompt_embeds": _embeddings(encoded, key),
+            "prompt_embeds": _embeddings(encoded, key, device),
             "negative_prompt_embeds": negative,
         }
         with _evaluating(model):
@@ -94,12 +95,14 @@ def _sample_on_main(
         write_video(path, video, data.fps)
 
 
-def _embeddings(encoded: Precomputed, key: str) -> torch.Tensor:
+def _embeddings(encoded: Precomputed, key: str, device: torch.device) -> torch.Tensor:
     texts = encoded.clips.texts
     tensors, fault = texts.read(key, texts.spec(key))
     if fault:
         raise DitLoraError(f"a validation prompt cannot be used: {fault}; delete the entry")
-    return tensors["prompt_embeds"][None]
+    return tensors["prompt_embeds"][None].to(
+        device
+    )  # the pipeline leaves given ones where they are
 
 
 @contextmanager
