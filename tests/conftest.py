@@ -17,7 +17,6 @@ import torch
 from accelerate.state import AcceleratorState
 from launching import ROOT, SCRIPT, launch_command, launch_environment
 
-from dit_lora.config import Recipe, parse_recipe
 from dit_lora.data.shapes import write_shapes
 from dit_lora.families import get_family
 
@@ -66,11 +65,6 @@ def recipe_values(
         "validation": {"held_out_draws": 1, "inference_steps": 2},
         "run": {"dir": str(tmp_path / "runs" / "run")},
     }
-
-
-@pytest.fixture
-def recipe(recipe_values: dict[str, Any]) -> Recipe:
-    return parse_recipe(recipe_values, "test")
 
 
 @pytest.fixture

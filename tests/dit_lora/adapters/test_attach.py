@@ -35,6 +35,28 @@ def test_adapters_are_fp32_over_a_frozen_bf16_base(transformer: torch.nn.Module)
     assert (config["r"], config["lora_alpha"]) == (4, 8)
 
 
+def test_dropout_and_init_reach_peft(tiny_checkpoints: dict[str, Path]) -> None:
+    from diffusers import CogVideoXTransformer3DModel
+
+    spread = {}
+    for init in ("kaiming", "gaussian"):
+        model = CogVideoXTransformer3DModel.from_pretrained(
+            tiny_checkpoints["cogvideox-2b"], subfolder="transformer"
+        )
+        attach_lora(model, LoraConfig(rank=32, dropout=0.5, init=init), TARGETS, seed=0)
+        assert adapter_config(model)["lora_dropout"] == 0.5
+        drops = [
+            m for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" in n
+        ]
+        assert {drop.p for drop in drops} == {0.5}
+        weights = [p.flatten() for n, p in model.named_parameters() if ".lora_A." in n]
+        spread[init] = torch.cat(weights).std().item()
+    assert spread["gaussian"] == pytest.approx(1 / 32, rel=0.05)  # PEFT: std 1 / rank
+    assert spread["kaiming"] == pytest.approx(
+        (1 / 3 / 64) ** 0.5, rel=0.05
+    )  # uniform, bound 1/sqrt(fan-in)
+
+
 def test_alpha_defaults_to_rank(transformer: torch.nn.Module) -> None:
     attach_lora(transformer, LoraConfig(rank=6), TARGETS, seed=0)
     assert adapter_config(transformer)["lora_alpha"] == 6
@@ -62,8 +84,8 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is(
     transformer: torch.nn.Module,
 ) -> None:
     with pytest.raises(DitLoraError) as error:
-        attach_lora(transformer, LoraConfig(targets=("to_q", "to_qq", "o_out")), TARGETS, seed=0)
+        attach_lora(transformer, LoraConfig(targets=("to_q", "to_qq", "o_q")), TARGETS, seed=0)
     message = str(error.value)
-    assert "match no linear layer of CogVideoXTransformer3DModel: to_qq, o_out" in message
+    assert "match no linear layer of CogVideoXTransformer3DModel: to_qq, o_q" in message
     for known in ("to_q (2)", "to_out.0 (2)", "proj_out (1)"):
         assert known in message

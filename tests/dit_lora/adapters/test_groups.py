@@ -98,6 +98,33 @@ def test_a_groups_own_patterns_win(model: nn.Module) -> None:
     assert names(groups, "connector") == {"out.bias"}
 
 
+def test_the_connector_comes_before_a_backbone_without_patterns(model: nn.Module) -> None:
+    groups = dit_lora.parameter_groups(
+        model, adapter=1e-4, connector=1e-5, backbone=1e-6, patterns={"connector": ("embed.*",)}
+    )
+    assert names(groups, "connector") == {"embed.weight", "embed.bias"}
+    assert "embed.weight" not in names(groups, "backbone")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, None])
+def test_a_groups_weight_decay_travels_even_if_zero(model: nn.Module, decay: float | None) -> None:
+    (group,) = dit_lora.parameter_groups(model, adapter=GroupConfig(lr=1e-4, weight_decay=decay))
+    assert group.get("weight_decay") == decay
+
+
+def test_a_quantised_weight_is_not_trained(model: nn.Module) -> None:
+    model["out"].weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.int8), requires_grad=False)
+    groups = dit_lora.parameter_groups(model, adapter=1e-4, backbone=1e-6)
+    assert "out.weight" not in names(groups, "backbone")
+    assert model["out"].weight.dtype is torch.int8
+
+
+def test_base_weights_are_named_as_in_an_unadapted_model(model: nn.Module) -> None:
+    dit_lora.parameter_groups(model, adapter=1e-4, backbone=1e-6, patterns=PATTERNS)
+    assert "blocks.0.to_q.weight" in base_parameters(model)
+    assert not any("base_layer" in name for name in base_parameters(model))
+
+
 def test_groups_that_match_nothing_are_all_named(model: nn.Module) -> None:
     with pytest.raises(DitLoraError, match=r"match nothing: connector, backbone; .*") as error:
         dit_lora.parameter_groups(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.adapters.groups import parameter_groups
@@ -118,6 +118,34 @@ def test_trained_base_weights_are_stored_beside_and_loaded_back(
     with torch.no_grad():
         expected, loaded = (m(**inputs).sample for m in (transformer, pipeline.transformer))
     assert torch.equal(expected, loaded)
+
+
+def test_a_poisoned_base_weight_is_refused(transformer: torch.nn.Module, tmp_path: Path) -> None:
+    parameter_groups(transformer, adapter=1e-4, connector=1e-5, patterns=FAMILY.group_patterns)
+    train_a_little(transformer)
+    transformer.proj_out.weight.data[0, 0] = torch.nan
+    with pytest.raises(CheckFailedError, match=r"proj_out\.weight"):
+        save_adapter(transformer, FAMILY.pipeline_class, tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_matrix_that_did_not_move_is_no_reason_to_refuse(
+    transformer: torch.nn.Module, tmp_path: Path
+) -> None:
+    train_a_little(transformer)
+    next(p for n, p in transformer.named_parameters() if is_lora_b(n)).data.zero_()
+    assert save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {}).is_file()
+
+
+def test_base_weights_of_another_model_are_refused(
+    transformer: torch.nn.Module, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    train_a_little(transformer)
+    save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {})
+    save_file({"decoder.weight": torch.zeros(2)}, tmp_path / BASE_FILE)
+    pipeline = FAMILY.pipeline_class.from_pretrained(tiny_checkpoints["cogvideox-5b"])
+    with pytest.raises(DitLoraError, match=r"the model has no such weights\n  - decoder\.weight"):
+        load_into_pipeline(pipeline, tmp_path)
 
 
 def test_base_weights_of_an_earlier_run_do_not_stay_behind(

@@ -151,6 +151,14 @@ def test_digests_follow_content_and_are_remembered(tmp_path: Path) -> None:
     assert Digests(memo).file(file) == two
 
 
+def test_an_entry_without_a_digest_is_reported(cache: TensorCache) -> None:
+    key = write(cache)
+    spec = cache.spec(key)
+    save_file(load_file(cache.path(key)), cache.path(key))
+    assert "digest differs" in (cache.read(key, spec)[1] or "")
+    assert not cache.is_whole(key)
+
+
 def test_a_torn_memo_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "memo.json").write_text('{"a": [1,')
@@ -164,4 +172,7 @@ def test_a_components_digest_depends_on_weights_and_configs_only(tmp_path: Path)
     (tmp_path / "README.md").write_text("x")
     assert Digests(tmp_path / ".memo").component(tmp_path) == digest
     (tmp_path / "model.safetensors").write_bytes(b"v")
-    assert Digests(tmp_path / ".memo").component(tmp_path) != digest
+    changed = Digests(tmp_path / ".memo").component(tmp_path)
+    assert changed != digest
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert Digests(tmp_path / ".memo").component(tmp_path) != changed

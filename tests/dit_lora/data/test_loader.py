@@ -110,6 +110,34 @@ def test_captions_drop_at_the_asked_rate(clips: CachedClips, share: float) -> No
     assert abs(dropped - share) < 0.08  # over three standard deviations
 
 
+def test_which_captions_drop_depends_on_the_seed(clips: CachedClips) -> None:
+    def pattern(seed: int) -> list[bool]:
+        dataset = ClipDataset(clips, seed=seed, caption_dropout=0.5)
+        return [not dataset[p].tensors["prompt_embeds"].any() for p in range(40)]
+
+    assert pattern(0) == pattern(0)
+    assert pattern(0) != pattern(1)
+
+
+def test_a_bad_empty_caption_is_set_aside_too(clips: CachedClips) -> None:
+    path = clips.texts.path("empty")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    dataset = ClipDataset(clips, seed=0, caption_dropout=1.0)
+    (sample,) = dataset[0].faults
+    assert clips.set_aside_bad([sample]) == [path.with_suffix(".bad")]
+
+
+def test_an_unreadable_first_entry_does_not_hide_the_others(clips: CachedClips) -> None:
+    path = clips.videos.path("v0")
+    path.write_bytes(b"")
+    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    faults = [fault for p in range(5) for fault in dataset[p].faults]
+    assert faults == ["0.mp4"]
+    assert clips.set_aside_bad(["0.mp4"]) == [path.with_suffix(".bad")]
+
+
 def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
     path = clips.videos.path("v2")
     path.write_bytes(path.read_bytes()[:50])

@@ -50,6 +50,35 @@ def test_each_layout_gives_the_same_clips(folder: Path, layout: str) -> None:
     assert all(clip.path == folder / clip.id for clip in clips)
 
 
+def test_line_breaks_in_a_quoted_caption_are_kept(folder: Path) -> None:
+    (folder / "metadata.csv").write_bytes(b'file_name,text\r\na.mp4,"a red fox\njumps"\r\n')
+    assert [clip.caption for clip in read_clips(config(folder))] == ["a red fox\njumps"]
+    write_jsonl(folder, [{"file_name": "a.mp4", "text": "one\u2028two"}])
+    text = (folder / "metadata.jsonl").read_text().replace("\\u2028", "\u2028")
+    (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
+    assert [clip.caption for clip in read_clips(config(folder))] == ["one\u2028two"]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(folder: Path) -> None:
+    (folder / "metadata.csv").write_bytes(b"\xef\xbb\xbffile_name,text\r\na.mp4,a horse\r\n")
+    assert [(clip.id, clip.caption) for clip in read_clips(config(folder))] == [
+        ("a.mp4", "a horse")
+    ]
+    (folder / "metadata.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"file_name": "a.mp4", "text": "x"}\r\n\r\n'
+    )
+    assert [(clip.id, clip.caption) for clip in read_clips(config(folder))] == [("a.mp4", "x")]
+
+
+def test_hidden_folders_are_passed_over_and_upper_case_endings_read(folder: Path) -> None:
+    write_layout(folder, "txt")
+    (folder / ".trash").mkdir()
+    (folder / ".trash" / "old.mp4").write_bytes(b"video")
+    (folder / "C.MP4").write_bytes(b"video")
+    (folder / "C.txt").write_text("c")
+    assert sorted(clip.id for clip in read_clips(config(folder))) == ["C.MP4", *sorted(CAPTIONS)]
+
+
 def test_missing_files_empty_captions_and_doubles_are_listed_at_once(folder: Path) -> None:
     write_jsonl(
         folder,

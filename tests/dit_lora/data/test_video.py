@@ -77,6 +77,72 @@ def test_the_aspect_is_kept_and_the_centre_is_cropped(
     assert abs(columns.float().mean() - (width - 1) / 2) < 0.6
 
 
+def coloured(height: int = 64, width: int = 96) -> torch.Tensor:
+    """Three frames: red, with a blue top-left quarter."""
+    video = torch.zeros(3, height, width, 3, dtype=torch.uint8)
+    video[..., 0] = 230
+    video[:, : height // 2, : width // 2] = torch.tensor([20, 20, 230], dtype=torch.uint8)
+    return video
+
+
+def test_colours_keep_their_channels(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", coloured(), 8)
+    frame = read_frames(tmp_path / "a.mp4", frames=3, height=64, width=96, fps=8)[0].float()
+    red, blue = frame[:, 40:, 60:].mean((1, 2)), frame[:, :24, :40].mean((1, 2))
+    assert red[0] > 200 > 60 > red[2]
+    assert blue[2] > 200 > 60 > blue[0]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "corner"), [(90, "bottom left"), (180, "bottom right"), (270, "top right")]
+)
+def test_a_rotation_flag_is_honoured(tmp_path: Path, degrees: int, corner: str) -> None:
+    """The flag says how far to turn the stored picture, counter-clockwise; the blue corner moves."""
+    path, turned = tmp_path / "a.mp4", tmp_path / "b.mp4"
+    write_video(path, coloured(), 8)
+    with av.open(path) as source, av.open(turned, "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        stream.set_display_rotation(degrees)
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    height, width = (96, 64) if degrees % 180 else (64, 96)
+    frame = read_frames(turned, frames=3, height=height, width=width, fps=8)[0].float()
+    vertical, horizontal = corner.split()
+    rows = slice(0, 20) if vertical == "top" else slice(height - 20, height)
+    columns = slice(0, 20) if horizontal == "left" else slice(width - 20, width)
+    assert frame[2, rows, columns].mean() > 200
+    assert frame[0, rows, columns].mean() < 60
+
+
+def test_pixels_that_are_not_square_are_stretched_to_what_a_player_shows(tmp_path: Path) -> None:
+    """A 48x32 picture of pixels twice as wide as high is 96x32."""
+    y, x = np.mgrid[:32, :48]
+    disc = ((y - 15.5) ** 2 + (2 * (x - 23.5)) ** 2 < 12**2)[..., None] * np.full(3, 255, np.uint8)
+    with av.open(tmp_path / "a.mp4", "w") as container:
+        stream = container.add_stream("libx264", rate=8, options={"crf": "5"})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv444p"
+        stream.codec_context.sample_aspect_ratio = Fraction(2, 1)
+        for _ in range(3):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(disc, format="rgb24")))
+        container.mux(stream.encode())
+    frame = read_frames(tmp_path / "a.mp4", frames=3, height=32, width=96, fps=8)[0]
+    rows, columns = torch.where(frame.float().mean(0) > 127)
+    assert abs((rows.max() - rows.min()) - (columns.max() - columns.min())) <= 2
+    assert rows.max() - rows.min() > 20
+
+
+def test_shrinking_averages_and_does_not_pick(tmp_path: Path) -> None:
+    """A fine checkerboard becomes grey."""
+    y, x = np.mgrid[:128, :192]
+    board = ((y + x) % 2 * 255).astype(np.uint8)[None, ..., None]
+    write_video(tmp_path / "a.mp4", torch.from_numpy(np.tile(board, (3, 1, 1, 3))), 8)
+    frame = read_frames(tmp_path / "a.mp4", frames=3, height=32, width=48, fps=8)[0].float()
+    assert frame.std() < 20
+    assert abs(frame.mean() - 127) < 20
+
+
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
     ramp = torch.linspace(0, 255, 48).view(1, 1, 48, 1).expand(5, 32, 48, 3)
     video = (ramp + torch.arange(5).view(5, 1, 1, 1)).clip(0, 255).to(torch.uint8)

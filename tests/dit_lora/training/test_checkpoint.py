@@ -144,6 +144,47 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_a_save_never_removes_itself_or_what_comes_later(tmp_path: Path) -> None:
+    """A resume of an earlier checkpoint passes by later ones, which stay."""
+    model, optimizer = build()
+    for step in (10, 20, 30):
+        save(tmp_path, step, model, optimizer)
+    (tmp_path / "checkpoints" / "step_000020" / "manifest.json").unlink()
+    path = save(tmp_path, 12, model, optimizer, keep=1)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_000012", "step_000020", "step_000030"]
+    assert find_checkpoint(str(path), tmp_path) == path
+
+
+def test_a_torn_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path: Path) -> None:
+    model, optimizer = build()
+    path = save(tmp_path, 2, model, optimizer)
+    (path / "state.json").unlink()
+    assert newest_checkpoint(tmp_path) is None
+    save(tmp_path, 2, model, optimizer)
+    assert newest_checkpoint(tmp_path) == path
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_not_broadcast(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, optimizer = build()
+    path = save(tmp_path, 1, model, optimizer)
+    weights = load_file(path / "trainable.safetensors")
+    save_file({**weights, "1.bias": torch.zeros(1)}, path / "trainable.safetensors")
+    with pytest.raises(DitLoraError, match="are not this model's"):
+        load_checkpoint(path, model, optimizer, IDENTITY)
+
+
+def test_a_key_that_the_checkpoint_lacks_is_a_difference(tmp_path: Path) -> None:
+    model, optimizer = build()
+    path = save(tmp_path, 1, model, optimizer)
+    with pytest.raises(
+        DitLoraError, match=r"train\.steps: None in the checkpoint, 9 in the recipe"
+    ):
+        load_checkpoint(path, model, optimizer, {**IDENTITY, "train.steps": 9})
+
+
 def test_another_recipes_checkpoint_is_refused_with_every_difference(tmp_path: Path) -> None:
     model, optimizer = build()
     path = save(tmp_path, 1, model, optimizer)

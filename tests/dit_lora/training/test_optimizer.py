@@ -79,6 +79,23 @@ def test_a_groups_own_clip_leaves_the_others_alone() -> None:
     assert grads == pytest.approx([2.0, 0.5, 0.25], rel=1e-5)
 
 
+def test_the_shared_clip_still_holds_beside_a_groups_own() -> None:
+    groups = groups_with([300.0], [3.0], [4.0])
+    optim = config(adapter=2.0, connector=None, backbone=None, shared=1.0)
+    clip_gradients(groups, gradient_norms(groups), optim)
+    grads = [group["params"][0].grad.item() for group in groups]
+    assert grads == pytest.approx([2.0, 0.6, 0.8], rel=1e-5)
+
+
+def test_betas_and_eps_reach_adamw() -> None:
+    optim = OptimConfig(betas=(0.8, 0.99), eps=1e-6, weight_decay=0.3)
+    optimizer = build_optimizer(groups_with([1.0]), optim)
+    assert optimizer.defaults["betas"] == (0.8, 0.99)
+    assert optimizer.defaults["eps"] == 1e-6
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert optimizer.defaults["fused"]
+
+
 def test_no_clip_scales_nothing() -> None:
     groups = groups_with([300.0])
     clip_gradients(groups, gradient_norms(groups), config(adapter=None, shared=None))

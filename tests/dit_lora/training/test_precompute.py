@@ -1,0 +1,107 @@
+"""What an entry's key depends on, and that the entry holds what the recipe asks for."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from dit_lora.config import ModelConfig, parse_recipe
+from dit_lora.data.shapes import write_shapes
+from dit_lora.data.video import read_frames
+from dit_lora.families import get_family
+from dit_lora.training.precompute import Precomputed, precompute
+from dit_lora.training.runtime import running
+
+Encode = Callable[..., Precomputed]
+
+
+@pytest.fixture
+def encode(recipe_values: dict[str, Any], tmp_path: Path) -> Encode:
+    """Fill one shared cache with `section.key=value` changed."""
+
+    def run(**changes: Any) -> Precomputed:
+        values = json.loads(json.dumps(recipe_values))
+        values["data"]["cache"] = str(tmp_path / "cache")
+        for key, value in changes.items():
+            section, name = key.split("__")
+            values[section][name] = value
+        recipe = parse_recipe(values, "test")
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+        with running(recipe) as runtime:
+            return precompute(runtime, get_family("cogvideox").open(recipe.model))
+
+    return run
+
+
+def keys(encoded: Precomputed) -> list[tuple[str, str]]:
+    return [(entry.video_key, entry.text_key) for entry in encoded.clips.entries]
+
+
+@pytest.mark.parametrize(
+    "change", [{"data__frames": 5}, {"data__height": 48}, {"data__width": 32}, {"data__fps": 16.0}]
+)
+def test_another_shape_or_rate_is_another_clip_entry_and_the_same_caption(
+    encode: Encode, change: dict[str, Any]
+) -> None:
+    before, after = encode(), encode(**change)
+    for (video, text), (other_video, other_text) in zip(keys(before), keys(after), strict=True):
+        assert video != other_video
+        assert text == other_text
+    assert before.data_digest != after.data_digest
+
+
+def test_another_dtype_is_another_entry_of_both(encode: Encode) -> None:
+    for one, other in zip(keys(encode()), keys(encode(model__dtype="bf16")), strict=True):
+        assert one[0] != other[0]
+        assert one[1] != other[1]
+
+
+def test_another_file_under_the_same_name_is_another_entry(
+    encode: Encode, shape_clips: Path, tmp_path: Path
+) -> None:
+    clips = Path(shutil.copytree(shape_clips, tmp_path / "clips"))
+    before = keys(encode(data__path=str(clips)))
+    names = sorted(path.name for path in clips.glob("*.mp4"))
+    write_shapes(tmp_path / "new", clips=2, frames=9, height=48, width=96, fps=8)
+    shutil.copy(next((tmp_path / "new").glob("*.mp4")), clips / names[0])
+    after = keys(encode(data__path=str(clips)))
+    changed = [one[0] != other[0] for one, other in zip(before, after, strict=True)]
+    assert changed == [True, False, False, False, False]
+
+
+def test_captions_that_differ_only_in_case_or_end_are_different_entries(encode: Encode) -> None:
+    prompts = ["A cat", "a cat", "a cat runs", "a cat"]
+    encoded = encode(validation__prompts=prompts)
+    first, second, third, fourth = encoded.prompt_keys
+    assert len({first, second, third}) == 3
+    assert second == fourth
+    assert encoded.clips.empty_text_key not in encoded.prompt_keys
+
+
+def test_an_entry_is_the_encoding_of_the_frames_that_the_recipe_asks_for(
+    encode: Encode, shape_clips: Path, tiny_checkpoints: dict[str, Path]
+) -> None:
+    encoded = encode(data__fps=16.0, data__frames=5)
+    entry = encoded.clips.entries[2]
+    tensors, fault = encoded.clips.videos.read(entry.video_key, {})
+    assert fault is None
+    frames = read_frames(shape_clips / entry.id, frames=5, height=32, width=48, fps=16.0)
+    path = str(tiny_checkpoints["cogvideox-2b"])
+    vae = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
+    expected = vae.load_video_encoder(torch.float32, torch.device("cpu"))(frames)
+    assert torch.equal(tensors["latent_mean"], expected["latent_mean"])
+
+
+def test_what_is_cached_is_not_encoded_again(encode: Encode, tmp_path: Path) -> None:
+    encode()
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")}
+    victim = next(iter(p for p in stamps if "videos" in p.parts))
+    victim.write_bytes(victim.read_bytes()[:60])  # torn: rebuilt alone
+    encode()
+    after = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")}
+    assert {p for p in stamps if stamps[p] != after[p]} == {victim}
