@@ -1,0 +1,81 @@
+"""What a run writes as it goes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_lora.training.journal import Journal, held_out_losses, tracker_values
+from dit_lora.training.loop import StepResult
+
+
+def result(step: int, **values: Any) -> StepResult:
+    given = {
+        "loss": 0.5,
+        "grad_norm": 2.0,
+        "grad_norm_groups": {"adapter": 2.0},
+        "lr_groups": {"adapter": 1e-4, "connector": 1e-5},
+        "losses": [0.25, 0.75],
+        "timesteps": [10, 999],
+        "seconds": 1.0,
+        "data_seconds": 0.1,
+        "stop_code": 0,
+        **values,
+    }
+    return StepResult(step=step, **given)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, timesteps=1000, start_step=0)
+    losses, timesteps = [1.0, 3.0, 5.0, 7.0, 9.0], [0, 249, 250, 749, 999]
+    line = journal.step(result(1, losses=losses, timesteps=timesteps))
+    assert line["loss_by_timestep"] == {
+        "0-249": 2.0,
+        "250-499": 5.0,
+        "500-749": 7.0,
+        "750-999": 9.0,
+    }
+    assert line["lr"] == 1e-4
+    assert line["samples"] == 5
+    assert lines(tmp_path / "metrics.jsonl") == [line]
+
+
+def test_a_resumed_run_writes_each_step_once_and_counts_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, timesteps=1000, start_step=0)
+    journal.held_out(0, 1.5)
+    for step in (1, 2, 3):
+        journal.step(result(step))
+    journal.held_out(2, 1.25)
+    journal.held_out(3, 1.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # torn by a kill
+    resumed = Journal(tmp_path, timesteps=1000, start_step=2)
+    assert resumed.step(result(3))["samples"] == 6
+    resumed.held_out(2, 99.0)  # there already
+    resumed.held_out(3, 0.75)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert held_out_losses(tmp_path) == {0: 1.5, 2: 1.25, 3: 0.75}
+
+
+def test_starting_afresh_drops_what_an_unsaved_start_left(tmp_path: Path) -> None:
+    Journal(tmp_path, timesteps=1000, start_step=0).held_out(0, 1.5)
+    again = Journal(tmp_path, timesteps=1000, start_step=0)
+    again.held_out(0, 1.5)
+    assert len(lines(tmp_path / "held_out.jsonl")) == 1
+
+
+def test_trackers_get_flat_numbers(tmp_path: Path) -> None:
+    line = Journal(tmp_path, timesteps=1000, start_step=0).step(result(1))
+    values = tracker_values(line)
+    assert values["lr/connector"] == 1e-5
+    assert values["grad_norm/adapter"] == 2.0
+    assert values["loss_by_timestep/750-999"] == 0.75
+    assert values["loss"] == 0.5
+    assert "step" not in values
+    assert all(isinstance(value, int | float) for value in values.values())
+    assert values["peak_gib"] == pytest.approx(line["peak_gib"])

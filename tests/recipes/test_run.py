@@ -1,0 +1,197 @@
+"""The wiring of a run: every setting reaches what it sets, and validation only looks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit_lora.errors import DitLoraError
+from dit_lora.families.cogvideox import CogVideoXCheckpoint
+from dit_lora.numerics.streams import Streams, fold
+from dit_lora.objectives import LossOutput
+
+Main = Callable[[list[str]], None]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What every call of the family's losses saw."""
+    seen: list[dict[str, Any]] = []
+    losses = CogVideoXCheckpoint.losses
+
+    def spy(self: Any, transformer: Any, batch: Any, streams: Streams) -> LossOutput:
+        seen.append(
+            {
+                "training": transformer.training,
+                "grad": torch.is_grad_enabled(),
+                "streams": (streams.seed, streams.positions),
+                "text": batch["prompt_embeds"].clone(),
+                "checkpointing": transformer.is_gradient_checkpointing,
+                "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+                "rates": None,
+            }
+        )
+        return losses(self, transformer, batch, streams)
+
+    monkeypatch.setattr(CogVideoXCheckpoint, "losses", spy)
+    return seen
+
+
+def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own(
+    lora_main: Main, smoke: list[str], tmp_path: Path, calls: list[dict[str, Any]]
+) -> None:
+    """Five clips, three draws each, before and after two training steps with heavy dropout."""
+    run = tmp_path / "run"
+    lora_main(
+        [
+            *smoke,
+            f"run.dir={run}",
+            "train.steps=2",
+            "train.batch_size=1",
+            "lora.dropout=0.9",
+            "validation.held_out_draws=3",
+        ]
+    )
+    before, training, after = calls[:15], calls[15:17], calls[17:]
+    assert len(after) == 15
+    for call in before + after:
+        assert not call["training"]
+        assert not call["grad"]
+    assert all(call["training"] and call["grad"] for call in training)
+    streams = [call["streams"] for call in before]
+    assert streams == [call["streams"] for call in after]
+    assert len(set(streams)) == 15
+    assert {seed for seed, _ in streams} == {fold(42, "held_out")}
+    assert {call["streams"] for call in training} == {(42, (0,)), (42, (1,))}
+
+
+def test_checkpointing_and_cudnn_are_set(
+    lora_main: Main, smoke: list[str], tmp_path: Path, calls: list[dict[str, Any]]
+) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    for mode in ("full", "none"):
+        calls.clear()
+        lora_main(
+            [*smoke, f"run.dir={tmp_path / mode}", "train.steps=1", f"train.checkpointing={mode}"]
+        )
+        assert {call["checkpointing"] for call in calls} == {mode == "full"}
+        assert not any(call["cudnn"] for call in calls)
+
+
+def test_caption_dropout_reaches_training(
+    lora_main: Main, smoke: list[str], tmp_path: Path, calls: list[dict[str, Any]]
+) -> None:
+    for share, kinds in ((1.0, 1), (0.0, 5)):
+        calls.clear()
+        args = [f"data.caption_dropout={share}", "train.batch_size=1", "train.steps=5"]
+        lora_main([*smoke, f"run.dir={tmp_path / str(share)}", *args])
+        texts = {call["text"].numpy().tobytes() for call in calls}
+        assert len(texts) == kinds
+
+
+def test_each_groups_schedule_ends_with_the_run(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    lora_main(
+        [
+            *smoke,
+            f"run.dir={run}",
+            "train.steps=4",
+            "optim.schedule=linear",
+            "optim.groups.connector={lr: 1e-4, schedule: constant, warmup_steps: 2}",
+        ]
+    )
+    rates = [line["lr_groups"] for line in metrics(run)]
+    assert [r["adapter"] for r in rates] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert [r["connector"] for r in rates] == pytest.approx([5e-5, 1e-4, 1e-4, 1e-4])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("train.seed=1", "train.seed"),
+        ("train.batch_size=4", "train.batch_size x accumulate x processes"),
+        ("data.caption_dropout=0.9", "data.caption_dropout"),
+        ("data.fps=16", "data (digest of clips, captions and shape)"),
+        ("model.dtype=bf16", "model.dtype"),
+        ("model.path={other}", "model (digest of the transformer's files)"),
+        ("lora.alpha=5", "lora.alpha"),
+        ("optim.weight_decay=0.5", "optim.weight_decay"),
+        ("optim.groups.adapter.lr=0.5", "optim.groups.adapter"),
+        ("optim.schedule=linear", "train.steps"),
+    ],
+)
+def test_a_resume_that_would_change_the_trajectory_is_refused(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    tiny_checkpoints: dict[str, Path],
+    change: str,
+    named: str,
+) -> None:
+    """And the run's own config.yaml stays as it was."""
+    run = tmp_path / "run"
+    lora_main([*smoke, f"run.dir={run}", "train.steps=1"])
+    before = (run / "config.yaml").read_bytes()
+    change = change.format(other=tiny_checkpoints["cogvideox-2b"])
+    with pytest.raises(DitLoraError, match="belongs to another recipe") as error:
+        lora_main([*smoke, f"run.dir={run}", "train.steps=1", "train.resume=auto", change])
+    assert named in str(error.value)
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_steps_may_grow_where_the_schedule_is_constant(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    run = [*smoke, f"run.dir={tmp_path / 'run'}"]
+    lora_main([*run, "train.steps=1"])
+    lora_main([*run, "train.steps=2", "train.resume=auto"])
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "against train.accumulate=1"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed precision fp16, against no by model.dtype"),
+    ],
+)
+def test_a_launch_that_contradicts_the_recipe_is_refused(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    words: str,
+) -> None:
+    """Accelerate takes these from its launcher's environment, over what the script says."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(DitLoraError, match=words):
+        lora_main([*smoke, f"run.dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_clip_is_left_out_of_the_held_out_loss_and_said(
+    lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [*smoke, "train.batch_size=1", "validation.held_out_draws=1"]
+    lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
+    victim = sorted((tmp_path / "cache" / "videos").rglob("*.safetensors"))[0]
+    data = bytearray(victim.read_bytes())
+    data[-2:] = b"\xc0\x7f"  # the last fp32 value becomes NaN
+    victim.write_bytes(data)
+    with pytest.raises(DitLoraError, match="loss is not finite"):
+        lora_main([*args, "train.steps=5", f"run.dir={tmp_path / 'run'}"])
+    output = capsys.readouterr().err
+    assert output.count("held-out loss leaves out") == 1
+    line = json.loads((tmp_path / "run" / "held_out.jsonl").read_text().splitlines()[0])
+    assert 0 < line["held_out_loss"] < 10
