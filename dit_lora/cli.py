@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+import dit_lora
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
 
 app = typer.Typer(
     name="dit-lora",
     help="LoRA fine-tuning of diffusion transformers that does not die of NaN.",
-    epilog="Training: accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]",
+    epilog="Training: accelerate launch recipes/lora.py RECIPE.yaml \\[key.path=value ...]",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -24,6 +25,15 @@ def main() -> None:
     """The console script: errors are one line and an exit code."""
     with reported_errors():
         app()
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(dit_lora.__version__)
+        raise typer.Exit
 
 
 @app.command()
@@ -44,6 +54,15 @@ def doctor(
         render(found)
     if not found["ok"]:
         raise typer.Exit(CheckFailedError.exit_code)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError as error:
+        raise DitLoraError(f"{out} exists; choose another folder or remove it") from error
+    except OSError as error:
+        raise DitLoraError(f"cannot make {out}: {error.strerror}") from error
 
 
 @app.command()
@@ -73,8 +92,7 @@ def tiny(
     }
     if variant not in known:
         raise DitLoraError(f"no tiny checkpoint {variant!r}; known: {', '.join(known)}")
-    if out.exists():
-        raise DitLoraError(f"{out} exists; choose another folder or remove it")
+    _make_folder(out)
     quiet_libraries()
     known[variant].build_tiny(variant, out, seed)
     typer.echo(f"wrote {out}")
@@ -87,15 +105,14 @@ def shapes(
     frames: Annotated[int, typer.Option(min=1)] = 17,
     height: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 64,
     width: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 96,
-    fps: Annotated[float, typer.Option(min=1)] = 8.0,
+    fps: Annotated[float, typer.Option(min=1, max=240)] = 8.0,
 ) -> None:
     """Write captioned clips of moving shapes (H.264), to try things on."""
     from dit_lora.data.shapes import write_shapes
 
-    if out.exists():
-        raise DitLoraError(f"{out} exists; choose another folder or remove it")
     if height % 2 or width % 2:
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
+    _make_folder(out)
     write_shapes(out, clips=clips, frames=frames, height=height, width=width, fps=fps)
     typer.echo(f"wrote {clips} clips to {out}")
 
@@ -107,11 +124,13 @@ def sample(
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the run's.")
     ] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     frames: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
     height: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
     width: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
-    fps: Annotated[float | None, typer.Option(help="By default as trained.")] = None,
+    fps: Annotated[
+        float | None, typer.Option(min=1, max=240, help="By default as trained.")
+    ] = None,
     inference_steps: Annotated[int, typer.Option(min=1)] = 50,
     guidance_scale: Annotated[float, typer.Option(min=1)] = 6.0,
     out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,

@@ -70,7 +70,7 @@ class LoraConfig(Section):
     rank: Count = 64
     alpha: Count | None = None
     """The update is scaled by alpha / rank; by default alpha = rank."""
-    dropout: Probability = 0.0
+    dropout: Decay = 0.0
     targets: tuple[str, ...] | None = None
     """Names of linear layers, as PEFT matches them; by default the family's."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

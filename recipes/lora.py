@@ -22,7 +22,10 @@ USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
 
 def main(argv: list[str]) -> None:
-    if not argv or argv[0] in ("-h", "--help"):
+    if argv[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(f"{__doc__}\nusage: {USAGE}\n")
+        return
+    if not argv:
         raise DitLoraError(f"usage: {USAGE}")
     recipe = load_recipe(argv[0], argv[1:])
     family = get_family(recipe.model.family)

@@ -45,12 +45,19 @@ def parameter_groups(
     if not given:
         raise DitLoraError("parameter_groups: give at least one group, for instance adapter=1e-4")
     members = _members(model, given, patterns or {})
+    every = [name for name, _ in model.named_parameters()]
     empty = [name for name, names in members.items() if not names]
+    empty += [
+        f"{name} ({pattern})"
+        for name, group in given.items()
+        for pattern in group.modules or ()
+        if members[name] and not fnmatch.filter(every, pattern)
+    ]
     if empty:
         raise DitLoraError(
             listed(
                 f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below",
-                sorted({_head(name) for name, _ in model.named_parameters()}),
+                sorted({_head(name) for name in every}),
             )
         )
     parameters = dict(model.named_parameters())

@@ -40,8 +40,11 @@ def read_clips(data: DataConfig) -> list[Clip]:
     names = [clip.id for clip in clips]
     twice = sorted({name for name in names if names.count(name) > 1}) if _repeats(names) else []
     wrong = [f"{name}: listed twice" for name in twice]
-    wrong += [f"{clip.id}: no such file" for clip in clips if not clip.path.is_file()]
+    wrong += [
+        f"{clip.id or '(no name)'}: no such file" for clip in clips if not clip.path.is_file()
+    ]
     wrong += [f"{clip.id}: its caption is empty" for clip in clips if not clip.caption]
+    wrong = list(dict.fromkeys(wrong))
     if wrong:
         raise DitLoraError(listed(f"{root} ({layout}): correct or remove these clips", wrong))
     return clips

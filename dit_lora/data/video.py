@@ -34,7 +34,7 @@ def read_frames(path: Path, *, frames: int, height: int, width: int, fps: float)
     try:
         chosen = list(_choose(path, frames, height, width, fps))
     except (av.error.FFmpegError, OSError, ValueError) as error:
-        raise ClipError(f"{path}: cannot be decoded ({error})") from error
+        raise ClipError(f"{path}: cannot be decoded to its end: {_reason(error)}") from error
     if len(chosen) < frames:
         raise ClipError(f"{path}: {_shortage(frames, fps, len(chosen))}")
     return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2).contiguous()
@@ -73,7 +73,12 @@ def read_header(path: Path) -> VideoHeader:
             seconds = float(duration * base) if duration and base else None
             return VideoHeader(float(rate) if rate else None, seconds, stream.height, stream.width)
     except (av.error.FFmpegError, OSError, ValueError) as error:
-        raise ClipError(f"{path}: cannot be opened as a video ({error})") from error
+        raise ClipError(f"{path}: cannot be opened as a video: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """FFmpeg's and the system's errors without their numbers, and what to do."""
+    return f"{getattr(error, 'strerror', None) or error}; encode it anew or remove it"
 
 
 def too_short(header: VideoHeader, *, frames: int, fps: float) -> str | None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dit_lora.config import DataConfig, ModelConfig
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
@@ -129,6 +130,26 @@ def local_checkpoint(model: ModelConfig) -> Path:
         raise DitLoraError(
             f"model.path: no local folder {model.path}, and the Hub did not give it: {reason}"
         ) from error
+
+
+def require_whole_weights(path: Path, components: Sequence[str]) -> None:
+    """Every component has safetensors weights with all their bytes; all that is wrong is listed.
+
+    Reads headers only, before anything is encoded with one half of a checkpoint.
+    """
+    wrong = []
+    for component in components:
+        files = sorted((path / component).glob("*.safetensors"))
+        if not files:
+            wrong.append(f"{component}: no .safetensors file")
+        for file in files:
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except (OSError, SafetensorError) as error:
+                wrong.append(f"{component}/{file.name}: {error}")
+    if wrong:
+        raise DitLoraError(listed(f"{path} is not whole; fetch these files again", wrong))
 
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:

@@ -31,6 +31,7 @@ from dit_lora.families.base import (
     VideoShape,
     local_checkpoint,
     read_component_config,
+    require_whole_weights,
 )
 from dit_lora.families.tiny import build_cogvideox
 from dit_lora.numerics.streams import Streams, integers, normal
@@ -242,12 +243,15 @@ class CogVideoX:
                 f"{model.path} is a {pipeline_name} checkpoint; family cogvideox trains "
                 f"{CogVideoXPipeline.__name__} (text-to-video)"
             )
-        transformer = dict(CogVideoXTransformer3DModel.load_config(path, subfolder="transformer"))
+        transformer = read_component_config(path, "transformer")
+        vae = read_component_config(path, "vae")
+        scheduler_config = read_component_config(path, "scheduler")
+        require_whole_weights(path, ("transformer", "vae", "text_encoder"))
         if transformer.get("patch_size_t") is not None:
             raise DitLoraError(
                 f"{model.path} is CogVideoX 1.5; this version trains 1.0 (2B and 5B)"
             )
-        scheduler = CogVideoXDDIMScheduler.from_pretrained(path, subfolder="scheduler")
+        scheduler = CogVideoXDDIMScheduler.from_config(scheduler_config)
         if scheduler.config.prediction_type != "v_prediction":
             raise DitLoraError(
                 f"{model.path}: CogVideoX predicts velocity, but its scheduler says "
@@ -256,7 +260,7 @@ class CogVideoX:
         return CogVideoXCheckpoint(
             path=path,
             transformer_config=transformer,
-            vae_config=dict(AutoencoderKLCogVideoX.load_config(path, subfolder="vae")),
+            vae_config=vae,
             objective=VPrediction.from_alphas_cumprod(scheduler.alphas_cumprod),
         )
 

@@ -6,6 +6,7 @@ ranks before anyone acts on it, so either every rank goes on or every rank stops
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,10 +21,15 @@ class NonFiniteError(DitLoraError):
     exit_code = 3
     collective = True
 
-    def __init__(self, message: str, event: dict[str, object]) -> None:
+    def __init__(self, message: str, event: dict[str, Any]) -> None:
         super().__init__(message)
         self.event = event
         """The line for events.jsonl."""
+
+    @property
+    def data_at_fault(self) -> bool:
+        """Whether reading the cache had found the sample bad; else its numbers went wrong on the way."""
+        return bool(self.event["verdict"]["data_at_fault"])
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Gate:
                 "sample": sample,
                 "rank": self.accelerator.process_index,
                 "reason": faults.get(sample) or f"its loss is {value}",
+                "data": sample in faults,
             }
             for sample, value, is_bad in zip(sample_ids, values, bad.tolist(), strict=True)
             if is_bad or sample in faults
@@ -77,7 +84,9 @@ class Gate:
         rank = self.accelerator.process_index
         reason = f"in the step whose {groups} gradient is not finite"
         offenders = [
-            {"sample": sample, "rank": rank, "reason": reason} for sample in sample_ids if groups
+            {"sample": sample, "rank": rank, "reason": reason, "data": False}
+            for sample in sample_ids
+            if groups
         ]
         self._stop("gradient", gather_object(offenders), step=step, micro_step=None)
 
@@ -96,7 +105,10 @@ class Gate:
             "rank": offenders[0]["rank"],
             "kind": f"non_finite_{kind}",
             "sample_ids": [o["sample"] for o in offenders],
-            "verdict": {"offenders": offenders},
+            "verdict": {
+                "data_at_fault": any(o["data"] for o in offenders),
+                "offenders": offenders,
+            },
             "action": "stop",
         }
         raise NonFiniteError(message, event)

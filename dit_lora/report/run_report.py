@@ -219,7 +219,7 @@ def _figures(run: RunFiles) -> list[Figure]:
 
 
 def _held_out_figure(held_out: Mapping[int, float]) -> Figure:
-    label = "Held-out loss"
+    label = "Loss on held-out noise"
     if not held_out:
         return Figure(label, _NONE, "not measured")
     first, last = min(held_out), max(held_out)
@@ -270,7 +270,7 @@ def _loss_chart(run: RunFiles) -> str:
     lines = _raw_and_smooth(run, "loss", "training")
     if run.held_out:
         steps, losses = zip(*run.held_out.items(), strict=True)
-        lines.append(Series("held-out", steps, losses, 1, "dots"))
+        lines.append(Series("held-out noise", steps, losses, 1, "dots"))
     return _chart(run, "Loss", "loss", lines)
 
 

@@ -40,19 +40,21 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of a step beside its place, sync it, rename it, then drop the oldest.
 
-    Raises `DitLoraError` if it cannot be written; earlier checkpoints are as they were.
+    Raises `DitLoraError` if it cannot be written, or if a value is not finite; earlier checkpoints are as they were.
     """
     final = checkpoint_path(run_dir, step)
     if _is_whole(final):
         return final
+    weights, moments = trainable_state(model), optimizer_state(optimizer)
+    _require_finite(run_dir, step, {**weights, **moments})
     staged = final.with_name(f".{final.name}.partial")
     state = {"step": step, "identity": dict(identity)}
     try:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
         contents = {
-            _WEIGHTS: save(_cpu(trainable_state(model))),
-            _OPTIMIZER: save(_cpu(optimizer_state(optimizer))),
+            _WEIGHTS: save(_cpu(weights)),
+            _OPTIMIZER: save(_cpu(moments)),
             _STATE: json.dumps(state, indent=2, sort_keys=True).encode(),
         }
         for name, data in contents.items():
@@ -172,6 +174,18 @@ def _is_whole(path: Path) -> bool:
         )
     except (OSError, ValueError, KeyError):
         return False
+
+
+def _require_finite(run_dir: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if bad:
+        kept = newest_checkpoint(run_dir)
+        error = DitLoraError(
+            f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} "
+            f"first; {f'the newest whole checkpoint is {kept}' if kept else 'there is no earlier one'}"
+        )
+        error.exit_code = 3
+        raise error
 
 
 def _prune(saved: Path, keep: int) -> None:

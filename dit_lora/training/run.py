@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 import dit_lora
-from dit_lora.adapters.store import save_adapter
+from dit_lora.adapters.store import BASE_FILE, save_adapter
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, ClipDataset, PositionSampler, build_loader
@@ -111,7 +111,7 @@ def fit(run: Run) -> None:
         disable=not runtime.is_main,
         dynamic_ncols=True,
     )
-    with bar, stop_signals() as stop_asked:
+    with bar, stop_signals(runtime.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
             _after_step(run, bar, result)
@@ -288,20 +288,36 @@ def _stopped_by_guard(run: Run, error: NonFiniteError) -> DitLoraError:
     if step > 0:
         try:
             _save(run, step)
-            notes.append(f"step {step} is saved: continue with train.resume=auto")
+            notes.append(f"step {step} is saved: {_advice(error)}")
         except DitLoraError as problem:
             notes.append(str(problem))
     else:
-        notes.append("no step was taken yet: start again")
+        notes.append(f"no step was taken yet: {_advice(error)}")
     return NonFiniteError("\n".join([str(error), *notes]), error.event)
+
+
+def _advice(error: NonFiniteError) -> str:
+    if error.data_at_fault:
+        return "continue with train.resume=auto"
+    return (
+        "no cached sample is at fault, and the same step would come out the same; start afresh with a lower "
+        "learning rate (optim.groups) or model.dtype=fp32"
+    )
 
 
 def summary(run: Run, adapter: Path, report: Path) -> str:
     """What the run made, where, and by how much the held-out loss fell."""
     losses = held_out_losses(run.runtime.dir)
     lines = [f"adapter: {adapter}", f"report:  {report}"]
+    base = adapter.with_name(BASE_FILE)
+    if base.exists():
+        lines.insert(
+            1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
+        )
     if len(losses) > 1:
         first, last = losses[min(losses)], losses[max(losses)]
         change = 100 * (last / first - 1)
-        lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
+        lines.append(
+            f"loss on held-out noise: {first:.4f} before, {last:.4f} after ({change:+.1f}%)"
+        )
     return "\n".join(lines)

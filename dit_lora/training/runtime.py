@@ -42,6 +42,8 @@ class Runtime:
     recipe: Recipe
     accelerator: Accelerator
     precision: Precision
+    launcher: int | None = None
+    """Process id of the `accelerate launch` that waits for this one."""
 
     @property
     def dir(self) -> Path:
@@ -96,7 +98,7 @@ def _start(recipe: Recipe) -> Runtime:
     )
     _check_launch(accelerator)
     _check_settings(recipe, accelerator)
-    runtime = Runtime(recipe, accelerator, precision)
+    runtime = Runtime(recipe, accelerator, precision, _launcher())
     for warning in warnings:
         runtime.say(f"warning: {warning}")
     runtime.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
@@ -105,12 +107,24 @@ def _start(recipe: Recipe) -> Runtime:
 
 
 def require_free_folder(runtime: Runtime) -> None:
-    """Refuse a run folder that holds another run's steps, unless the run resumes."""
+    """Refuse a run.dir that cannot be written, is no run's, or holds another run's steps (unless resuming)."""
+    folder = runtime.dir
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
+    if there == folder and any(folder.iterdir()) and not _is_run(folder):
+        raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
     if (runtime.dir / "metrics.jsonl").exists() and runtime.recipe.train.resume == "none":
         raise DitLoraError(
             f"run.dir {runtime.dir} already holds a run; continue it with train.resume=auto, "
             "or choose another run.dir"
         )
+
+
+def _is_run(folder: Path) -> bool:
+    return any(
+        (folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "held_out.jsonl")
+    )
 
 
 def open_run_folder(runtime: Runtime) -> None:
@@ -137,10 +151,11 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Callable[[], int]]:
+def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
     """Within it, the first SIGINT or SIGTERM is remembered and asks for a clean stop; the second acts.
 
-    Yields a function that gives the exit code asked for, 130 or 143, or 0.
+    Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
+    as SIGTERM: `accelerate launch` ends on that signal and does not pass it on.
     """
     asked = {"code": 0}
 
@@ -148,10 +163,17 @@ def stop_signals() -> Iterator[Callable[[], int]]:
         if asked["code"]:
             raise KeyboardInterrupt
         asked["code"] = 128 + number
+        # A plain write: the signal may have come in the middle of one of Python's own.
+        os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
+
+    def stop_asked() -> int:
+        if not asked["code"] and launcher is not None and os.getppid() != launcher:
+            asked["code"] = 128 + signal.SIGTERM
+        return asked["code"]
 
     previous = {s: signal.signal(s, remember) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked["code"]
+        yield stop_asked
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -197,6 +219,17 @@ def _require_trackers(recipe: Recipe) -> None:
         raise DitLoraError(
             f"run.trackers: {', '.join(missing)} not installed; pip install 'dit-lora[{extras}]'"
         )
+
+
+def _launcher() -> int | None:
+    """The parent, if it is `accelerate launch`; any other parent may end without ending the run."""
+    try:
+        parent = psutil.Process().parent()
+        if parent and any("accelerate" in word for word in parent.cmdline()):
+            return parent.pid
+    except psutil.Error:
+        pass  # it has ended, or is another user's
+    return None
 
 
 def _check_launch(accelerator: Accelerator) -> None:

@@ -1,5 +1,7 @@
 """Sample videos with a trained adapter in the stock pipeline."""
 
+import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +68,21 @@ def sample(request: SampleRequest) -> list[Path]:
     how = Sampling(shape, request.inference_steps, request.guidance_scale, request.seed)
     out = request.out or adapter.parent / "samples"
     paths = []
-    for index, prompt in enumerate(request.prompts):
+    if out.exists() and not out.is_dir():
+        raise DitLoraError(f"--out {out} is a file; give a folder")
+    for prompt in request.prompts:
         frames = checkpoint.generate(pipeline, {"prompt": prompt}, how)
-        path = out / f"seed_{request.seed}_prompt_{index:02d}.mp4"
+        path = out / f"{_file_name(prompt, how)}.mp4"
         write_video(path, frames, float(_value("fps", request.fps, video)))
         paths.append(path)
     return paths
+
+
+def _file_name(prompt: str, how: Sampling) -> str:
+    """Seed and prompt as one can read them, and a digest that tells apart what they do not."""
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
+    digest = hashlib.sha256(f"{prompt} {how}".encode()).hexdigest()[:6]
+    return f"seed_{how.seed}_{words}_{digest}"
 
 
 def find_adapter(target: Path) -> Path:

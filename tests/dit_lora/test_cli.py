@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import dit_lora
 from dit_lora.cli import app
 from dit_lora.data.video import read_frames, read_header
 from dit_lora.errors import DitLoraError
@@ -36,8 +37,13 @@ def test_importing_is_instant_because_nothing_heavy_is_imported(code: str) -> No
     assert not heavy_imports(code)
 
 
+def test_the_version_is_the_packages() -> None:
+    assert invoke("--version").strip() == dit_lora.__version__
+
+
 def test_help_lists_every_verb() -> None:
     output = invoke("--help")
+    assert "[key.path=value ...]" in " ".join(output.split())
     for verb in ("doctor", "families", "tiny", "shapes", "sample", "report", "schema"):
         assert verb in output
 
@@ -76,6 +82,8 @@ def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
         (["shapes", "."], "exists; choose another folder"),
         (["shapes", "out", "--height", "33"], "H.264 takes even sizes; got 33x96"),
         (["sample", "nowhere", "--prompt", "x"], "no adapter in nowhere"),
+        (["tiny", "cogvideox-2b", "/proc/x"], "cannot make /proc/x"),
+        (["shapes", "/proc/x"], "cannot make /proc/x"),
         (["report", "."], "config.yaml"),
     ],
 )
@@ -115,7 +123,7 @@ def test_sample_writes_videos_that_the_adapter_changes(
     model = next(value for value in smoke if value.startswith("model.path=")).split("=")[1]
     common = ["--prompt", "a", "--prompt", "b", "--inference-steps", "2", "--seed", "3"]
     first = invoke("sample", run, *common, "--out", tmp_path / "one").split()
-    assert [Path(path).name for path in first] == ["seed_3_prompt_00.mp4", "seed_3_prompt_01.mp4"]
+    assert [Path(path).name[:9] for path in first] == ["seed_3_a_", "seed_3_b_"]
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     second = invoke("sample", adapter, "--model", model, *common, "--out", tmp_path / "two").split()
     for one, two in zip(first, second, strict=True):

@@ -131,12 +131,44 @@ def test_a_checkpoint_that_contradicts_the_family(  # type: ignore[no-untyped-de
     assert words in refused(f"model.path={other}")
 
 
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("vae/config.json", None, "it has no vae/config.json"),
+        ("vae/diffusion_pytorch_model.safetensors", None, "vae: no .safetensors file"),
+        ("transformer/diffusion_pytorch_model.safetensors", 1000, "transformer/diffusion_pytorch"),
+        ("text_encoder/model.safetensors", 1000, "text_encoder/model.safetensors"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused_before_any_encoding(  # type: ignore[no-untyped-def]
+    refused, tiny_checkpoints, tmp_path: Path, file: str, damage: int | None, words: str
+) -> None:
+    other = Path(shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other"))
+    data = (other / file).read_bytes()
+    (other / file).unlink()
+    if damage:
+        (other / file).write_bytes(data[:damage])
+    assert words in refused(f"model.path={other}")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_run_dir_that_is_a_file_or_not_ours(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "cannot be written" in refused(f"run.dir={tmp_path / 'file'}")
+    assert "cannot be written" in refused(f"run.dir={tmp_path / 'file' / 'below'}")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("x")
+    assert "is not empty and holds no run" in refused(f"run.dir={tmp_path / 'home'}")
+
+
 def test_a_target_and_a_group_that_match_nothing(refused: Callable[..., str]) -> None:
     assert "match no linear layer of CogVideoXTransformer3DModel: to_qq" in refused(
         "lora.targets=[to_qq]"
     )
     message = refused("optim.groups.connector={lr: 1e-5, modules: [nothing.*]}")
     assert "these parameter groups match nothing: connector" in message
+    message = refused("optim.groups.connector={lr: 1e-5, modules: [proj_out.*, x.*]}")
+    assert "match nothing: connector (x.*)" in message
 
 
 def test_a_resume_path_that_is_not_there_or_anothers(

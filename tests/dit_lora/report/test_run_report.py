@@ -129,7 +129,7 @@ def test_the_headline_figures_are_those_of_the_files(run_dir: Path) -> None:
     assert "kitten-run cogvideox THUDM/CogVideoX-2b" in text
     assert "Steps 20 of 40, not finished" in text
     assert "Training loss 1.100 mean of the last 5" in text  # steps 16 to 20: 1.2 to 1.0
-    assert "Held-out loss 2.500 → 2.000 -20.0%, step 0 to 20" in text
+    assert "Loss on held-out noise 2.500 → 2.000 -20.0%, step 0 to 20" in text
     assert "Seconds per step 0.250 median" in text
     assert "Peak memory 3.75 GiB" in text  # at step 7 alone
 

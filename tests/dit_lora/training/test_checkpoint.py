@@ -134,6 +134,21 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(
     assert {path.name: path.read_bytes() for path in good.iterdir()} == before
 
 
+@pytest.mark.parametrize("where", ["weight", "moment"])
+def test_a_poisoned_state_is_never_saved(tmp_path: Path, where: str) -> None:
+    model, optimizer = build()
+    train(model, optimizer, 0, 1)
+    good = save(tmp_path, 1, model, optimizer)
+    victim = model[1].weight if where == "weight" else optimizer.state[model[1].weight]["exp_avg"]
+    victim.data[0, 0] = torch.inf
+    with pytest.raises(
+        DitLoraError, match="step 2 is not saved: 1 of 8 tensors are not finite"
+    ) as error:
+        save(tmp_path, 2, model, optimizer)
+    assert error.value.exit_code == 3
+    assert newest_checkpoint(tmp_path) == good
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (8, 9, 10, 11):

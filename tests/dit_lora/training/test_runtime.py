@@ -33,6 +33,16 @@ def test_the_first_signal_asks_and_the_second_acts(number: int, code: int) -> No
     assert signal.getsignal(number) is before
 
 
+def test_the_end_of_the_launcher_is_a_request_to_stop() -> None:
+    """`accelerate launch` dies of SIGTERM and leaves its script running."""
+    with stop_signals(launcher=os.getppid()) as asked:
+        assert asked() == 0
+    with stop_signals(launcher=1 + os.getppid()) as asked:
+        assert asked() == 143
+    with stop_signals() as asked:
+        assert asked() == 0
+
+
 def test_ranks_agree_on_an_error_and_on_none() -> None:
     accelerator = Accelerator(cpu=True)
     agree(accelerator, None)
