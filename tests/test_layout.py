@@ -2,6 +2,8 @@
 
 import ast
 import json
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,3 +224,19 @@ def test_the_schema_beside_the_recipes_is_the_current_one() -> None:
     assert json.loads((ROOT / "recipes" / "schema.json").read_text()) == recipe_schema()
     for path in recipe_files():
         assert path.read_text().startswith("# yaml-language-server: $schema=../schema.json\n")
+
+
+def test_the_readmes_own_loop_runs(tiny_checkpoints: dict[str, Path]) -> None:
+    """The snippet on parameter groups, as it is printed, on a tiny pipeline."""
+    import peft
+    import torch
+    from diffusers import CogVideoXPipeline
+
+    import dit_lora
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (snippet,) = [block for block in blocks if "parameter_groups" in block]
+    pipe = CogVideoXPipeline.from_pretrained(tiny_checkpoints["cogvideox-2b"])
+    scope = {"pipe": pipe, "peft": peft, "torch": torch, "dit_lora": dit_lora}
+    exec(textwrap.dedent(snippet), scope)
+    assert [group["lr"] for group in scope["optimizer"].param_groups] == [1e-4, 1e-6]

@@ -21,6 +21,10 @@ from dit_lora.errors import DitLoraError
 DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
 
 
+# x264's macroblock tree, and more than one thread, made equal frames differ by some grey levels (docs/log.md).
+_H264 = {"crf": "17", "x264-params": "mbtree=0"}
+
+
 class ClipError(DitLoraError):
     """A clip cannot give the frames asked for; the message names file and reason."""
 
@@ -41,12 +45,16 @@ def read_frames(path: Path, *, frames: int, height: int, width: int, fps: float)
 
 
 def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
-    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take; H and W must be even."""
+    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take; H and W must be even.
+
+    Equal frames give equal bytes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     rate = Fraction(fps).limit_denominator(1001)
     with av.open(partial, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=rate, options={"crf": "17"})
+        stream = container.add_stream("libx264", rate=rate, options=_H264)
+        stream.thread_count = 1
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
         for pixels in video.numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
