@@ -127,9 +127,7 @@ def test_sample_writes_videos_that_the_adapter_changes(
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     second = invoke("sample", adapter, "--model", model, *common, "--out", tmp_path / "two").split()
     for one, two in zip(first, second, strict=True):
-        assert (
-            difference(one, two) < 1
-        )  # grey levels: x264 does not give equal bytes for equal frames
+        assert Path(one).read_bytes() == Path(two).read_bytes()
     header = read_header(Path(first[0]))
     assert (header.height, header.width, header.fps) == (32, 48, 8.0)
     other = sample(

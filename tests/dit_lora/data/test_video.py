@@ -152,6 +152,13 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.mp4"]
 
 
+def test_equal_frames_give_equal_files(tmp_path: Path) -> None:
+    video = torch.randint(0, 256, (9, 32, 48, 3), generator=torch.Generator().manual_seed(0))
+    for k in range(5):
+        write_video(tmp_path / f"{k}.mp4", video.to(torch.uint8), 8)
+    assert len({(tmp_path / f"{k}.mp4").read_bytes() for k in range(5)}) == 1
+
+
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "text.mp4").write_text("not a video")
     (tmp_path / "empty.mp4").touch()
