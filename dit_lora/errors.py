@@ -25,6 +25,7 @@ class DitLoraError(Exception):
     collective = False
     """Whether every rank raises it at the same point, after agreeing on it."""
     shown = False
+    label = "error"
 
 
 class CheckFailedError(DitLoraError):
@@ -37,6 +38,7 @@ class InterruptedRunError(DitLoraError):
     """The run was asked to stop and saved its state first."""
 
     collective = True
+    label = "stopped"
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -63,7 +65,7 @@ def show(error: DitLoraError) -> None:
             return
         time.sleep(_RANK_0_SECONDS)
     where = "" if rank == "0" else f" on rank {rank}"
-    sys.stderr.write(f"error{where}: {error}\n")
+    sys.stderr.write(f"{error.label}{where}: {error}\n")
     sys.stderr.flush()
 
 

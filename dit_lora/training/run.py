@@ -243,7 +243,7 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
         _save(run, step)
     if result.stop_code:
         raise InterruptedRunError(
-            f"interrupted after step {step}, which is saved; continue with train.resume=auto",
+            f"after step {step}, as asked; it is saved: continue with train.resume=auto",
             result.stop_code,
         )
     every = recipe.validation.every
