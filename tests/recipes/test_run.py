@@ -119,6 +119,7 @@ def test_each_groups_schedule_ends_with_the_run(
     [
         ("train.seed=1", "train.seed"),
         ("train.batch_size=4", "train.batch_size x accumulate x processes"),
+        ("train.accumulate=2", "train.batch_size x accumulate x processes"),
         ("data.caption_dropout=0.9", "data.caption_dropout"),
         ("data.fps=16", "data (digest of clips, captions and shape)"),
         ("model.dtype=bf16", "model.dtype"),

@@ -93,13 +93,8 @@ def test_colours_keep_their_channels(tmp_path: Path) -> None:
     assert blue[2] > 200 > 60 > blue[0]
 
 
-@pytest.mark.parametrize(
-    ("degrees", "corner"), [(90, "bottom left"), (180, "bottom right"), (270, "top right")]
-)
-def test_a_rotation_flag_is_honoured(tmp_path: Path, degrees: int, corner: str) -> None:
-    """The flag says how far to turn the stored picture, counter-clockwise; the blue corner moves."""
-    path, turned = tmp_path / "a.mp4", tmp_path / "b.mp4"
-    write_video(path, coloured(), 8)
+def remux_turned(path: Path, turned: Path, degrees: int) -> None:
+    """The same packets with a rotation flag."""
     with av.open(path) as source, av.open(turned, "w") as target:
         stream = target.add_stream_from_template(source.streams.video[0])
         stream.set_display_rotation(degrees)
@@ -107,6 +102,16 @@ def test_a_rotation_flag_is_honoured(tmp_path: Path, degrees: int, corner: str) 
             if packet.dts is not None:
                 packet.stream = stream
                 target.mux(packet)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "corner"), [(90, "bottom left"), (180, "bottom right"), (270, "top right")]
+)
+def test_a_rotation_flag_is_honoured(tmp_path: Path, degrees: int, corner: str) -> None:
+    """The flag says how far to turn the stored picture, counter-clockwise; the blue corner moves."""
+    path, turned = tmp_path / "a.mp4", tmp_path / "b.mp4"
+    write_video(path, coloured(), 8)
+    remux_turned(path, turned, degrees)
     height, width = (96, 64) if degrees % 180 else (64, 96)
     frame = read_frames(turned, frames=3, height=height, width=width, fps=8)[0].float()
     vertical, horizontal = corner.split()
@@ -127,10 +132,12 @@ def test_pixels_that_are_not_square_are_stretched_to_what_a_player_shows(tmp_pat
         for _ in range(3):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(disc, format="rgb24")))
         container.mux(stream.encode())
-    frame = read_frames(tmp_path / "a.mp4", frames=3, height=32, width=96, fps=8)[0]
-    rows, columns = torch.where(frame.float().mean(0) > 127)
-    assert abs((rows.max() - rows.min()) - (columns.max() - columns.min())) <= 2
-    assert rows.max() - rows.min() > 20
+    remux_turned(tmp_path / "a.mp4", tmp_path / "b.mp4", 90)
+    for name, height, width in (("a.mp4", 32, 96), ("b.mp4", 96, 32)):
+        frame = read_frames(tmp_path / name, frames=3, height=height, width=width, fps=8)[0]
+        rows, columns = torch.where(frame.float().mean(0) > 127)
+        assert abs((rows.max() - rows.min()) - (columns.max() - columns.min())) <= 2
+        assert rows.max() - rows.min() > 20
 
 
 def test_shrinking_averages_and_does_not_pick(tmp_path: Path) -> None:

@@ -200,6 +200,14 @@ def test_a_key_that_the_checkpoint_lacks_is_a_difference(tmp_path: Path) -> None
         load_checkpoint(path, model, optimizer, {**IDENTITY, "train.steps": 9})
 
 
+def test_a_key_that_the_recipe_lacks_is_a_difference(tmp_path: Path) -> None:
+    model, optimizer = build()
+    path = save(tmp_path, 1, model, optimizer)
+    fewer = {key: value for key, value in IDENTITY.items() if key != "lora.rank"}
+    with pytest.raises(DitLoraError, match=r"lora\.rank: 4 in the checkpoint, None in the recipe"):
+        load_checkpoint(path, model, optimizer, fewer)
+
+
 def test_another_recipes_checkpoint_is_refused_with_every_difference(tmp_path: Path) -> None:
     model, optimizer = build()
     path = save(tmp_path, 1, model, optimizer)

@@ -74,7 +74,9 @@ def test_gradients_reach_the_optimizer_clipped_and_are_reported_unclipped(
     assert results[0].grad_norm_groups["adapter"] == pytest.approx(results[0].grad_norm)
 
 
-def test_every_micro_step_seeds_dropout_anew_and_repeats_by_number() -> None:
+def test_every_micro_step_and_rank_seeds_dropout_anew_and_repeats_by_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def record(seeds: list[int]) -> Callable:
         def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
             seeds.append(torch.initial_seed())
@@ -89,6 +91,11 @@ def test_every_micro_step_seeds_dropout_anew_and_repeats_by_number() -> None:
     run(build(accumulate=3, losses=record(again)), 2, batches(6))
     assert len(set(first)) == 6
     assert first == again
+
+    other_rank: list[int] = []
+    monkeypatch.setattr(Accelerator, "process_index", 1)
+    run(build(accumulate=3, losses=record(other_rank)), 2, batches(6))
+    assert not set(first) & set(other_rank)
 
 
 def test_a_result_tells_every_samples_loss_and_timestep() -> None:

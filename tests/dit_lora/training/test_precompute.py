@@ -74,13 +74,21 @@ def test_another_file_under_the_same_name_is_another_entry(
     assert changed == [True, False, False, False, False]
 
 
-def test_captions_that_differ_only_in_case_or_end_are_different_entries(encode: Encode) -> None:
+def test_captions_that_differ_only_in_case_or_end_are_different_entries(
+    encode: Encode, tiny_checkpoints: dict[str, Path]
+) -> None:
     prompts = ["A cat", "a cat", "a cat runs", "a cat"]
     encoded = encode(validation__prompts=prompts)
     first, second, third, fourth = encoded.prompt_keys
     assert len({first, second, third}) == 3
     assert second == fourth
     assert encoded.clips.empty_text_key not in encoded.prompt_keys
+    path = str(tiny_checkpoints["cogvideox-2b"])
+    checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
+    expected = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
+    for prompt, key in zip(prompts, encoded.prompt_keys, strict=True):
+        tensors, _ = encoded.clips.texts.read(key, {})
+        assert torch.equal(tensors["prompt_embeds"], expected([prompt])[0])
 
 
 def test_an_entry_is_the_encoding_of_the_frames_that_the_recipe_asks_for(
