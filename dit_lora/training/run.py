@@ -282,7 +282,7 @@ def _stopped_by_guard(run: Run, error: NonFiniteError) -> DitLoraError:
     began, step = time.perf_counter(), int(str(error.event["step"])) - 1
     notes = []
     if run.journal is not None:
-        aside = run.encoded.clips.set_aside_bad([str(s) for s in error.event["sample_ids"]])  # type: ignore[attr-defined]
+        aside = run.encoded.clips.set_aside_bad(error.event["sample_ids"])
         notes += [f"set aside {path}: the next start encodes it anew" for path in aside]
         run.journal.event({**error.event, "seconds": time.perf_counter() - began})
     if step > 0:
