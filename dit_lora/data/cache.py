@@ -17,6 +17,7 @@ from safetensors.torch import save
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
+from dit_lora.numerics.finite import describe_all
 
 # Far above a VAE posterior or a normalised text embedding, and below where fp16 ends (65504).
 MAX_ABS = 1e4
@@ -33,20 +34,6 @@ class CacheError(DitLoraError):
 def entry_key(facts: Mapping[str, Any]) -> str:
     """Hex digest of facts that JSON can hold; equal facts, equal key."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def describe_bad(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """What is not finite or out of range in these tensors, in words; None if nothing is."""
-    words = []
-    for name, tensor in tensors.items():
-        nan = int(tensor.isnan().sum())
-        inf = int(tensor.isinf().sum())
-        counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count]
-        if counts:
-            words.append(f"{name} has {' and '.join(counts)} among {tensor.numel()} values")
-        elif tensor.numel() and (peak := tensor.abs().max().item()) > MAX_ABS:
-            words.append(f"{name} reaches {peak:.3g}, beyond {MAX_ABS:g}")
-    return "; ".join(words) or None
 
 
 class TensorCache:
@@ -91,7 +78,7 @@ class TensorCache:
         facts: Mapping[str, Any],
     ) -> None:
         """Check the tensors and write them by one rename; raises `CacheError` naming `sample`."""
-        bad = describe_bad(tensors)
+        bad = describe_all(tensors, MAX_ABS)
         if bad:
             raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -121,7 +108,7 @@ class TensorCache:
                 name: torch.full(shape, torch.nan, dtype=d) for name, (shape, d) in spec.items()
             }
             return lost, f"its cache entry {self.path(key)} cannot be read: {error}"
-        bad = describe_bad(tensors)
+        bad = describe_all(tensors, MAX_ABS)
         if bad:
             return tensors, f"in its cache entry {self.path(key)}, {bad}"
         if digest != _digest(tensors):

@@ -1,0 +1,49 @@
+"""What is wrong with a tensor's values, in words and numbers: NaN, Inf, and the room left in its dtype."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether NaN and Inf are possible in it and it holds anything."""
+    return tensor.is_floating_point() and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every value is finite; reads the device. Integer tensors are."""
+    return not has_values(tensor) or bool(torch.isfinite(tensor).all())
+
+
+def abs_max(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, fp32 scalar on the device; NaN if any value is NaN."""
+    return tensor.detach().abs().max().float()
+
+
+def headroom(peak: float, dtype: torch.dtype) -> float:
+    """How many times the largest magnitude fits into the dtype's range: 1 is the edge, below 1 is beyond."""
+    return torch.finfo(dtype).max / peak if peak else float("inf")
+
+
+def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) -> str | None:
+    """`name has 2 NaN and 1 Inf among 96 values`, or that it reaches beyond `limit`; None if neither."""
+    if not has_values(tensor):
+        return None
+    nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count]
+    if counts:
+        return f"{name} has {' and '.join(counts)} among {tensor.numel()} values"
+    if limit is not None and (peak := abs_max(tensor).item()) > limit:
+        return f"{name} reaches {peak:.3g}, beyond {limit:g}"
+    return None
+
+
+def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Every tensor with a value that is not finite, described."""
+    return [words for name, tensor in tensors if (words := describe_bad(name, tensor))]
+
+
+def describe_all(tensors: Mapping[str, torch.Tensor], limit: float | None = None) -> str | None:
+    """`describe_bad` of each, joined; None if nothing is wrong."""
+    words = [words for name, t in tensors.items() if (words := describe_bad(name, t, limit))]
+    return "; ".join(words) or None
