@@ -64,8 +64,8 @@ def fixed_batches(size: int) -> Iterator[Batch]:
     }
     position = 0
     while True:
-        positions = tuple(range(position, position + size))
-        yield Batch(tuple(map(str, positions)), positions, tensors)
+        draws = tuple(range(position, position + size))
+        yield Batch(tuple(map(str, draws)), draws, tensors)
         position += size
 
 
@@ -107,7 +107,7 @@ def measure(
     def bare_step() -> float:
         began = time.perf_counter()
         batch = next(bare_batches).to(accelerator.device)
-        output = checkpoint.losses(bare_model, batch.tensors, Streams(42, batch.positions))
+        output = checkpoint.losses(bare_model, batch.tensors, Streams(42, batch.draws))
         output.losses.mean().backward()
         torch.nn.utils.clip_grad_norm_(bare_optimizer.param_groups[0]["params"], 1.0)
         bare_optimizer.step()

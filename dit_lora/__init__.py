@@ -1,18 +1,27 @@
 """LoRA fine-tuning of diffusion transformers and video chat models that does not die of NaN."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dit_lora.adapters.groups import parameter_groups
+    from dit_lora.config import GuardConfig
+    from dit_lora.numerics.callback import GuardCallback
+    from dit_lora.numerics.guard import Guard
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "parameter_groups"]
+__all__ = ["Guard", "GuardCallback", "GuardConfig", "__version__", "parameter_groups"]
+
+_HOMES = {
+    "Guard": "dit_lora.numerics.guard",
+    "GuardCallback": "dit_lora.numerics.callback",
+    "GuardConfig": "dit_lora.config",
+    "parameter_groups": "dit_lora.adapters.groups",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Heavy imports happen at first use, so that `import dit_lora` is instant (PEP 562).
-    if name == "parameter_groups":
-        from dit_lora.adapters.groups import parameter_groups
-
-        return parameter_groups
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dit_lora' has no attribute {name!r}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dit_lora.errors import DitLoraError, listed
 
@@ -156,6 +156,54 @@ class ValidationConfig(Section):
     """Clips in the held-out loss."""
 
 
+Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
+
+
+class GuardConfig(Section):
+    on_nonfinite: tuple[Rung, ...] = ("skip", "quarantine", "fallback", "rollback", "stop")
+    """What may be done about a step that tripped, in order of preference; the first that fits its cause
+    and has budget left is taken, and the run stops where none does. `skip`: take the step again, once without
+    the sample. `quarantine`: leave the sample out for good. `fallback`: switch the kernel or attention
+    backend off. `rollback`: go back to a snapshot. `[stop]` never goes on."""
+    max_skips: Annotated[int, Field(ge=0)] = 10
+    """Tripped steps that skip and quarantine may answer in one run; then it stops."""
+    max_rollbacks: Annotated[int, Field(ge=0)] = 2
+    rollback_lr: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Learning rates are multiplied by this when a rollback did not help the first time, or when the
+    verdict is that they are too high."""
+    snapshot_every: Count = 50
+    """Steps between snapshots of adapter and optimizer in host memory."""
+    monitor_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between statistics of every module in metrics.jsonl; 0 for none."""
+    spike_threshold: Positive | None = None
+    """Report losses (by timestep) and gradient norms this many MADs above their median; null for none."""
+    spike_window: Annotated[int, Field(ge=20)] = 200
+    """Steps in that median."""
+    adaptive_clip: bool = False
+    """Clip gradient norms at `spike_threshold` too, where that is below `optim.clip`."""
+    preflight: bool = True
+    """Check model, precision, attention and gradient flow before the first step; a result is remembered."""
+    quarantine: str | None = None
+    """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
+    bundles: Annotated[int, Field(ge=0)] = 5
+    """Events of which a bundle for `dit-lora replay` is kept, per process."""
+    bundle_mib: Positive = 512
+    """Largest size of one bundle; what does not fit is left out, and said."""
+
+    @field_validator("on_nonfinite")
+    @classmethod
+    def _a_ladder(cls, rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
+        if not rungs or len(set(rungs)) != len(rungs):
+            raise ValueError("name each rung once, and at least one; [stop] stops at every fault")
+        return rungs
+
+    @model_validator(mode="after")
+    def _clip_needs_a_threshold(self) -> "GuardConfig":
+        if self.adaptive_clip and self.spike_threshold is None:
+            raise ValueError("adaptive_clip needs guard.spike_threshold, for instance 8")
+        return self
+
+
 class RunConfig(Section):
     dir: str
     """Everything that the run writes goes here."""
@@ -174,6 +222,7 @@ class Recipe(Section):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig
     validation: ValidationConfig = ValidationConfig()
+    guard: GuardConfig = GuardConfig()
     run: RunConfig
 
     @property

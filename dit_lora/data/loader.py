@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dit_lora.data.cache import Spec, TensorCache
-from dit_lora.numerics.streams import generator
+from dit_lora.data.quarantine import Order, Quarantine
+from dit_lora.numerics.streams import fold, generator
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CachedClips:
         )
         return video, text
 
-    def read(self, entry: Entry, text_key: str, position: int) -> "Batch":
+    def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
         """One sample as a batch of one; what is wrong with it is in `faults`."""
         video_spec, text_spec = self.specs
         tensors, video_fault = self.videos.read(entry.video_key, video_spec)
@@ -47,7 +48,7 @@ class CachedClips:
         faults = [fault for fault in (video_fault, text_fault) if fault]
         return Batch(
             ids=(entry.id,),
-            positions=(position,),
+            draws=(draw,),
             tensors={name: tensor[None] for name, tensor in (tensors | embeddings).items()},
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
@@ -69,55 +70,66 @@ class CachedClips:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Each tensor is (B, ...); `positions` are the samples' numbers in the run."""
+    """One micro-batch. Each tensor is (B, ...); `draws` seed what is drawn for each sample."""
 
     ids: tuple[str, ...]
-    positions: tuple[int, ...]
+    draws: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
     faults: Mapping[str, str] = field(default_factory=dict)
     """What reading the cache found wrong, by sample id."""
 
     def to(self, device: torch.device) -> "Batch":
         moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors.items()}
-        return Batch(self.ids, self.positions, moved, self.faults)
+        return Batch(self.ids, self.draws, moved, self.faults)
+
+    def single(self, index: int) -> "Batch":
+        """One of its samples as a batch of one."""
+        sample = self.ids[index]
+        faults = {sample: self.faults[sample]} if sample in self.faults else {}
+        tensors = {name: tensor[index : index + 1] for name, tensor in self.tensors.items()}
+        return Batch((sample,), (self.draws[index],), tensors, faults)
 
     def pin_memory(self) -> "Batch":
         """The DataLoader calls this when it pins."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(self.ids, self.positions, pinned, self.faults)
+        return Batch(self.ids, self.draws, pinned, self.faults)
 
 
 class ClipDataset(Dataset):
     """Reads the sample at each position of a run: which clip, and whether its caption is dropped."""
 
-    def __init__(self, clips: CachedClips, *, seed: int, caption_dropout: float) -> None:
+    def __init__(
+        self, clips: CachedClips, *, seed: int, caption_dropout: float, quarantine: Quarantine
+    ) -> None:
         self.clips = clips
         self.seed = seed
         self.caption_dropout = caption_dropout
         _ = clips.specs  # read now: in a worker process an error would have no one to tell
-        self._order: tuple[int, list[int]] = (-1, [])
+        self.order = Order([e.id for e in clips.entries], seed=seed, quarantine=quarantine)
 
-    def clip_at(self, position: int) -> Entry:
-        """Every epoch is a permutation of its own; a batch may span two epochs."""
-        epoch, index = divmod(position, len(self.clips.entries))
-        if self._order[0] != epoch:
-            shuffle = generator(self.seed, "order", epoch)
-            order = torch.randperm(len(self.clips.entries), generator=shuffle).tolist()
-            self._order = (epoch, order)
-        return self.clips.entries[self._order[1][index]]
+    def clip_at(self, position: int) -> tuple[int, Entry]:
+        """Epoch and clip. Every epoch is a permutation of its own; a batch may span two epochs."""
+        epoch, index = self.order.at(position)
+        return epoch, self.clips.entries[index]
 
     def __getitem__(self, position: int) -> Batch:
-        entry = self.clip_at(position)
-        draw = torch.rand((), generator=generator(self.seed, "caption_dropout", position))
-        text_key = self.clips.empty_text_key if draw < self.caption_dropout else entry.text_key
-        return self.clips.read(entry, text_key, position)
+        epoch, entry = self.clip_at(position)
+        draw = draw_number(entry.id, epoch)
+        share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
+        text_key = self.clips.empty_text_key if share < self.caption_dropout else entry.text_key
+        return self.clips.read(entry, text_key, draw)
+
+
+def draw_number(sample_id: str, epoch: int) -> int:
+    """What seeds a sample's draws in an epoch: not where it comes, so leaving others out changes nothing."""
+    return fold(epoch, "draws", sample_id)
 
 
 def collate(samples: Sequence[Batch]) -> Batch:
     """Batches of one, side by side."""
     return Batch(
         ids=tuple(sample.ids[0] for sample in samples),
-        positions=tuple(sample.positions[0] for sample in samples),
+        draws=tuple(sample.draws[0] for sample in samples),
         tensors={
             name: torch.cat([sample.tensors[name] for sample in samples])
             for name in samples[0].tensors

@@ -1,114 +1,121 @@
 """The gate: no loss and no gradient that is not finite reaches a weight, on any rank.
 
-Order in a step: losses -> backward -> pre-clip gradients -> clip -> optimizer. The flag is agreed over all
-ranks before anyone acts on it, so either every rank goes on or every rank stops at the same point.
+Flags stay on the device. A fused optimizer reads them there and leaves weights and moments as they were; the host
+reads them with the step's metrics, so a healthy step pays no synchronisation for them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.tensor import DTensor
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError
 
 
 class NonFiniteError(DitLoraError):
-    """The guard stopped the run before a value that is not finite could touch a weight."""
+    """The guard stopped the run; weights and optimizer are those of the last good step."""
 
     exit_code = 3
     collective = True
 
-    def __init__(self, message: str, event: dict[str, Any]) -> None:
+    def __init__(self, message: str, event: Mapping[str, Any]) -> None:
         super().__init__(message)
-        self.event = event
+        self.event = dict(event)
         """The line for events.jsonl."""
 
-    @property
-    def data_at_fault(self) -> bool:
-        """Whether reading the cache had found the sample bad; else its numbers went wrong on the way."""
-        return bool(self.event["verdict"]["data_at_fault"])
+
+class PoisonedStateError(DitLoraError):
+    """What was about to be kept is not finite, or lost; raised on every rank, for the loop to recover from."""
+
+    exit_code = 3
+    collective = True
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """Of the `Trip` that it makes."""
 
 
 @dataclass(frozen=True)
+class Trip:
+    """A step that was not taken (or, for weights, must be undone), as every rank knows it."""
+
+    step: int
+    kind: str
+    """`non_finite_loss`, `bad_data`, `non_finite_gradient`, `zero_gradient`, `non_finite_weights` or
+    `diverged_weights`."""
+    micro_batches: tuple[tuple[int, int], ...] = ()
+    """(rank, micro-step) of those whose loss or data was bad; empty where the step as a whole was."""
+
+
+@dataclass
 class Gate:
-    """Checks that are collective: every rank must call them at the same point of the same step."""
+    """The flags of one optimizer step. Every rank calls the same methods in the same order."""
 
     accelerator: Accelerator
+    _bad: list[torch.Tensor] = field(default_factory=list)
 
-    def check_losses(
-        self,
-        losses: torch.Tensor,
-        sample_ids: Sequence[str],
-        faults: Mapping[str, str],
-        *,
-        step: int,
-        micro_step: int,
-    ) -> None:
-        """Raise on every rank if any rank's per-sample losses (B,) are not finite or its data is bad.
+    def losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
+        """Note per-sample losses (B,) before their backward, and what reading the data found."""
+        bad = ~torch.isfinite(losses.detach()).all()
+        self._bad.append(bad | bad_data)
 
-        `faults` says what reading the cache found wrong, by sample id. Comes before backward: DeepSpeed's
-        backward also steps the optimizer.
+    def gradients(self, norms: Mapping[str, torch.Tensor]) -> None:
+        """Note each group's gradient norm, before clipping spreads one NaN to every gradient.
+
+        A norm is finite only if every element is. A step in which every norm is zero trains nothing and
+        still decays moments and weights: it is bad too.
         """
-        bad = ~torch.isfinite(losses.detach())
-        flag = bad.any() | bool(faults)
-        if not self._any_rank(flag):
-            return
-        values = losses.detach().tolist()
-        offenders = [
-            {
-                "sample": sample,
-                "rank": self.accelerator.process_index,
-                "reason": faults.get(sample) or f"its loss is {value}",
-                "data": sample in faults,
-            }
-            for sample, value, is_bad in zip(sample_ids, values, bad.tolist(), strict=True)
-            if is_bad or sample in faults
-        ]
-        self._stop("loss", gather_object(offenders), step=step, micro_step=micro_step)
+        stacked = torch.stack(list(norms.values()))
+        self._bad += [~torch.isfinite(stacked).all(), (stacked == 0).all()]
 
-    def check_gradients(
-        self, norms: Mapping[str, torch.Tensor], sample_ids: Sequence[str], *, step: int
-    ) -> None:
-        """Raise on every rank if any parameter group's pre-clip gradient norm is not finite.
+    def agreed(self) -> torch.Tensor:
+        """1.0 if any rank noted anything bad in this step, else 0.0; one all-reduce, on the device."""
+        flag = torch.stack(self._bad).any().float()
+        if self.accelerator.num_processes > 1:
+            flag = self.accelerator.reduce(flag, reduction="sum").clamp(max=1.0)
+        return flag
 
-        A norm is finite only if every element is. Comes before clipping, which multiplies every gradient
-        by the norm's inverse and so spreads one NaN to all of them.
-        """
-        flag = ~torch.isfinite(torch.stack(list(norms.values()))).all()
-        if not self._any_rank(flag):
-            return
-        groups = ", ".join(name for name, norm in norms.items() if not torch.isfinite(norm))
-        rank = self.accelerator.process_index
-        reason = f"in the step whose {groups} gradient is not finite"
-        offenders = [
-            {"sample": sample, "rank": rank, "reason": reason, "data": False}
-            for sample in sample_ids
-            if groups
-        ]
-        self._stop("gradient", gather_object(offenders), step=step, micro_step=None)
 
-    def _any_rank(self, flag: torch.Tensor) -> bool:
-        total = self.accelerator.reduce(flag.to(torch.int32), reduction="sum")
-        return bool(total.item())
+def gated_step(optimizer: torch.optim.Optimizer | AcceleratedOptimizer, bad: torch.Tensor) -> None:
+    """Take the optimizer's step unless `bad`; weights, moments and step counts then stay bit for bit.
 
-    def _stop(self, kind: str, offenders: list[dict], *, step: int, micro_step: int | None) -> None:
-        message = listed(
-            f"step {step}: {kind} is not finite; the weights are those of step {step - 1}",
-            [f"{o['sample']} (rank {o['rank']}): {o['reason']}" for o in offenders],
-        )
-        event = {
-            "step": step,
-            "micro_step": micro_step,
-            "rank": offenders[0]["rank"],
-            "kind": f"non_finite_{kind}",
-            "sample_ids": [o["sample"] for o in offenders],
-            "verdict": {
-                "data_at_fault": any(o["data"] for o in offenders),
-                "offenders": offenders,
-            },
-            "action": "stop",
-        }
-        raise NonFiniteError(message, event)
+    Fused optimizers decide on the device (the mechanism is GradScaler's `found_inf`). Others, and sharded
+    parameters, cost one read by the host.
+    """
+    inner: Any = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    if not gates_on_device(inner):
+        if not bad:
+            optimizer.step()
+        return
+    inner.found_inf = bad
+    try:
+        optimizer.step()
+    finally:
+        del inner.found_inf
+
+
+def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can leave out a step by a flag on the device: torch's fused ones can."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Whether a trained weight is not finite after the step, a bool scalar on the device.
+
+    Catches what no gradient shows: a moment that went bad in memory, an update that overflowed.
+    """
+    weights = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+    norms = torch._foreach_norm(weights)
+    return ~torch.isfinite(torch.stack([norm.float() for norm in norms])).all()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

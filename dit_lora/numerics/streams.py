@@ -1,9 +1,8 @@
-"""Named random streams: every draw is a function of (seed, stream, position), never of history.
+"""Named random streams: every draw is a function of (seed, stream, sample, epoch), never of history.
 
-A run's samples are numbered from 0 in the order in which they are trained; that number is the sample's
-*position*. Each sample draws from generators of its own, seeded from its position. So a micro-batch can
-be replayed alone, a resumed run draws what the uninterrupted one would have drawn, and the split of a
-batch over micro-steps and ranks changes no draw.
+A sample's name and the epoch give its *draw number*, and each sample draws from generators of its own, seeded
+from that. So a micro-batch can be replayed alone, a resumed run draws what the uninterrupted one would have
+drawn, and neither the split of a batch over micro-steps and ranks nor another sample's absence changes a draw.
 """
 
 import hashlib
@@ -12,30 +11,30 @@ from collections.abc import Sequence
 import torch
 
 
-def fold(seed: int, stream: str, *position: int) -> int:
-    """A 63-bit seed for one stream at one position, from a hash of all arguments."""
-    text = "/".join([str(seed), stream, *map(str, position)])
+def fold(seed: int, stream: str, *place: int | str) -> int:
+    """A 63-bit seed for one stream at one place, from a hash of all arguments."""
+    text = "/".join([str(seed), stream, *map(str, place)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def generator(seed: int, stream: str, *position: int) -> torch.Generator:
-    """A CPU generator at the start of one stream at one position.
+def generator(seed: int, stream: str, *place: int | str) -> torch.Generator:
+    """A CPU generator at the start of one stream at one place.
 
     On the CPU whatever the device of training, so that a GPU run can be replayed on a CPU.
     """
     # PyTorch's CPU generator uses the low 32 bits of its seed.
-    return torch.Generator("cpu").manual_seed(fold(seed, stream, *position) & 0xFFFFFFFF)
+    return torch.Generator("cpu").manual_seed(fold(seed, stream, *place) & 0xFFFFFFFF)
 
 
 class Streams:
     """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample."""
 
-    def __init__(self, seed: int, positions: Sequence[int]) -> None:
+    def __init__(self, seed: int, draws: Sequence[int]) -> None:
         self.seed = seed
-        self.positions = tuple(positions)
+        self.draws = tuple(draws)
 
     def __call__(self, stream: str) -> list[torch.Generator]:
-        return [generator(self.seed, stream, position) for position in self.positions]
+        return [generator(self.seed, stream, draw) for draw in self.draws]
 
 
 def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ def save_checkpoint(
     identity: Identity,
     *,
     keep: int,
+    guard: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the checkpoint of a step beside its place, sync it, rename it, then drop the oldest.
 
-    Raises `DitLoraError` if it cannot be written, or if a value is not finite; earlier checkpoints are as they were.
+    `guard` is what recovery has changed of the run. Raises `DitLoraError` if it cannot be written, or if a
+    value is not finite; earlier checkpoints are as they were.
     """
     final = checkpoint_path(run_dir, step)
     if _is_whole(final):
@@ -48,7 +50,7 @@ def save_checkpoint(
     weights, moments = trainable_state(model), optimizer_state(optimizer)
     _require_finite(run_dir, step, {**weights, **moments})
     staged = final.with_name(f".{final.name}.partial")
-    state = {"step": step, "identity": dict(identity)}
+    state = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
     try:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
@@ -100,8 +102,8 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, identity: Identity
-) -> int:
-    """Restore weights and optimizer bit for bit and return the step.
+) -> tuple[int, dict[str, Any]]:
+    """Restore weights and optimizer bit for bit; returns the step and the guard's state.
 
     Raises if the checkpoint is another recipe's, listing every difference.
     """
@@ -115,7 +117,7 @@ def load_checkpoint(
         for name, tensor in own.items():
             tensor.copy_(stored[name])
     _load_optimizer(optimizer, load((path / _OPTIMIZER).read_bytes()))
-    return state["step"]
+    return state["step"], state["guard"]
 
 
 def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -138,6 +140,26 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, stored: Mapping[str, torch
         optimizer.state[parameter] = {
             name: stored[f"{prefix}/{name}"].to(parameter.device) for name in names
         }
+
+
+def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Forget tensors, named as `optimizer_state` names them: a parameter starts as on its first step."""
+    for prefix, parameter in _named(optimizer).items():
+        for name in list(optimizer.state.get(parameter, {})):
+            if f"{prefix}/{name}" in names:
+                del optimizer.state[parameter][name]
+        if not optimizer.state.get(parameter, True):
+            del optimizer.state[parameter]
+
+
+def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
+    """Delete the checkpoints of later steps, which another trajectory wrote, and name them."""
+    later = [
+        p for p in (run_dir / "checkpoints").glob("step_*") if p > checkpoint_path(run_dir, step)
+    ]
+    for path in later:
+        shutil.rmtree(path)
+    return later
 
 
 def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -17,36 +17,34 @@ _BUCKETS = 4  # timestep ranges of loss_by_timestep
 class Journal:
     """Appends one JSON object a line; only the main process writes."""
 
-    def __init__(self, run_dir: Path, *, timesteps: int, start_step: int) -> None:
+    def __init__(self, run_dir: Path, *, start_step: int) -> None:
         self.dir = run_dir
-        self._timesteps = timesteps
         self._samples = 0
         self._held_out_steps: set[int] = set()
-        for name in ("metrics.jsonl", "held_out.jsonl"):
-            kept = _truncate(run_dir / name, start_step)
-            if kept and name == "metrics.jsonl":
-                self._samples = kept[-1].get("samples", 0)
-            elif name == "held_out.jsonl":
-                self._held_out_steps = {line["step"] for line in kept}
+        if start_step == 0:
+            (run_dir / "held_out.jsonl").unlink(missing_ok=True)  # maybe another recipe's
+        self.rewind(start_step)
 
-    def step(self, result: StepResult) -> dict[str, Any]:
-        """Write one line of metrics.jsonl and return it."""
-        self._samples += len(result.losses)
-        line = {
-            "step": result.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": next(iter(result.lr_groups.values())),
-            "seconds": result.seconds,
-            "data_seconds": result.data_seconds,
-            "peak_gib": peak_gib(),
-            "samples": self._samples,
-            "lr_groups": result.lr_groups,
-            "grad_norm_groups": result.grad_norm_groups,
-            "loss_by_timestep": self._by_timestep(result),
-        }
+    def rewind(self, step: int) -> None:
+        """Drop the lines after a step that training goes back to."""
+        kept = _truncate(self.dir / "metrics.jsonl", step)
+        self._samples = kept[-1].get("samples", 0) if kept else 0
+        lines = _truncate(self.dir / "held_out.jsonl", step, first=0)
+        self._held_out_steps = {line["step"] for line in lines}
+
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far."""
+        return _read(self.dir / "metrics.jsonl")
+
+    def step(
+        self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """Write a `metrics_line`; `modules` in the steps that have statistics."""
+        self._samples += line["samples"]
+        line = {**line, "samples": self._samples}
+        if modules is not None:
+            line["modules"] = modules
         self._append("metrics.jsonl", line)
-        return line
 
     def held_out(self, step: int, loss: float) -> None:
         """Once a step: a finished run that is resumed computes the same again."""
@@ -62,16 +60,33 @@ class Journal:
         with (self.dir / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _by_timestep(self, result: StepResult) -> dict[str, float]:
-        width = -(-self._timesteps // _BUCKETS)
-        members: dict[int, list[float]] = {}
-        for timestep, loss in zip(result.timesteps, result.losses, strict=True):
-            members.setdefault(timestep // width, []).append(loss)
-        return {
-            f"{bucket * width}-{min((bucket + 1) * width, self._timesteps) - 1}": sum(losses)
-            / len(losses)
-            for bucket, losses in sorted(members.items())
-        }
+
+def metrics_line(result: StepResult, timesteps: int) -> dict[str, Any]:
+    """One line of metrics.jsonl, equal on all ranks but for its seconds; `samples` are this step's."""
+    return {
+        "step": result.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": next(iter(result.lr_groups.values())),
+        "seconds": result.seconds,
+        "data_seconds": result.data_seconds,
+        "peak_gib": peak_gib(),
+        "samples": len(result.losses),
+        "lr_groups": result.lr_groups,
+        "grad_norm_groups": result.grad_norm_groups,
+        "loss_by_timestep": _by_timestep(result, timesteps),
+    }
+
+
+def _by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
+    width = -(-timesteps // _BUCKETS)
+    members: dict[int, list[float]] = {}
+    for timestep, loss in zip(result.timesteps, result.losses, strict=True):
+        members.setdefault(timestep // width, []).append(loss)
+    return {
+        f"{bucket * width}-{min((bucket + 1) * width, timesteps) - 1}": sum(losses) / len(losses)
+        for bucket, losses in sorted(members.items())
+    }
 
 
 def held_out_losses(run_dir: Path) -> dict[int, float]:
@@ -97,9 +112,9 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Drop the lines after a step, so that a resumed run writes them once; all of them at step 0."""
-    kept = [line for line in _read(path) if line["step"] <= last_step > 0]
+def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]]:
+    """Keep the lines of steps from `first` to `last_step`, so that what comes is written once."""
+    kept = [line for line in _read(path) if first <= line["step"] <= last_step]
     if path.exists():
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept

@@ -1,12 +1,13 @@
 """The loop: one function over a family's losses. No family can override the step, so none can lose the gate.
 
-Order in a step (docs/design.md): losses checked -> backward -> pre-clip gradients checked -> clip ->
-optimizer. Every check is agreed over all ranks.
+Order in a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> one flag over all ranks ->
+clip -> optimizer, gated on the device -> one gather of metrics and flags, the step's only read by the host.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -14,17 +15,22 @@ from torch import nn
 
 from dit_lora.config import OptimConfig
 from dit_lora.data.loader import Batch
-from dit_lora.numerics.gate import Gate
-from dit_lora.numerics.streams import Streams, fold
-from dit_lora.objectives import LossOutput
+from dit_lora.numerics.gate import (
+    Gate,
+    PoisonedStateError,
+    Trip,
+    gated_step,
+    local,
+    weights_are_bad,
+)
+from dit_lora.numerics.replay import MicroBatch
 from dit_lora.training.optimizer import (
     Schedule,
     apply_schedule,
     clip_gradients,
     gradient_norms,
 )
-
-LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
+from dit_lora.training.replay import LossFunction, Place, forward, replayable
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,44 @@ class StepResult:
     """The exit code with which some rank was asked to stop, or 0."""
 
 
+class Recovery(Protocol):
+    """What is done about a step that tripped."""
+
+    def recover(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> int:
+        """The step after which training goes on, one before the tripped one or earlier; or raise.
+
+        `control` is a micro-batch of the last healthy step.
+        """
+
+
+class Watcher(Protocol):
+    """What looks at a step without changing it."""
+
+    def forward(self, step: int) -> Any:
+        """A context around a step's micro-steps."""
+
+    def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
+        """After backward, before clipping."""
+
+    def before_update(self, step: int) -> None: ...
+
+    def after_update(self, step: int) -> None: ...
+
+    def clip(self, group: str) -> float | None:
+        """A bound on the gradient norm, known before this step, or None."""
+
+
 @dataclass
 class _Step:
     """What is collected while a step's micro-steps run."""
 
     number: int
-    ids: list[str] = field(default_factory=list)
+    micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
+    bad_data: list[bool] = field(default_factory=list)
     data_seconds: float = 0.0
 
 
@@ -69,11 +105,13 @@ class Loop:
     optim: OptimConfig
     accumulate: int
     seed: int
+    recovery: Recovery
+    watcher: Watcher
 
 
 def train(
     loop: Loop,
-    batches: Iterable[Batch],
+    batches: Callable[[int], Iterable[Batch]],
     *,
     start_step: int,
     steps: int,
@@ -82,76 +120,138 @@ def train(
 ) -> None:
     """Take the steps after `start_step` up to `steps`; `on_step` runs after each with equal results on all ranks.
 
-    Raises `NonFiniteError` on every rank, with weights and optimizer as after the step before, if a loss
-    or a gradient is not finite.
+    `batches(step)` gives the micro-batches of the steps after `step`. A step that trips leaves weights and
+    optimizer as they were; `loop.recovery` says where to go on, or raises `NonFiniteError` on every rank.
     """
-    stream = iter(batches)
     loop.model.train()
-    for number in range(start_step + 1, steps + 1):
-        began = time.perf_counter()
-        step = _Step(number)
+    done, control = start_step, None
+    while done < steps:
+        stream = iter(batches(done))
+        for number in range(done + 1, steps + 1):
+            outcome, step = _take(loop, stream, number, stop_asked)
+            if isinstance(outcome, Trip):
+                done = loop.recovery.recover(outcome, step.micro_batches, control)
+                break
+            try:
+                on_step(outcome)
+            except PoisonedStateError as error:
+                # The step was healthy, and what it led to is not worth keeping.
+                trip = Trip(number, error.kind)
+                done = loop.recovery.recover(trip, step.micro_batches, control)
+                break
+            done, control = number, step.micro_batches[-1]
+
+
+def _take(
+    loop: Loop, stream: Iterator[Batch], number: int, stop_asked: Callable[[], int]
+) -> tuple[StepResult | Trip, _Step]:
+    began = time.perf_counter()
+    step, gate = _Step(number), Gate(loop.accelerator)
+    with loop.watcher.forward(number):
         for micro_step in range(loop.accumulate):
-            _micro_step(loop, stream, step, micro_step)
-        rates, norms, norm = _update(loop, step)
-        result = _result(loop, step, rates, norms, norm, began, stop_asked())
-        on_step(result)
+            _micro_step(loop, gate, stream, step, micro_step)
+    rates, norms, norm, poisoned = _update(loop, gate, number)
+    rows = _gather(loop, step, norms, poisoned, stop_asked())
+    trip = _trip(rows, step, loop.accumulate)
+    if trip is not None:
+        return trip, step
+    return _result(rows, step, rates, norms, norm, began), step
 
 
-def _micro_step(loop: Loop, stream: Iterator[Batch], step: _Step, micro_step: int) -> None:
+def _micro_step(
+    loop: Loop, gate: Gate, stream: Iterator[Batch], step: _Step, micro_step: int
+) -> None:
     waiting = time.perf_counter()
     batch = next(stream).to(loop.accelerator.device)
     step.data_seconds += time.perf_counter() - waiting
-    step.ids.extend(batch.ids)
-    # Dropout inside the model draws from torch's own generator: folded with step, micro-step and rank.
-    rank = loop.accelerator.process_index
-    torch.manual_seed(fold(loop.seed, "dropout", step.number, micro_step, rank))
+    place = Place(loop.seed, step.number, micro_step, loop.accelerator.process_index)
+    bare = loop.accelerator.unwrap_model(loop.model)
+    step.micro_batches.append(replayable(loop.losses, bare, batch, place))
     # A module, never a list: a list disables no_sync and all-reduces in every micro-step.
     with loop.accelerator.accumulate(loop.model):
-        output = loop.losses(loop.model, batch, Streams(loop.seed, batch.positions))
-        Gate(loop.accelerator).check_losses(
-            output.losses, batch.ids, batch.faults, step=step.number, micro_step=micro_step
-        )
+        output = forward(loop.losses, loop.model, batch, place)
+        gate.losses(output.losses, bad_data=bool(batch.faults))
         loop.accelerator.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
     step.timesteps.append(output.timesteps)
+    step.bad_data.append(bool(batch.faults))
 
 
 def _update(
-    loop: Loop, step: _Step
-) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
+    loop: Loop, gate: Gate, number: int
+) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Clip and step, unless the gate is shut; what comes back is still on the device."""
     groups = loop.optimizer.param_groups
     norms = gradient_norms(groups)
-    Gate(loop.accelerator).check_gradients(norms, step.ids, step=step.number)
-    norm = clip_gradients(groups, norms, loop.optim)
-    rates = apply_schedule(groups, loop.schedule, step.number)
-    loop.optimizer.step()
+    gate.gradients(norms)
+    loop.watcher.gradients(number, norms)
+    norm = clip_gradients(groups, norms, loop.optim, loop.watcher.clip)
+    rates = apply_schedule(groups, loop.schedule, number)
+    loop.watcher.before_update(number)
+    gated_step(loop.optimizer, gate.agreed())
+    loop.watcher.after_update(number)
     loop.optimizer.zero_grad(set_to_none=True)
-    return rates, norms, norm
+    return rates, norms, norm, weights_are_bad(loop.optimizer)
+
+
+def _gather(
+    loop: Loop,
+    step: _Step,
+    norms: Mapping[str, torch.Tensor],
+    poisoned: torch.Tensor,
+    stop: int,
+) -> torch.Tensor:
+    """One gather and one copy to the host carry everything that ranks share: a row of doubles a rank."""
+    losses = torch.cat(step.losses).double()
+    stacked = torch.stack([local(norm) for norm in norms.values()])
+    flags = [(~torch.isfinite(stacked)).any(), (stacked == 0).all(), poisoned]
+    known = torch.tensor(
+        [*map(float, step.bad_data), step.data_seconds, float(stop)], dtype=torch.float64
+    )
+    row = [
+        losses,
+        torch.cat(step.timesteps).double(),
+        torch.stack(flags).double(),
+        known.to(losses.device),
+    ]
+    return loop.accelerator.gather(torch.cat(row)[None]).cpu()
+
+
+def _trip(rows: torch.Tensor, step: _Step, accumulate: int) -> Trip | None:
+    """What tripped, from the gathered rows, equal on all ranks; None for a healthy step."""
+    count = sum(len(losses) for losses in step.losses)
+    bad_losses = ~torch.isfinite(rows[:, :count]).view(len(rows), accumulate, -1).all(2)
+    bad_data = rows[:, -2 - accumulate : -2] > 0
+    gradient, zero, weights = (rows[:, 2 * count : 2 * count + 3] > 0).any(0).tolist()
+    where = [(rank, micro) for rank, micro in (bad_losses | bad_data).nonzero().tolist()]
+    if where:
+        kind = "non_finite_loss" if bad_losses.any() else "bad_data"
+        return Trip(step.number, kind, tuple(where))
+    kinds = {
+        "non_finite_gradient": gradient,
+        "zero_gradient": zero,
+        "non_finite_weights": weights,
+    }
+    return next((Trip(step.number, kind) for kind, is_so in kinds.items() if is_so), None)
 
 
 def _result(
-    loop: Loop,
+    rows: torch.Tensor,
     step: _Step,
     rates: dict[str, float],
-    norms: dict[str, torch.Tensor],
+    norms: Mapping[str, torch.Tensor],
     norm: torch.Tensor,
     began: float,
-    stop: int,
 ) -> StepResult:
-    """One gather carries everything that ranks share."""
-    losses = torch.cat(step.losses).double()
-    count = len(losses)
-    extra = torch.tensor([step.data_seconds, float(stop)], dtype=torch.float64)
-    row = torch.cat([losses, torch.cat(step.timesteps).double(), extra.to(losses.device)])
-    rows = loop.accelerator.gather(row[None]).cpu()
-    all_losses = rows[:, :count].flatten()
+    count = sum(len(losses) for losses in step.losses)
+    losses = rows[:, :count].flatten()
     return StepResult(
         step=step.number,
-        loss=all_losses.mean().item(),
+        loss=losses.mean().item(),
         grad_norm=norm.item(),
         grad_norm_groups={name: value.item() for name, value in norms.items()},
         lr_groups=rates,
-        losses=all_losses.tolist(),
+        losses=losses.tolist(),
         timesteps=rows[:, count : 2 * count].flatten().long().tolist(),
         seconds=time.perf_counter() - began,
         data_seconds=rows[:, -2].max().item(),

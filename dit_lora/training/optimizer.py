@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dit_lora.config import OptimConfig
+from dit_lora.numerics.gate import local
 
 Groups = Sequence[Mapping[str, Any]]
 Schedule = Callable[[str, int], float]
@@ -57,29 +59,41 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
 
 def gradient_norms(groups: Groups) -> dict[str, torch.Tensor]:
     """Each group's gradient norm, fp32 scalars on the device; not finite if any element is not."""
-    return {
-        group["name"]: torch.nn.utils.get_total_norm(
-            [p.grad for p in group["params"] if p.grad is not None]
-        ).float()
-        for group in groups
-    }
+    norms = {}
+    for group in groups:
+        gradients = [p.grad for p in group["params"] if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        # Sharded gradients (FSDP2) have a sharded norm.
+        whole = total.full_tensor() if isinstance(total, DTensor) else total
+        norms[group["name"]] = whole.float()
+    return norms
 
 
 def clip_gradients(
-    groups: Groups, norms: Mapping[str, torch.Tensor], optim: OptimConfig
+    groups: Groups,
+    norms: Mapping[str, torch.Tensor],
+    optim: OptimConfig,
+    adaptive: Callable[[str], float | None] = lambda group: None,
 ) -> torch.Tensor:
     """Scale gradients to their clips and return the pre-clip norm over all groups.
 
-    Groups with a clip of their own are scaled alone; `optim.clip` bounds the others together.
+    `adaptive` may give a bound for a group's norm, which comes first. Groups with a clip of their own are
+    scaled alone; `optim.clip` bounds the others together.
     """
+    left = dict(norms)
+    for group in groups:
+        bound = adaptive(group["name"])
+        if bound is not None:
+            _scale([group], norms[group["name"]], bound)
+            left[group["name"]] = norms[group["name"]].clamp(max=bound)
     clips = {name: group.clip for name, group in optim.groups.given().items()}
     shared = [group for group in groups if clips[group["name"]] is None]
     for group in groups:
         own = clips[group["name"]]
         if own is not None:
-            _scale([group], norms[group["name"]], own)
+            _scale([group], left[group["name"]], own)
     if shared and optim.clip is not None:
-        _scale(shared, _joint([norms[group["name"]] for group in shared]), optim.clip)
+        _scale(shared, _joint([left[group["name"]] for group in shared]), optim.clip)
     return _joint(list(norms.values()))
 
 
@@ -88,5 +102,7 @@ def _joint(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
-    parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+    """As torch's `clip_grads_with_norm_`, which refuses a whole norm over sharded gradients."""
+    factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
+    torch._foreach_mul_(gradients, factor)

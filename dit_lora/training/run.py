@@ -1,7 +1,6 @@
 """One run from a prepared model to a saved adapter: resume, train with its hooks, finish."""
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,30 @@ from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, ClipDataset, PositionSampler, build_loader
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families.base import Checkpoint, Family
-from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
-from dit_lora.training.checkpoint import load_checkpoint, save_checkpoint
-from dit_lora.training.journal import Journal, held_out_losses, tracker_values
+from dit_lora.training.checkpoint import (
+    load_checkpoint,
+    optimizer_state,
+    save_checkpoint,
+    trainable_state,
+)
+from dit_lora.training.guarding import (
+    build_guard,
+    guard_record,
+    hidden_events,
+    require_finite_everywhere,
+    require_not_lost,
+    spike_events,
+)
+from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.precompute import Precomputed
+from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
 from dit_lora.training.validation import held_out_loss, sample_videos
+from dit_lora.training.watch import StepWatcher
 
 
 @dataclass
@@ -43,6 +56,8 @@ class Run:
     start_step: int
     journal: Journal | None
     """On the main process alone."""
+    guard: RunRecovery = field(init=False)
+    watcher: StepWatcher = field(init=False)
 
     @property
     def recipe(self) -> Recipe:
@@ -73,8 +88,11 @@ def prepare(
     optimizer = build_optimizer(groups, recipe.optim)
     model, optimizer = runtime.accelerator.prepare(transformer, optimizer)
     run = Run(runtime, family, checkpoint, encoded, model, optimizer, start_step=0, journal=None)
+    changed: dict[str, Any] = {}
     if resume_from is not None:
-        run.start_step = load_checkpoint(resume_from, run.transformer, optimizer, run.identity)
+        run.start_step, changed = load_checkpoint(
+            resume_from, run.transformer, optimizer, run.identity
+        )
         runtime.say(f"resumed at step {run.start_step} from {resume_from}")
     elif recipe.train.resume == "auto":
         runtime.say(f"no checkpoint in {runtime.dir} yet: starting at step 0")
@@ -85,9 +103,8 @@ def prepare(
         )
     open_run_folder(runtime)
     if runtime.is_main:
-        run.journal = Journal(
-            runtime.dir, timesteps=checkpoint.train_timesteps, start_step=run.start_step
-        )
+        run.journal = Journal(runtime.dir, start_step=run.start_step)
+    run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step))
     for group in groups:
         count = sum(p.numel() for p in group["params"])
         runtime.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
@@ -102,7 +119,8 @@ def fit(run: Run) -> None:
         wandb = {"dir": str(runtime.dir), "name": runtime.dir.name, "config": values}
         accelerator.init_trackers("dit-lora", init_kwargs={"wandb": wandb})
     if run.start_step == 0:
-        _validate(run, step=0)
+        validate(run, step=0)
+    run.guard.snapshots.take(run.start_step)
     bar = tqdm(
         total=recipe.train.steps,
         initial=run.start_step,
@@ -116,17 +134,14 @@ def fit(run: Run) -> None:
         def on_step(result: StepResult) -> None:
             _after_step(run, bar, result)
 
-        try:
-            train(
-                _loop(run),
-                _batches(run),
-                start_step=run.start_step,
-                steps=recipe.train.steps,
-                stop_asked=stop_asked,
-                on_step=on_step,
-            )
-        except NonFiniteError as error:
-            raise _stopped_by_guard(run, error) from error
+        train(
+            _loop(run),
+            lambda step: _batches(run, step),
+            start_step=run.start_step,
+            steps=recipe.train.steps,
+            stop_asked=stop_asked,
+            on_step=on_step,
+        )
 
 
 def finish(run: Run) -> Path | None:
@@ -147,7 +162,7 @@ def finish(run: Run) -> Path | None:
             error = problem
     agree(runtime.accelerator, error)
     # After the adapter is safe: sampling takes the most memory and time of all.
-    _validate(run, step=steps)
+    validate(run, step=steps)
     return path
 
 
@@ -202,25 +217,33 @@ def _loop(run: Run) -> Loop:
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         return run.checkpoint.losses(model, batch.tensors, streams)
 
+    schedule = build_schedule(recipe.optim, recipe.train.steps)
+
     return Loop(
         accelerator=run.runtime.accelerator,
         model=run.model,
         losses=losses,
         optimizer=run.optimizer,
-        schedule=build_schedule(recipe.optim, recipe.train.steps),
+        schedule=lambda group, step: schedule(group, step) * run.guard.state.lr_scale,
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
         seed=recipe.train.seed,
+        recovery=run.guard,
+        watcher=run.watcher,
     )
 
 
-def _batches(run: Run) -> torch.utils.data.DataLoader:
+def _batches(run: Run, start_step: int) -> torch.utils.data.DataLoader:
+    """The micro-batches of this rank after a step, in the order that the quarantine leaves."""
     recipe, accelerator = run.recipe, run.runtime.accelerator
     dataset = ClipDataset(
-        run.encoded.clips, seed=recipe.train.seed, caption_dropout=recipe.data.caption_dropout
+        run.encoded.clips,
+        seed=recipe.train.seed,
+        caption_dropout=recipe.data.caption_dropout,
+        quarantine=run.guard.quarantine,
     )
     sampler = PositionSampler(
-        start_step=run.start_step,
+        start_step=start_step,
         steps=recipe.train.steps,
         batch_size=recipe.train.batch_size,
         accumulate=recipe.train.accumulate,
@@ -233,14 +256,15 @@ def _batches(run: Run) -> torch.utils.data.DataLoader:
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     recipe, step = run.recipe, result.step
-    if run.journal is not None:
-        line = run.journal.step(result)
-        run.runtime.accelerator.log(tracker_values(line), step=step)
-        bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
-        bar.update()
-    last = step == recipe.train.steps
-    if step % recipe.train.save_every == 0 or last or result.stop_code:
-        _save(run, step)
+    _note(run, bar, result)
+    last, snapshots = step == recipe.train.steps, run.guard.snapshots
+    to_save = step % recipe.train.save_every == 0 or last or bool(result.stop_code)
+    if to_save or snapshots.due(step):
+        require_not_lost(run.transformer, run.guard.suspects.start_peak, step)
+    if to_save:
+        save(run, step)
+    if snapshots.due(step):
+        snapshots.take(step)
     if result.stop_code:
         raise InterruptedRunError(
             f"after step {step}, as asked; it is saved: continue with train.resume=auto",
@@ -248,11 +272,30 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
         )
     every = recipe.validation.every
     if every and step % every == 0 and not last:
-        _validate(run, step=step)
+        validate(run, step=step)
 
 
-def _save(run: Run, step: int) -> None:
-    """One process writes; all learn whether it could."""
+def _note(run: Run, bar: tqdm, result: StepResult) -> None:
+    """Metrics, statistics and what stands out in them."""
+    step, watcher = result.step, run.watcher
+    modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
+    line = metrics_line(result, run.checkpoint.train_timesteps)
+    spikes = watcher.observe(line)  # on every rank: the adaptive clip depends on it
+    if run.journal is None:
+        return
+    run.journal.step(line, modules)
+    run.runtime.accelerator.log(tracker_values(line), step=step)
+    bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
+    bar.update(step - bar.n)
+    for event in [*spike_events(step, spikes), *hidden_events(step, hidden)]:
+        run.journal.event(event)
+        run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
+
+
+def save(run: Run, step: int) -> None:
+    """One process writes; all learn whether it could. Raises if any rank's state is not finite."""
+    state = {**trainable_state(run.transformer), **optimizer_state(run.optimizer)}
+    require_finite_everywhere(run.runtime.accelerator, state, step)
     error = None
     if run.runtime.is_main:
         try:
@@ -263,46 +306,19 @@ def _save(run: Run, step: int) -> None:
                 run.optimizer,
                 run.identity,
                 keep=run.recipe.train.keep,
+                guard=guard_record(run.guard),
             )
         except DitLoraError as problem:
             error = problem
     agree(run.runtime.accelerator, error)
 
 
-def _validate(run: Run, step: int) -> None:
+def validate(run: Run, step: int) -> None:
     loss = held_out_loss(run.runtime, run.checkpoint, run.model, run.encoded.clips)
     if run.journal is not None and loss is not None:
         run.journal.held_out(step, loss)
         run.runtime.accelerator.log({"held_out_loss": loss}, step=step)
     sample_videos(run.runtime, run.checkpoint, run.model, run.encoded, step)
-
-
-def _stopped_by_guard(run: Run, error: NonFiniteError) -> DitLoraError:
-    """Keep the weights of the last good step, log the event, set bad cache entries aside."""
-    began, step = time.perf_counter(), int(str(error.event["step"])) - 1
-    notes = []
-    if run.journal is not None:
-        aside = run.encoded.clips.set_aside_bad(error.event["sample_ids"])
-        notes += [f"set aside {path}: the next start encodes it anew" for path in aside]
-        run.journal.event({**error.event, "seconds": time.perf_counter() - began})
-    if step > 0:
-        try:
-            _save(run, step)
-            notes.append(f"step {step} is saved: {_advice(error)}")
-        except DitLoraError as problem:
-            notes.append(str(problem))
-    else:
-        notes.append(f"no step was taken yet: {_advice(error)}")
-    return NonFiniteError("\n".join([str(error), *notes]), error.event)
-
-
-def _advice(error: NonFiniteError) -> str:
-    if error.data_at_fault:
-        return "continue with train.resume=auto"
-    return (
-        "no cached sample is at fault, and the same step would come out the same; start afresh with a lower "
-        "learning rate (optim.groups) or model.dtype=fp32"
-    )
 
 
 def summary(run: Run, adapter: Path, report: Path) -> str:

@@ -18,6 +18,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
+from tqdm import tqdm
 
 from dit_lora.compat import (
     launch_problem,
@@ -56,7 +57,7 @@ class Runtime:
     def say(self, line: str) -> None:
         """One line for the user, from one process."""
         if self.is_main:
-            sys.stderr.write(f"{line}\n")
+            tqdm.write(line, file=sys.stderr)  # above a progress bar, if there is one
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def held_out_loss(
                 faults |= sample.faults
                 continue
             batch = sample.to(accelerator.device)
-            streams = Streams(seed, batch.positions)
+            streams = Streams(seed, batch.draws)
             output = checkpoint.losses(accelerator.unwrap_model(model), batch.tensors, streams)
             sums += torch.stack([output.losses.double().sum(), torch.ones_like(sums[0])])
     for sample_id, fault in dict(gather_object(list(faults.items()))).items():

@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             {
                 "training": transformer.training,
                 "grad": torch.is_grad_enabled(),
-                "streams": (streams.seed, streams.positions),
+                "streams": (streams.seed, streams.draws),
                 "text": batch["prompt_embeds"].clone(),
                 "checkpointing": transformer.is_gradient_checkpointing,
                 "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),

@@ -126,7 +126,6 @@ def test_a_full_disk_names_sample_and_leaves_nothing_torn(
     assert not [path for path in cache.root.rglob("*") if path.is_file()]
 
 
-
 def test_digests_follow_content_and_are_remembered(tmp_path: Path) -> None:
     file, memo = tmp_path / "a.bin", tmp_path / "memo.json"
     file.write_bytes(b"one")

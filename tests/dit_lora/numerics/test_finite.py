@@ -11,6 +11,7 @@ def test_describe_bad_counts_in_any_float_dtype() -> None:
     assert describe_all({"x": tensor}) == "x has 1 NaN and 2 Inf among 4 values"
     assert describe_all({"x": torch.zeros(0)}) is None
 
+
 def test_a_value_beyond_the_limit_is_named_and_one_within_it_is_not() -> None:
     tensors = {"x": torch.tensor([1.0, -3e4]), "y": torch.tensor([2.0])}
     assert describe_all(tensors, limit=1e4) == "x reaches 3e+04, beyond 10000"

@@ -51,7 +51,7 @@ def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path, 3, model, optimizer)
     train(model, optimizer, 3, 6)
     again, resumed = build()
-    assert load_checkpoint(path, again, resumed, IDENTITY) == 3
+    assert load_checkpoint(path, again, resumed, IDENTITY) == (3, {})
     train(again, resumed, 3, 6)
     assert torch.equal(model[1].weight, again[1].weight)
     ours, theirs = optimizer_state(optimizer), optimizer_state(resumed)

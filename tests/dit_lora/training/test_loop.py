@@ -23,7 +23,7 @@ def batches(count: int, size: int = 2) -> list[Batch]:
     return [
         Batch(
             ids=tuple(f"{k}-{row}" for row in range(size)),
-            positions=tuple(range(k * size, (k + 1) * size)),
+            draws=tuple(range(k * size, (k + 1) * size)),
             tensors={"x": torch.randn(size, 3, generator=g)},
         )
         for k in range(count)

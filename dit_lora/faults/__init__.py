@@ -1,0 +1,1 @@
+"""Injected faults with the verdict and the action that each must get: `dit-lora faults`."""

@@ -1,0 +1,136 @@
+"""What a fault is, what it must lead to, and whether it did."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dit_lora.faults.world import Arm, Observation, Overrides, Tensors, World, poisoned_files
+
+DONE = 0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The verdict and the action that a fault must get."""
+
+    cause: str
+    """Of the verdict, or `refused` where the run must not start or a file must not be written."""
+    action: str
+    words: tuple[str, ...] = ()
+    """Each must be in the verdict's words, or in the error's."""
+    names_target: bool = False
+    """The sample at fault, and no other."""
+    module: str | None = None
+    """The module's name ends so."""
+    same_as: str | None = None
+    """`clean` or `without` the target: the run whose adapter this must be, bit for bit."""
+    exit_code: int = DONE
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One line of the table."""
+
+    name: str
+    place: str
+    when: str
+    named: bool
+    recovered: bool
+    poisoned_files: int
+    action: str
+    verdict: str
+    why: tuple[str, ...] = ()
+    """What was not as expected."""
+
+    @property
+    def passed(self) -> bool:
+        return self.named and self.recovered and not self.poisoned_files
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injected fault: where, when, and what must come of it."""
+
+    name: str
+    place: str
+    when: str
+    expected: Expected
+    arm: Arm | None = None
+    overrides: Overrides = ()
+    before_start: Callable[[Any], None] = field(default=lambda cache: None)
+    play: Callable[["Fault", World], Observation] | None = None
+    """For faults that are not put into one plain run."""
+
+    def judge(self, world: World) -> Judged:
+        """Run it and compare; collective."""
+        if self.play is not None:
+            seen = self.play(self, world)
+        else:
+            seen = world.observe(
+                self.name, self.arm, self.overrides, before_start=self.before_start
+            )
+        same = self.expected.same_as
+        reference = world.reference(same, self.overrides) if same is not None else None
+        return judged(self, seen, reference, world.target)
+
+
+def judged(fault: Fault, seen: Observation, reference: Tensors | None, target: str) -> Judged:
+    """Whether what was seen is what was expected."""
+    expected = fault.expected
+    named, why = _named(expected, seen, target)
+    recovered = _recovered(expected, seen, reference)
+    last = seen.events[-1] if seen.events else None
+    return Judged(
+        fault.name,
+        fault.place,
+        fault.when,
+        named=not why,
+        recovered=not recovered,
+        poisoned_files=len(poisoned_files(seen)),
+        action=last["action"] if last else ("refused" if seen.error else "none"),
+        verdict=named,
+        why=(*why, *recovered),
+    )
+
+
+def _named(expected: Expected, seen: Observation, target: str) -> tuple[str, list[str]]:
+    """The verdict in words, and what is missing in it."""
+    if expected.cause == "refused":
+        text = str(seen.error or "")
+        return text.split("\n")[0], [
+            f"not said: {word}" for word in expected.words if word not in text
+        ]
+    verdicts = [event["verdict"] for event in seen.events]
+    found = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
+    if not found:
+        return "", [f"cause {expected.cause} is not among {[v['cause'] for v in verdicts]}"]
+    verdict = found[0]
+    why = [f"not said: {word}" for word in expected.words if word not in verdict["words"]]
+    if expected.names_target and verdict["sample_ids"] != [target]:
+        why.append(f"names {verdict['sample_ids']}, not {target}")
+    if expected.module and not (verdict.get("module") or "").endswith(expected.module):
+        why.append(f"module {verdict.get('module')}, not {expected.module}")
+    return verdict["words"], why
+
+
+def _recovered(expected: Expected, seen: Observation, reference: Tensors | None) -> list[str]:
+    code = seen.error.exit_code if seen.error else DONE
+    why = []
+    if code != expected.exit_code:
+        why.append(f"exit code {code}, not {expected.exit_code}: {seen.error}")
+    actions = [event["action"] for event in seen.events]
+    if expected.cause != "refused" and expected.action not in actions:
+        why.append(f"action {expected.action} is not among {actions}")
+    if reference is not None and not _equal(seen.adapter, reference):
+        why.append("the adapter is not bit for bit that of the run it must equal")
+    return why
+
+
+def _equal(one: Tensors | None, other: Tensors) -> bool:
+    return (
+        one is not None
+        and one.keys() == other.keys()
+        and all(torch.equal(one[name], other[name]) for name in one)
+    )

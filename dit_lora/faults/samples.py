@@ -1,0 +1,246 @@
+"""Faults of samples: what the cache holds, what is drawn for them, what their loss is."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dit_lora.data.loader import draw_number
+from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.world import TARGET, Arm, Stage, Tensors
+from dit_lora.numerics.streams import Streams, fold
+from dit_lora.objectives import LossOutput
+
+
+def _poison(value: float, tensor_name: str, folder: str, count: int = 1) -> Any:
+    """Write a bad value into the target's cache entry, keeping its header."""
+
+    def change(cache: Path) -> None:
+        for path in (cache / folder).rglob("*.safetensors"):
+            with safe_open(path, framework="pt") as entry:
+                metadata = entry.metadata()
+            if not _is_targets(metadata["sample"], folder):
+                continue
+            tensors = load_file(path)
+            tensors[tensor_name].view(-1)[7 : 7 + count] = value
+            save_file(tensors, path, metadata=metadata)
+
+    return change
+
+
+def _is_targets(sample: str, folder: str) -> bool:
+    # The target is 02_blue_disc; its caption names its colour and shape.
+    return sample.startswith(TARGET) if folder == "videos" else "blue disc" in sample
+
+
+def _truncate(cache: Path) -> None:
+    for path in (cache / "videos").rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as entry:
+            sample = entry.metadata()["sample"]
+        if sample.startswith(TARGET):
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 0xFF  # one byte of a value: finite, and not what was written
+            path.write_bytes(data)
+
+
+def cached() -> list[Fault]:
+    """Bad values on disk."""
+    faults = [
+        Fault(
+            f"{kind} in a cached {tensor}",
+            "cache",
+            "from the start",
+            Expected("data", "quarantine", (words,), True, None, "without"),
+            before_start=_poison(value, tensor, folder, count),
+        )
+        for kind, value, words, count in (
+            ("NaN", torch.nan, "1 NaN among", 1),
+            ("Inf", torch.inf, "3 Inf among", 3),
+            ("-Inf", -torch.inf, "1 Inf among", 1),
+            ("a huge value", 3e30, "beyond 10000", 1),
+        )
+        for tensor, folder in (
+            ("latent_mean", "videos"),
+            ("latent_logvar", "videos"),
+            ("prompt_embeds", "texts"),
+        )
+    ]
+    bit_flip = Fault(
+        "a bit flipped in a cache entry",
+        "cache",
+        "from the start",
+        Expected("data", "quarantine", ("digest differs",), True, None, "without"),
+        before_start=_truncate,
+    )
+    return [*faults, bit_flip]
+
+
+def _in_target(value: float, tensor: str, *, once: bool = False) -> Arm:
+    """A bad value in the target's row after it was read: a broken transform, or memory."""
+
+    def arm(stage: Stage) -> None:
+        pending = [True]
+
+        def change(batch: Tensors, streams: Streams) -> Tensors:
+            for row, is_target in enumerate(stage.is_target(batch)):
+                if is_target and pending:
+                    batch[tensor] = batch[tensor].clone()
+                    batch[tensor][row].view(-1)[3] = value
+                    if once:
+                        pending.clear()
+            return batch
+
+        stage.checkpoint.before.append(change)
+
+    return arm
+
+
+def _loss_of_target(value: float, *, once: bool = False) -> Arm:
+    """An extra loss that is not finite for one sample."""
+
+    def arm(stage: Stage) -> None:
+        pending = [True]
+
+        def change(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
+            losses = output.losses
+            for row, is_target in enumerate(stage.is_target(batch)):
+                if is_target and pending:
+                    losses = losses.clone()
+                    losses[row] = losses[row] * value
+                    if once:
+                        pending.clear()
+            return LossOutput(losses, output.timesteps)
+
+        stage.checkpoint.after.append(change)
+
+    return arm
+
+
+def _with_one_draw(value: float, stream: str) -> Arm:
+    """A bad value in what is drawn for the target in its second epoch, and only there."""
+
+    def arm(stage: Stage) -> None:
+        from dit_lora.families import cogvideox
+
+        normal = cogvideox.normal
+        draw = draw_number(stage.target, epoch=1)
+        bad = fold(stage.run.recipe.train.seed, stream, draw) & 0xFFFFFFFF
+
+        def drawn(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
+            noise = normal(shape, generators)
+            for row, generator in enumerate(generators):
+                if generator.initial_seed() == bad:
+                    noise[row].view(-1)[5] = value
+            return noise
+
+        stage.patch(cogvideox, "normal", drawn)
+
+    return arm
+
+
+def _bad_timestep(stage: Stage) -> None:
+    """A timestep embedding that is not finite at one timestep of the schedule's end."""
+
+    def arm_module(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0].float() * torch.where(args[0] > _LATE, torch.inf, 1.0), *args[1:])
+
+    stage.transformer.time_proj.register_forward_pre_hook(arm_module)  # type: ignore[union-attr, operator]
+
+
+_LATE = 900
+
+
+def drawn() -> list[Fault]:
+    """Samples that are good, and something that is drawn for them or computed of them is not."""
+    always = Expected("data", "quarantine", names_target=True, same_as="without")
+    transient = Expected("transient", "retry", same_as="clean")
+    this_draw = Expected("inputs", "skip", ("only with this noise",), names_target=True)
+    late = Expected("inputs", "skip", ("only with this noise",), module="time_proj")
+    return [
+        Fault(
+            "NaN in a latent at every read",
+            "latent",
+            "every time",
+            always,
+            _in_target(torch.nan, "latent_mean"),
+        ),
+        Fault(
+            "Inf in a latent at every read",
+            "latent",
+            "every time",
+            always,
+            _in_target(torch.inf, "latent_mean"),
+        ),
+        Fault(
+            "NaN in a posterior logvar",
+            "posterior",
+            "every time",
+            always,
+            _in_target(torch.nan, "latent_logvar"),
+        ),
+        Fault(
+            "an overflowing posterior logvar",
+            "posterior",
+            "every time",
+            always,
+            _in_target(500.0, "latent_logvar"),
+        ),
+        Fault(
+            "NaN in a text embedding",
+            "text",
+            "every time",
+            always,
+            _in_target(torch.nan, "prompt_embeds"),
+        ),
+        Fault(
+            "Inf in a text embedding",
+            "text",
+            "every time",
+            always,
+            _in_target(torch.inf, "prompt_embeds"),
+        ),
+        Fault(
+            "NaN in a latent, once",
+            "latent",
+            "once",
+            transient,
+            _in_target(torch.nan, "latent_mean", once=True),
+        ),
+        Fault(
+            "Inf in a text embedding, once",
+            "text",
+            "once",
+            transient,
+            _in_target(torch.inf, "prompt_embeds", once=True),
+        ),
+        Fault("NaN loss of one sample", "loss", "every time", always, _loss_of_target(torch.nan)),
+        Fault("Inf loss of one sample", "loss", "every time", always, _loss_of_target(torch.inf)),
+        Fault("NaN loss, once", "loss", "once", transient, _loss_of_target(torch.nan, once=True)),
+        Fault("Inf loss, once", "loss", "once", transient, _loss_of_target(torch.inf, once=True)),
+        Fault(
+            "NaN in the noise of one draw",
+            "noise",
+            "step 3",
+            this_draw,
+            _with_one_draw(torch.nan, "noise"),
+        ),
+        Fault(
+            "Inf in the noise of one draw",
+            "noise",
+            "step 3",
+            this_draw,
+            _with_one_draw(torch.inf, "noise"),
+        ),
+        Fault(
+            "NaN in a posterior draw",
+            "posterior",
+            "step 3",
+            this_draw,
+            _with_one_draw(torch.nan, "posterior"),
+        ),
+        Fault("late timesteps that are not finite", "timestep", "t > 900", late, _bad_timestep),
+    ]

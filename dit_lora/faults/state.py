@@ -1,0 +1,264 @@
+"""Faults of what is trained: weights, moments, gradients, the learning rate, the base."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.world import Arm, Stage, Tensors
+from dit_lora.numerics.streams import Streams
+from dit_lora.objectives import LossOutput
+
+_WHERE = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"
+
+
+def _write(value: float, stage: Stage, tensor: torch.Tensor, rank: int = -1) -> None:
+    """On one rank, or on all."""
+    if rank in (-1, stage.rank) or rank >= stage.ranks:
+        with torch.no_grad():
+            tensor.view(-1)[2] = value
+
+
+def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> Arm:
+    """A trained weight that goes bad in memory between two steps."""
+
+    def arm(stage: Stage) -> None:
+        parameter = dict(stage.transformer.named_parameters())[name]
+        stage.before_step(step, lambda: _write(value, stage, parameter.data, rank))
+
+    return arm
+
+
+def _moment(value: float, step: int, key: str, *, rank: int = -1) -> Arm:
+    def arm(stage: Stage) -> None:
+        def act() -> None:
+            parameter = stage.trained()[_WHERE]
+            _write(value, stage, stage.run.optimizer.state[parameter][key], rank)
+
+        stage.before_step(step, act)
+
+    return arm
+
+
+def _gradient(
+    change: Callable[[torch.Tensor], torch.Tensor], *, name: str | None, once: bool, rank: int = -1
+) -> Arm:
+    """Change gradients as they arrive: one parameter's, or all; in step 3's first backward, or always after."""
+
+    def arm(stage: Stage) -> None:
+        state = {"armed": False}
+
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            return change(grad) if state["armed"] else grad
+
+        for parameter_name, parameter in stage.trained().items():
+            if name in (None, parameter_name):
+                parameter.register_hook(hook)
+
+        def set_armed(value: bool) -> None:
+            state["armed"] = value and (rank in (-1, stage.rank) or rank >= stage.ranks)
+
+        stage.before_step(3, lambda: set_armed(True))
+        if once:
+            # Disarmed by the first replay or by the step's second attempt, whichever comes first.
+            recover = stage.run.guard.recover
+
+            def disarmed(*args: Any) -> int:
+                set_armed(False)
+                return recover(*args)
+
+            stage.patch(stage.run.guard, "recover", disarmed)
+
+    return arm
+
+
+def _one_nan(grad: torch.Tensor) -> torch.Tensor:
+    grad = grad.clone()
+    grad.view(-1)[1] = torch.nan
+    return grad
+
+
+def _frozen(stage: Stage) -> None:
+    parameter = dict(stage.transformer.named_parameters())["transformer_blocks.0.ff.net.2.weight"]
+    stage.before_step(4, lambda: _write(torch.nan, stage, parameter.data))
+
+
+def _zero_loss(stage: Stage) -> None:
+    """From step 3 on the loss no longer depends on the model."""
+    state = {"armed": False}
+    stage.before_step(3, lambda: state.update(armed=True))
+
+    def change(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
+        losses = output.losses * 0.0 if state["armed"] else output.losses
+        return LossOutput(losses, output.timesteps)
+
+    stage.checkpoint.after.append(change)
+
+
+def _two_samples(stage: Stage) -> None:
+    """Every sample of one epoch is bad in one micro-batch: the target, and whoever is beside it."""
+    pending = [2]
+
+    def change(batch: Tensors, streams: Streams) -> Tensors:
+        if any(stage.is_target(batch)) and pending[0]:
+            batch["latent_mean"] = batch["latent_mean"] * torch.nan
+        return batch
+
+    stage.checkpoint.before.append(change)
+
+
+def _weight_and_sample(stage: Stage) -> None:
+    """A weight goes bad in the step in which the target's data is bad too."""
+    _weight(torch.nan, 4)(stage)
+
+    def change(batch: Tensors, streams: Streams) -> Tensors:
+        for row, is_target in enumerate(stage.is_target(batch)):
+            if is_target:
+                batch["prompt_embeds"] = batch["prompt_embeds"].clone()
+                batch["prompt_embeds"][row, 5] = torch.nan
+        return batch
+
+    stage.checkpoint.before.append(change)
+
+
+_HIGH = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e3}}))
+_HUGE = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e38}}))
+
+
+def faults() -> list[Fault]:
+    rolled = Expected(
+        "weights", "rollback", ("1 NaN",), module="to_k.lora_B.default", same_as="clean"
+    )
+    rolled_inf = Expected(
+        "weights", "rollback", ("1 Inf",), module="to_k.lora_B.default", same_as="clean"
+    )
+    moment = Expected("optimizer", "rollback", module="to_k.lora_B.default", same_as="clean")
+    retried = Expected("transient", "retry", same_as="clean")
+    diverged = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
+    return [
+        Fault(
+            "NaN in an adapter weight", "weights", "before step 4", rolled, _weight(torch.nan, 4)
+        ),
+        Fault(
+            "Inf in an adapter weight",
+            "weights",
+            "before step 4",
+            rolled_inf,
+            _weight(torch.inf, 4),
+        ),
+        Fault(
+            "NaN in an adapter weight of one rank",
+            "weights",
+            "before step 4, rank 1",
+            rolled,
+            _weight(torch.nan, 4, rank=1),
+        ),
+        Fault(
+            "NaN in an adapter weight at the last step",
+            "weights",
+            "before step 6",
+            rolled,
+            _weight(torch.nan, 6),
+        ),
+        Fault(
+            "NaN in an adapter weight at the first step",
+            "weights",
+            "before step 1",
+            rolled,
+            _weight(torch.nan, 1),
+        ),
+        Fault(
+            "NaN in AdamW's first moment",
+            "optimizer",
+            "before step 4",
+            moment,
+            _moment(torch.nan, 4, "exp_avg"),
+        ),
+        Fault(
+            "NaN in AdamW's second moment",
+            "optimizer",
+            "before step 4",
+            moment,
+            _moment(torch.nan, 4, "exp_avg_sq"),
+        ),
+        Fault(
+            "Inf in AdamW's first moment",
+            "optimizer",
+            "before step 4",
+            moment,
+            _moment(torch.inf, 4, "exp_avg"),
+        ),
+        Fault(
+            "a negative second moment of one rank",
+            "optimizer",
+            "before step 5, rank 1",
+            Expected("optimizer", "rollback", ("not be negative",), same_as="clean"),
+            _moment(-1.0, 5, "exp_avg_sq", rank=1),
+        ),
+        Fault(
+            "NaN in one gradient element, once",
+            "gradient",
+            "step 3",
+            retried,
+            _gradient(_one_nan, name=_WHERE, once=True),
+        ),
+        Fault(
+            "NaN in one gradient element of one rank",
+            "gradient",
+            "step 3, rank 1",
+            retried,
+            _gradient(_one_nan, name=_WHERE, once=True, rank=1),
+        ),
+        Fault(
+            "Inf in all gradients, once",
+            "gradient",
+            "step 3",
+            retried,
+            _gradient(lambda g: g * torch.inf, name=None, once=True),
+        ),
+        Fault(
+            "NaN in all gradients, once",
+            "gradient",
+            "step 3",
+            retried,
+            _gradient(lambda g: g * torch.nan, name=None, once=True),
+        ),
+        Fault(
+            "all gradients zero, once",
+            "gradient",
+            "step 3",
+            retried,
+            _gradient(torch.zeros_like, name=None, once=True),
+        ),
+        Fault(
+            "a loss that no longer depends on the model",
+            "gradient",
+            "from step 3",
+            Expected("unknown", "stop", exit_code=3),
+            _zero_loss,
+        ),
+        Fault(
+            "NaN in a frozen weight",
+            "base",
+            "before step 4",
+            Expected("weights", "stop", ("frozen weight",), module="ff.net.2", exit_code=3),
+            _frozen,
+        ),
+        Fault("learning rate 1e3", "learning rate", "from the start", diverged, None, _HIGH),
+        Fault("learning rate 1e38", "learning rate", "from the start", diverged, None, _HUGE),
+        Fault(
+            "a micro-batch of which every sample is bad",
+            "latent",
+            "every time",
+            Expected("data", "quarantine"),
+            _two_samples,
+        ),
+        Fault(
+            "a weight and a sample at once",
+            "weights",
+            "before step 4",
+            Expected("weights", "rollback", same_as="without"),
+            _weight_and_sample,
+        ),
+    ]

@@ -1,0 +1,282 @@
+"""The tiny world in which faults are injected: a random CogVideoX, a few clips, and real runs on them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.store import ADAPTER_FILE
+from dit_lora.config import Recipe, parse_recipe
+from dit_lora.data.shapes import write_shapes
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint, Family
+from dit_lora.numerics.precision import choose_precision
+from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.switches import kept_attention
+from dit_lora.objectives import LossOutput
+from dit_lora.training.checkpoint import find_checkpoint
+from dit_lora.training.precompute import precompute
+from dit_lora.training.run import Run, finish, fit, prepare
+from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
+
+CLIPS, STEPS, PER_STEP = 6, 6, 4
+TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
+
+Overrides = tuple[tuple[str, Any], ...]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a run showed, on the main process."""
+
+    events: list[dict[str, Any]]
+    error: DitLoraError | None
+    adapter: Tensors | None
+    """The saved adapter; None if none was saved."""
+    folder: Path
+    cache: Path
+    said: str
+
+
+class ArmedCheckpoint:
+    """A family's checkpoint whose losses a fault can get at, before and after."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self.inner = inner
+        self.before: list[Callable[[Tensors, Streams], Tensors]] = []
+        self.after: list[Callable[[LossOutput, Tensors, Streams], LossOutput]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def losses(self, transformer: nn.Module, batch: Tensors, streams: Streams) -> LossOutput:
+        given = batch
+        for change in self.before:
+            given = change(dict(given), streams)
+        output = self.inner.losses(transformer, given, streams)
+        for change_output in self.after:
+            output = change_output(output, batch, streams)
+        return output
+
+
+@dataclass
+class Stage:
+    """One prepared run that a fault is put into."""
+
+    run: Run
+    target: str
+    """The clip that is to be at fault."""
+    checkpoint: ArmedCheckpoint
+    patches: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def rank(self) -> int:
+        return self.run.runtime.accelerator.process_index
+
+    @property
+    def ranks(self) -> int:
+        return self.run.runtime.accelerator.num_processes
+
+    @property
+    def transformer(self) -> nn.Module:
+        return self.run.transformer
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
+
+    def is_target(self, batch: Tensors) -> list[bool]:
+        """Which rows of a micro-batch are the target's, by its cached latent."""
+        return [torch.equal(row, self._latent) for row in batch["latent_mean"]]
+
+    @cached_property
+    def _latent(self) -> torch.Tensor:
+        clips = self.run.encoded.clips
+        entry = next(entry for entry in clips.entries if entry.id == self.target)
+        return clips.read(entry, entry.text_key, 0).tensors["latent_mean"][0]
+
+    def before_step(self, step: int, act: Callable[[], None]) -> None:
+        """Do something once, at the start of a step on this rank."""
+        watcher, pending = self.run.watcher, [act]
+        inner = watcher.forward
+
+        def forward(number: int) -> Any:
+            if number == step and pending:
+                pending.pop()()
+            return inner(number)
+
+        self.patch(watcher, "forward", forward)
+
+    def patch(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute until the run is over."""
+        self.patches.enter_context(mock.patch.object(owner, name, value))
+
+
+Arm = Callable[[Stage], None]
+
+
+class World:
+    """Everything that faults share. Every rank builds an equal one below its own folder's name."""
+
+    def __init__(self, root: Path, accelerator: Accelerator) -> None:
+        self.root = root
+        self.accelerator = accelerator
+        self.family: Family = get_family("cogvideox")
+        self.model = root / "model"
+        self.clips = root / "clips"
+        self.without = root / "clips_without"
+        self._references: dict[tuple[str, Overrides], Tensors] = {}
+        quiet_libraries()
+        if accelerator.is_main_process:
+            self.family.build_tiny("cogvideox-5b", self.model, 0)
+            write_shapes(self.clips, clips=CLIPS, frames=9, height=32, width=48, fps=8)
+            shutil.copytree(self.clips, self.without)
+            _drop_clip(self.without, self.target)
+        accelerator.wait_for_everyone()
+
+    @property
+    def target(self) -> str:
+        return next(path.name for path in sorted(self.clips.glob(f"{TARGET}*.mp4")))
+
+    def recipe(self, name: str, clips: Path, cache: Path, overrides: Overrides) -> Recipe:
+        ranks = self.accelerator.num_processes
+        values: dict[str, Any] = {
+            "model": {"family": "cogvideox", "path": str(self.model)},
+            "data": {
+                "path": str(clips),
+                "cache": str(cache),
+                "frames": 9,
+                "height": 32,
+                "width": 48,
+                "fps": 8,
+                "workers": 0,
+            },
+            "lora": {"rank": 4, "alpha": 4},
+            "optim": {"groups": {"adapter": {"lr": 1e-3}}},
+            "train": {
+                "steps": STEPS,
+                "batch_size": 2 // ranks,
+                "accumulate": 2,
+                "checkpointing": "none",
+                "save_every": 3,
+                "keep": 9,
+            },
+            "validation": {"held_out_draws": 0},
+            "guard": {"snapshot_every": 2, "monitor_every": 0, "preflight": False},
+            "run": {"dir": str(self.root / "runs" / name)},
+        }
+        for key, value in overrides:
+            *sections, leaf = key.split(".")
+            section = values
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[leaf] = value
+        return parse_recipe(values, source=name)
+
+    def reference(self, kind: str, overrides: Overrides) -> Tensors:
+        """The adapter of the run without a fault: on all clips, or where the target never was."""
+        key = (kind, tuple(one for one in overrides if not one[0].startswith("guard.")))
+        if key not in self._references:
+            clips = self.clips if kind == "clean" else self.without
+            name = f"reference_{len(self._references)}"
+            seen = self.observe(name, None, key[1], clips=clips)
+            if seen.error is not None:
+                raise seen.error
+            self._references[key] = seen.adapter or {}
+        return self._references[key]
+
+    def observe(
+        self,
+        name: str,
+        arm: Arm | None,
+        overrides: Overrides = (),
+        *,
+        clips: Path | None = None,
+        before_start: Callable[[Path], None] = lambda cache: None,
+    ) -> Observation:
+        """One run with a fault in it, from the cache to the saved adapter. Collective."""
+        cache = self._cache(name)
+        recipe = self.recipe(name, clips or self.clips, cache, overrides)
+        said, error = StringIO(), None
+        with redirect_stderr(said), kept_attention():
+            try:
+                if self.accelerator.is_main_process:
+                    before_start(cache)
+                self.accelerator.wait_for_everyone()
+                self._train(recipe, arm)
+            except DitLoraError as problem:
+                error = problem
+        self.accelerator.wait_for_everyone()
+        folder = Path(recipe.run.dir)
+        return Observation(_events(folder), error, _adapter(folder), folder, cache, said.getvalue())
+
+    def _train(self, recipe: Recipe, arm: Arm | None) -> None:
+        self.accelerator.gradient_accumulation_steps = recipe.train.accumulate
+        precision = choose_precision(recipe.model.dtype, self.accelerator.device)
+        runtime = Runtime(recipe, self.accelerator, precision)
+        checkpoint: Any = ArmedCheckpoint(self.family.open(recipe.model))
+        resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
+        require_free_folder(runtime)
+        encoded = precompute(runtime, checkpoint)
+        transformer = checkpoint.load_transformer(precision.dtype)
+        attach_lora(transformer, recipe.lora, self.family.lora_targets, seed=recipe.train.seed)
+        groups = recipe_groups(transformer, recipe.optim.groups, self.family.group_patterns)
+        run = prepare(runtime, self.family, checkpoint, encoded, transformer, groups, resume_from)
+        stage = Stage(run, self.target, checkpoint)
+        with stage.patches:
+            if arm is not None:
+                arm(stage)
+            fit(run)
+            finish(run)
+
+    def _cache(self, name: str) -> Path:
+        """A cache of its own, begun with everything that was encoded in the first run."""
+        cache, first = self.root / "caches" / name, self.root / "caches" / "reference_0"
+        if self.accelerator.is_main_process and first.exists() and not cache.exists():
+            shutil.copytree(first, cache)
+        self.accelerator.wait_for_everyone()
+        return cache
+
+
+def poisoned_files(seen: Observation) -> list[Path]:
+    """Files that a run left as good though a value in them is not finite; bundles hold evidence."""
+    kept = [*seen.folder.rglob("*.safetensors"), *seen.cache.rglob("*.safetensors")]
+    return [
+        path
+        for path in kept
+        if "bundles" not in path.parts
+        and not all(torch.isfinite(t).all() for t in load_file(path).values())
+    ]
+
+
+def _drop_clip(folder: Path, clip: str) -> None:
+    """Remove a clip and its caption."""
+    for path in folder.glob(f"{Path(clip).stem}.*"):
+        path.unlink()
+    for listing in folder.glob("metadata.*"):
+        lines = listing.read_text().splitlines()
+        listing.write_text("".join(f"{line}\n" for line in lines if clip not in line))
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _adapter(folder: Path) -> Tensors | None:
+    path = folder / "adapter" / ADAPTER_FILE
+    return load_file(path) if path.exists() else None

@@ -1,0 +1,396 @@
+"""Which `scaled_dot_product_attention` calls a model makes, and which backends are right at exactly these.
+
+Shapes: B batch, H heads, L queries, S keys, D head width.
+"""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from dit_lora.numerics.streams import generator
+
+Attention = Callable[..., torch.Tensor]
+"""Called as `torch.nn.functional.scaled_dot_product_attention`, every argument after q, k, v by name."""
+
+BACKENDS: Mapping[str, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_ALLOWED: Mapping[str, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+# Largest error over largest value, three times and more what a right backend was measured to err by, over 43
+# calls on a CPU with 1 to 1,300 keys: math, in fp32 inside, errs by 4e-3 in bf16, 5e-4 in fp16, 3e-5 in fp32;
+# flash, which rounds probabilities too, by 1.3e-2, 1.9e-3, 9e-5. A wrong row, head or mask errs by 0.1 to 200.
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.bfloat16: 4e-2,
+    torch.float16: 6e-3,
+    torch.float32: 3e-4,
+    torch.float64: 1e-10,
+}
+_TF32_TOLERANCE = TOLERANCE[torch.float16]  # TF32 has fp16's mantissa
+
+# What torch says when no backend that is allowed can take a call: on CUDA, and on a CPU.
+_UNAVAILABLE = ("No available kernel", "No viable backend")
+_RESULTS = ("out", "dq", "dk", "dv")
+_CHUNK = 1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 keys in fp64 is 0.3 GB
+
+
+class Layout(NamedTuple):
+    """Where a tensor's values lie: kernels err on strides as well as on shapes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Layout":
+        return cls(tuple(tensor.shape), tensor.stride())
+
+    def first(self, heads: int) -> "Layout":
+        """One sample and at most so many heads of it, at the same strides."""
+        lead = self.shape[:-2]
+        limits = (*([1] * (len(lead) - 1)), heads)
+        kept = (min(size, limit) for size, limit in zip(lead, limits, strict=False))
+        return self._replace(shape=(*kept, *self.shape[-2:]))
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """The shape of what is stored: size 1 where the tensor was expanded."""
+        return tuple(size if stride else 1 for size, stride in zip(*self, strict=True))
+
+    def filled(
+        self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor so laid out with these values, of shape `dense`."""
+        stored = torch.empty_strided(self.dense, self.strides, dtype=dtype, device=device)
+        return stored.copy_(values).expand(self.shape)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """An `attn_mask` without its values."""
+
+    layout: Layout
+    dtype: torch.dtype
+    low: float
+    """The smallest value: False, or what is added to masked logits."""
+    empty_row: bool
+    """Whether some query may look at no key at all."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """All that a backend's choice and correctness depend on, except the values."""
+
+    query: Layout
+    key: Layout
+    value: Layout
+    dtype: torch.dtype
+    device: torch.device
+    mask: Mask | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    @property
+    def out(self) -> Layout:
+        """Of the output's gradient, which arrives the way the query came."""
+        shape = (*self.query.shape[:-1], self.value.shape[-1])
+        if shape == self.query.shape:
+            return self.query
+        return Layout.of(torch.empty(shape, device="meta"))
+
+    @property
+    def logit_scale(self) -> float:
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def tolerance(self) -> float:
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        return _TF32_TOLERANCE if tf32 and self.dtype is torch.float32 else TOLERANCE[self.dtype]
+
+    def __str__(self) -> str:
+        layouts = {"q": self.query, "k": self.key, "v": self.value}
+        words = [f"{name} {_times(layout.shape)}" for name, layout in layouts.items()]
+        words.append(f"{self.dtype} on {self.device}")
+        if self.mask is not None:
+            empty = " with empty rows" if self.mask.empty_row else ""
+            words.append(f"{self.mask.dtype} mask {_times(self.mask.layout.shape)}{empty}")
+        words += ["causal"] * self.is_causal + ["grouped queries"] * self.enable_gqa
+        return ", ".join(words)
+
+    def small(self) -> "AttentionCall":
+        """The same call on one sample and two heads; lengths, D and strides, on which bugs depend, stay."""
+        shared = 1 if self.enable_gqa else 2
+        return replace(
+            self,
+            query=self.query.first(2),
+            key=self.key.first(shared),
+            value=self.value.first(shared),
+            mask=self.mask and replace(self.mask, layout=self.mask.layout.first(2)),
+        )
+
+
+@dataclass(frozen=True)
+class BackendParity:
+    """How a backend did at one call."""
+
+    call: AttentionCall
+    name: str
+    available: bool
+    """Whether it runs the call at all; if not it cannot be chosen, so it does no harm."""
+    reason: str
+    """What torch said if it did not run the call, or failed."""
+    errors: Mapping[str, float]
+    """Of out, dq, dk and dv: the largest error over the largest value; empty if it did not run."""
+
+    @property
+    def finite(self) -> bool:
+        return bool(self.errors) and all(map(math.isfinite, self.errors.values()))
+
+    @property
+    def ok(self) -> bool:
+        """Whether its results may be trained on."""
+        return self.finite and max(self.errors.values()) <= self.call.tolerance
+
+    def __str__(self) -> str:
+        if not self.errors:
+            return f"{self.call}: {self.reason}"
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        return f"{self.call}: errors {errors}, tolerance {self.call.tolerance:g}"
+
+
+def only(name: str) -> AbstractContextManager[Any]:
+    """Inside, this backend or a RuntimeError."""
+    return sdpa_kernel([BACKENDS[name]])
+
+
+def without(*names: str) -> AbstractContextManager[Any]:
+    """Inside, every backend that was allowed before except these."""
+    allowed = [name for name, is_allowed in _ALLOWED.items() if is_allowed()]
+    return sdpa_kernel([BACKENDS[name] for name in allowed if name not in names])
+
+
+@contextmanager
+def recorded_calls() -> Iterator[Counter[AttentionCall]]:
+    """Count each distinct call made inside by this thread; reads masks, so it waits for the device."""
+    recorder = _Recorder()
+    with recorder:
+        yield recorder.calls
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[AttentionCall] = Counter()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.calls[_facts(*args, **kwargs)] += 1
+        return func(*args, **kwargs)
+
+
+def _facts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    """Its parameters are those of `scaled_dot_product_attention`."""
+    return AttentionCall(
+        query=Layout.of(query),
+        key=Layout.of(key),
+        value=Layout.of(value),
+        dtype=_computed_in(query),
+        device=query.device,
+        mask=None if attn_mask is None else _mask_facts(attn_mask),
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def _mask_facts(mask: torch.Tensor) -> Mask:
+    mask, layout, dtype = mask.detach(), Layout.of(mask), _computed_in(mask)
+    if not mask.is_floating_point():
+        return Mask(layout, dtype, low=0.0, empty_row=bool((~mask.any(-1)).any()))
+    # Half of the dtype's range is a mask whatever is added to it; a bias stays far from it.
+    empty = mask.amax(-1) < torch.finfo(dtype).min / 2
+    return Mask(layout, dtype, low=mask.min().item(), empty_row=bool(empty.any()))
+
+
+def _computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """The tensor's dtype inside the call, which autocast changes and a function mode does not see."""
+    kind = tensor.device.type
+    if tensor.is_floating_point() and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def parity(
+    call: AttentionCall,
+    name: str,
+    *,
+    attention: Attention = F.scaled_dot_product_attention,
+    seed: int = 0,
+) -> BackendParity:
+    """Values and gradients of one backend at this call, on random inputs, against fp64 math.
+
+    Runs `call.small()` once for each draw of `_draw`, without dropout, which cannot be compared; the worst
+    errors count.
+    """
+    small = call.small()
+    empty_row = call.mask is not None and call.mask.empty_row
+    draws = ("usual", "low", "empty_row") if empty_row else ("usual", "low")
+    errors = []
+    for draw in draws:
+        inputs = _draw(small, draw, seed)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")  # where torch says why a backend cannot run a call
+            try:
+                with only(name):
+                    got = _results(small, inputs, attention)
+            except torch.AcceleratorError:
+                raise  # the device is lost, whatever ran on it
+            except RuntimeError as error:
+                reason = "; ".join([str(error), *(str(warning.message) for warning in said)])
+                return BackendParity(call, name, not _cannot_run(error), reason, errors={})
+        errors.append(_errors(small, inputs, got))
+    worst = torch.stack(errors).amax(0).tolist()  # NaN if any is
+    return BackendParity(call, name, True, "", dict(zip(_RESULTS, worst, strict=True)))
+
+
+def _cannot_run(error: RuntimeError) -> bool:
+    """Whether the backend refused the call; anything else that it raises would end a run."""
+    return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(_UNAVAILABLE)
+
+
+class _Inputs(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
+    """Random inputs of the call's layouts; a mask hides 3 keys in 10, never all but in one `empty_row`.
+
+    `low` puts every logit 120 below `usual`, which softmax must not notice: exp(-logit) is then beyond fp32,
+    and a backward pass that computes it gives NaN (pytorch#196678).
+    """
+    random = generator(seed, f"attention/{kind}")
+    layouts = (call.query, call.key, call.value, call.out)
+    query, key, value, grad = (torch.randn(layout.dense, generator=random) for layout in layouts)
+    if kind == "low":
+        key = key - key.mean(-1, keepdim=True) + 1
+        query = query - 120 / (call.logit_scale * call.query.shape[-1])
+    query, key, value, grad = (
+        layout.filled(values, dtype=call.dtype, device=call.device)
+        for layout, values in zip(layouts, (query, key, value, grad), strict=True)
+    )
+    mask = None if call.mask is None else _draw_mask(call, call.mask, kind, random)
+    return _Inputs(query, key, value, grad, mask)
+
+
+def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generator) -> torch.Tensor:
+    allowed = torch.rand(mask.layout.dense, generator=random) < 0.7
+    allowed[..., 0] = True
+    if kind == "empty_row":
+        allowed.view(-1, allowed.shape[-1])[-1] = False
+    if mask.dtype is not torch.bool:
+        low = torch.tensor(mask.low, dtype=mask.dtype)
+        allowed = torch.where(allowed, torch.zeros_like(low), low)
+    return mask.layout.filled(allowed, dtype=mask.dtype, device=call.device)
+
+
+def _results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
+    """Out, dq, dk and dv."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
+        out = attention(
+            *leaves,
+            attn_mask=inputs.mask,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
+        )
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs.grad)]
+
+
+def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
+    """What `_results` should be: fp64 math, a slice of the queries at a time to bound its memory."""
+    length, keys = call.query.shape[-2], call.key.shape[-2]
+    query, key, value, grad = (tensor.double() for tensor in inputs[:4])
+    mask = inputs.mask
+    if call.is_causal:
+        mask = torch.ones(length, keys, dtype=torch.bool, device=call.device).tril()
+    elif mask is not None:
+        mask = mask.expand(*mask.shape[:-2], length, keys)
+        mask = mask.double() if mask.is_floating_point() else mask
+    call = replace(call, is_causal=False)
+    parts = []
+    for start in range(0, length, _CHUNK):
+        rows = (..., slice(start, start + _CHUNK), slice(None))
+        part = _Inputs(query[rows], key, value, grad[rows], None if mask is None else mask[rows])
+        with only("math"):
+            parts.append(_results(call, part, F.scaled_dot_product_attention))
+    out, dq, dk, dv = zip(*parts, strict=True)
+    return [torch.cat(out, -2), torch.cat(dq, -2), sum(dk), sum(dv)]
+
+
+def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest error over the largest reference value of each result.
+
+    Or over the size that it has where attention is spread evenly, if that is larger: with one key, or with
+    every key masked, the reference is zero and what is left is rounding.
+    """
+    length, keys = call.query.shape[-2], call.key.shape[-2]
+    logit_grad = call.logit_scale * math.sqrt(call.query.shape[-1])
+    sizes = (
+        keys**-0.5,
+        logit_grad * _rms(inputs.key) * keys**-0.5,
+        logit_grad * _rms(inputs.query) * length**0.5 / keys,
+        length**0.5 / keys,
+    )
+    errors = [
+        (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=size)
+        for got, wanted, size in zip(results, _reference(call, inputs), sizes, strict=True)
+    ]
+    return torch.stack(errors)
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return tensor.double().square().mean().sqrt().item()
+
+
+def _times(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

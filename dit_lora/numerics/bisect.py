@@ -1,0 +1,324 @@
+"""From a tripped step to its cause: what is bad in the data, in the weights, or what makes the replay finite.
+
+The order is from facts to experiments: tensors that are not finite need no experiment. The smallest change that
+makes the replayed micro-batch finite is the cause.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from dit_lora.numerics.finite import abs_max, describe_bad, has_values, not_finite
+from dit_lora.numerics.gate import local
+from dit_lora.numerics.labels import IGNORE, label_faults
+from dit_lora.numerics.probe import Trace
+from dit_lora.numerics.replay import MicroBatch, Outcome, probe, run
+from dit_lora.numerics.switches import Switch, in_fp32
+from dit_lora.numerics.verdict import Cause, Verdict
+
+# A trained weight this many times above where it started has diverged; LoRA's grow a few times.
+_DIVERGED = 100.0
+_LOST = 100.0  # in absolute terms: LoRA's matrices stay below 1
+
+_REDRAWS = 3  # with other noise and timesteps
+
+NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """What a diagnosis may look at and switch off."""
+
+    model: nn.Module
+    """Bare, as replays run it."""
+    optimizer_state: NamedTensors
+    switches: Sequence[Switch] = ()
+    start_peak: float = 0.0
+    """The largest trained weight when training started."""
+    limit: float | None = None
+    """Samples' values beyond this are bad though finite."""
+
+
+@dataclass
+class _Case:
+    """One micro-batch under diagnosis; `found` makes its verdict."""
+
+    micro_batch: MicroBatch
+    suspects: Suspects
+    kind: str
+    control: MicroBatch | None = None
+    evidence: dict[str, object] = field(default_factory=dict)
+
+    def found(self, cause: Cause, words: str, **facts: object) -> Verdict:
+        batch = self.micro_batch
+        return Verdict(
+            cause,
+            words,
+            step=batch.step,
+            rank=batch.rank,
+            micro_step=batch.micro_step,
+            evidence=self.evidence,
+            **facts,  # type: ignore[arg-type]
+        )
+
+    def healthy(self, batch: MicroBatch | None = None) -> bool:
+        outcome = run(batch or self.micro_batch, self.suspects.model)
+        return outcome.is_healthy(needs_gradient=self.kind == "zero_gradient")
+
+
+def diagnose(
+    micro_batch: MicroBatch,
+    suspects: Suspects,
+    *,
+    kind: str,
+    control: MicroBatch | None = None,
+) -> Verdict:
+    """The cause of a trip of this kind, as far as this rank's micro-batch shows it.
+
+    `control` is one that was healthy a step ago: if it still is, the fault is in what is new.
+    """
+    case = _Case(micro_batch, suspects, kind, control)
+    verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
+    if verdict is not None:
+        return verdict
+    outcome = run(micro_batch, suspects.model)
+    if outcome.is_healthy(needs_gradient=kind == "zero_gradient"):
+        return case.found(
+            "transient", "finite when it was run again: it did not come from the data"
+        )
+    trace = probe(micro_batch, suspects.model)
+    case.evidence |= _evidence(outcome, trace)
+    verdict = _experiments(case, outcome)
+    return _located(verdict, trace, outcome, micro_batch)
+
+
+def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
+    """A verdict if a moment or a weight is not finite, or a frozen weight is; None if all are."""
+    case = _Case(micro_batch, suspects, "non_finite_weights")
+    parameters = [(n, local(p.detach())) for n, p in suspects.model.named_parameters()]
+    trained = {n for n, p in suspects.model.named_parameters() if p.requires_grad}
+    frozen = not_finite((n, p) for n, p in parameters if n not in trained)
+    if frozen:
+        case.evidence["frozen"] = frozen[:20]
+        words = (
+            f"the frozen weight {frozen[0]}{_others(frozen)}; the checkpoint or memory is damaged"
+        )
+        return case.found("weights", words, module=_module(frozen[0]))
+    state = [(n, local(t)) for n, t in suspects.optimizer_state()]
+    moments = not_finite(state) or [
+        f"{n} must not be negative and reaches {t.min().item():.3g}"
+        for n, t in state
+        if n.endswith("exp_avg_sq") and t.min() < 0
+    ]
+    weights = not_finite((n, p) for n, p in parameters if n in trained)
+    if not moments and not weights:
+        return None
+    case.evidence["not_finite"] = [*moments, *weights][:20]
+    if moments:
+        words = f"the optimizer's {moments[0]}{_others(moments)}"
+        return case.found("optimizer", words, module=_module(moments[0]))
+    if _diverged(case, parameters, trained):
+        return case.found("learning_rate", _diverged_words(case), module=_module(weights[0]))
+    if len(weights) > len(trained) / 2:
+        words = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
+        return case.found("learning_rate", words + "the learning rate is too high")
+    words = f"the trained weight {weights[0]}{_others(weights)}, with finite gradients and moments"
+    return case.found("weights", words, module=_module(weights[0]))
+
+
+def _bad_data(case: _Case) -> Verdict | None:
+    """Samples whose tensors are not finite, are out of range, or have no label to learn from."""
+    batch = case.micro_batch
+    faults = dict(batch.faults)
+    labels: dict[str, str] = {}
+    for index, sample in enumerate(batch.ids):
+        rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
+        words = [w for n, row in rows.items() if (w := _describe_row(n, row, case.suspects.limit))]
+        if words and sample not in faults:
+            faults[sample] = "; ".join(words)
+        if "labels" in rows and (fault := label_faults(rows["labels"], ignore=IGNORE)):
+            labels[sample] = fault
+    if faults:
+        return case.found("data", _each(faults), sample_ids=tuple(faults))
+    if labels and len(labels) == len(batch.ids):
+        return case.found("labels", _each(labels), sample_ids=tuple(labels))
+    return None
+
+
+def _each(faults: Mapping[str, str]) -> str:
+    """The fault of one sample, or of each by its name."""
+    if len(faults) == 1:
+        return next(iter(faults.values()))
+    return "; ".join(f"{sample}: {fault}" for sample, fault in faults.items())
+
+
+def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | None:
+    words = describe_bad(name, row, limit)
+    if words is None or row.ndim != 2 or "embed" not in name:
+        return words
+    bad = ~torch.isfinite(row).all(dim=-1)
+    tokens = bad.nonzero().flatten().tolist()
+    return f"{words}, at token {tokens[0]} of {len(row)}{_others(tokens)}" if tokens else words
+
+
+def _experiments(case: _Case, outcome: Outcome) -> Verdict:
+    """Change one thing at a time until the replay is healthy."""
+    for switch in case.suspects.switches:
+        with switch.off():
+            cured = case.healthy()
+        if cured:
+            words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
+            return case.found(switch_cause(switch), words, switch=switch.name)
+    parameters = [(n, local(p.detach())) for n, p in case.suspects.model.named_parameters()]
+    trained = {n for n, p in case.suspects.model.named_parameters() if p.requires_grad}
+    if _diverged(case, parameters, trained):
+        return case.found("learning_rate", _diverged_words(case))
+    if case.kind != "zero_gradient" and _finite_in_fp32(case):
+        return case.found("precision", "finite in fp32: the values leave the range of the dtype")
+    samples = _samples_at_fault(case)
+    others_are_healthy = 0 < len(samples) < len(case.micro_batch.ids)
+    if others_are_healthy or (case.control is not None and case.healthy(case.control)):
+        return _at_fault(case, samples or case.micro_batch.ids)
+    return case.found("unknown", "nothing that was switched off makes it healthy")
+
+
+def _at_fault(case: _Case, samples: Sequence[str]) -> Verdict:
+    """Samples that fail where others do not: always, or only with this noise and timestep."""
+    batch = case.micro_batch
+    rows = [batch.single(batch.ids.index(sample)) for sample in samples]
+    redraws = [row.redrawn(n) for row in rows if row.redrawn is not None for n in range(_REDRAWS)]
+    if any(case.healthy(redraw) for redraw in redraws):
+        words = "only with this noise and timestep: finite with others, whatever is switched off"
+        return case.found("inputs", words, sample_ids=tuple(samples))
+    words = "it fails whatever is switched off; other samples are healthy"
+    return case.found("data", words, sample_ids=tuple(samples))
+
+
+def switch_cause(switch: Switch) -> Cause:
+    return "kernel" if switch.cause == "kernel" else "attention_backend"
+
+
+def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: MicroBatch) -> Verdict:
+    """The verdict with the first module and op, the timesteps, and whose input it was."""
+    timesteps = outcome.timesteps
+    if verdict.sample_ids:
+        rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
+        timesteps = tuple(outcome.timesteps[row] for row in rows)
+    origin = trace.origin
+    if origin is None:
+        return _given(replace(verdict, timesteps=timesteps), trace, micro_batch)
+    place = f" at {origin.module}" if origin.module else " outside the model, in the loss"
+    words = f"{verdict.words}; first {origin.kind} in the {origin.direction}: {origin.op}{place}"
+    ids = verdict.sample_ids
+    if verdict.cause == "unknown" and not outcome.gradient_is_zero:
+        ids = micro_batch.ids  # nothing else is left: the weights were healthy a step ago
+    return replace(
+        verdict,
+        words=words,
+        sample_ids=ids,
+        module=origin.module,
+        op=origin.op,
+        direction=origin.direction,
+        dtype=origin.dtype,
+        timesteps=timesteps,
+    )
+
+
+def _given(verdict: Verdict, trace: Trace, micro_batch: MicroBatch) -> Verdict:
+    """No op is to blame: the model was given bad values, though the samples' own are good."""
+    if not trace.bad_inputs or verdict.cause not in ("unknown", "data", "inputs"):
+        return verdict
+    given = "; ".join(trace.bad_inputs.values())
+    words = f"{verdict.words}; the model was given values that are not finite, though the cached ones are: {given}"
+    if verdict.cause != "unknown":
+        return replace(verdict, words=words)
+    return replace(verdict, cause="inputs", words=words, sample_ids=micro_batch.ids)
+
+
+def _samples_at_fault(case: _Case) -> list[str]:
+    batch = case.micro_batch
+    if len(batch.ids) == 1:
+        return list(batch.ids)
+    return [
+        sample for index, sample in enumerate(batch.ids) if not case.healthy(batch.single(index))
+    ]
+
+
+def _finite_in_fp32(case: _Case) -> bool:
+    dtypes = {p.dtype for p in case.suspects.model.parameters()}
+    if dtypes <= {torch.float32, torch.float64} and not _autocasts(case.suspects.model):
+        return False
+    try:
+        with in_fp32(case.suspects.model):
+            return case.healthy()
+    except torch.OutOfMemoryError:
+        case.evidence["fp32"] = "not tried: a second copy of the weights does not fit"
+        return False
+
+
+def _autocasts(model: nn.Module) -> bool:
+    """Accelerate wraps the forward of a model that computes in half precision."""
+    return "_original_forward" in model.__dict__
+
+
+def _diverged(
+    case: _Case, parameters: Sequence[tuple[str, torch.Tensor]], trained: set[str]
+) -> bool:
+    peak = weight_peak((t for n, t in parameters if n in trained), finite_only=True)
+    case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
+    return bool(case.suspects.start_peak) and peak > _DIVERGED * case.suspects.start_peak
+
+
+def _diverged_words(case: _Case) -> str:
+    peak, start = case.evidence["weight_peak"], case.evidence["weight_peak_at_start"]
+    return f"trained weights reach {peak:.3g}, from {start:.3g} at the start: the learning rate is too high"
+
+
+def _evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:
+    return {
+        "losses": [
+            loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses
+        ],
+        "bad_gradients": list(outcome.bad_gradients[:10]),
+        "hidden": [f"{o.kind} in {o.op} at {o.module}" for o in trace.hidden[:10]],
+        "trail": [
+            f"{s.name} ({s.direction}, {s.dtype}) reaches {s.peak:.3g}, {s.headroom:.3g} times below the limit"
+            for s in trace.trail
+        ],
+    }
+
+
+def _others(items: Sequence[object]) -> str:
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+
+
+def _module(described: str) -> str:
+    """The module of a parameter named at the start of a description; groups of an optimizer are left off."""
+    name = described.split(" ")[0].split("/")[-2 if "/" in described.split(" ")[0] else -1]
+    return name.rpartition(".")[0]
+
+
+def weight_peak(weights: Iterable[torch.Tensor], *, finite_only: bool = False) -> float:
+    """The largest magnitude among weights; of their finite values, if asked for."""
+    peaks = []
+    for weight in map(local, weights):
+        if has_values(weight):
+            values = weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if finite_only else weight
+            peaks.append(abs_max(values))
+    return torch.stack(peaks).max().item() if peaks else 0.0
+
+
+def has_run_away(peak: float, start: float) -> bool:
+    """Whether trained weights are finite and yet lost: no adapter that works is so large."""
+    return peak > max(_LOST, _LOST * 10 * start)
+
+
+def run_away(micro_batch: MicroBatch, suspects: Suspects) -> Verdict:
+    """The verdict on trained weights that grew out of bounds, be they finite or not."""
+    case = _Case(micro_batch, suspects, "diverged_weights")
+    parameters = [(n, p.detach()) for n, p in suspects.model.named_parameters()]
+    trained = {n for n, p in suspects.model.named_parameters() if p.requires_grad}
+    _diverged(case, parameters, trained)
+    return case.found("learning_rate", _diverged_words(case))

@@ -1,0 +1,93 @@
+"""One event in one folder that another machine can replay: the micro-batch, the trained weights, the facts.
+
+Holds nothing that identifies a machine or a person beyond the samples' names: no absolute path, no token, no
+environment. The samples themselves are in it, encoded, because without them there is nothing to replay.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
+
+_FACTS, _SAMPLES, _WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
+FORMAT = 1
+
+# An absolute path, on POSIX or Windows: what is kept of it is the last part.
+_ABSOLUTE = re.compile(r"(?:(?<![\w.~])~?/|[A-Za-z]:\\)(?:[^\s:;,'\"()]+[/\\])*([^\s:;,'\"()/\\]+)")
+_SECRET = re.compile(r"\b(hf_|sk-|ghp_)[A-Za-z0-9_-]{8,}")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a bundle's folder holds."""
+
+    facts: Mapping[str, Any]
+    """`event`, `recipe`, `replay` (seed, step, micro-step, rank, ids, draws), `packages`, `left_out`."""
+    samples: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+
+
+def write_bundle(
+    folder: Path,
+    facts: Mapping[str, Any],
+    samples: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+    *,
+    limit_mib: float,
+) -> list[str]:
+    """Write a bundle of at most `limit_mib`; returns what was left out, which `facts` say too.
+
+    Samples come first; weights that no longer fit are left out whole.
+    """
+    limit, left_out = limit_mib * 2**20, []
+    contents: dict[str, Mapping[str, torch.Tensor]] = {}
+    for name, tensors in ((_SAMPLES, samples), (_WEIGHTS, weights)):
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size > limit:
+            left_out.append(f"{name}: {size / 2**20:.0f} MiB, beyond guard.bundle_mib")
+        else:
+            contents[name], limit = tensors, limit - size
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensors in contents.items():
+        kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        write_whole(folder / name, save(kept))
+    public = scrubbed({**facts, "format": FORMAT, "left_out": left_out})
+    write_whole(folder / _FACTS, json.dumps(public, indent=2, sort_keys=True) + "\n")
+    return left_out
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """The bundle in a folder; raises `DitLoraError` if it is none, is torn, or lacks what a replay needs."""
+    try:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        version = facts["format"]
+        left_out = facts["left_out"]
+        if version != FORMAT:
+            raise DitLoraError(f"{folder} has format {version}; this version reads {FORMAT}")
+        if left_out:
+            raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(left_out)}")
+        samples = load((folder / _SAMPLES).read_bytes())
+        weights = load((folder / _WEIGHTS).read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DitLoraError(f"{folder} is not a whole bundle: {error}") from error
+    return Bundle(facts, samples, weights)
+
+
+def scrubbed(value: Any) -> Any:
+    """The value with absolute paths cut to their last part and tokens blanked, in every string."""
+    if isinstance(value, str):
+        return _SECRET.sub("[token]", _ABSOLUTE.sub(r"\1", value))
+    if isinstance(value, Mapping):
+        return {key: scrubbed(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [scrubbed(item) for item in value]
+    return value

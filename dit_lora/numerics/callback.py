@@ -1,0 +1,60 @@
+"""The guard for Transformers' Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dit_lora.config import GuardConfig
+from dit_lora.numerics.guard import Guard
+
+
+class GuardCallback(TrainerCallback):
+    """Guards a `Trainer`: `trainer.add_callback(GuardCallback(trainer))`.
+
+    Events go to `events.jsonl` in the trainer's output folder. A tripped step leaves weights, optimizer and
+    schedule alone; its loss still reaches the trainer's log.
+    """
+
+    def __init__(self, trainer: Trainer, config: GuardConfig | None = None) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.guard: Guard | None = None
+        """From the start of training on."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        self.guard = Guard.attach(
+            self.trainer.accelerator,
+            self.trainer.model_wrapped,
+            self.trainer.optimizer,
+            lr_scheduler=self.trainer.lr_scheduler,
+            config=self.config,
+            folder=Path(args.output_dir) if args.output_dir else None,
+        )
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self.guard is not None:
+            self.guard.require_finite()
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self.guard is not None:
+            self.guard.require_finite()
+            self.guard.detach()

@@ -1,0 +1,177 @@
+"""Calls of a model, kept so that they can be run again: for loops that are not ours.
+
+What is kept is what the model was given, the state of the random generators, and the gradient that the loss sent
+back. Running the model on these gives the same activations and gradients without knowing the loss.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.objectives import LossOutput
+
+OUTPUT_GRADIENT = "gradient of the output"
+
+
+@dataclass
+class CapturedCall:
+    """One forward of the model and what came back to it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ids: tuple[str, ...]
+    """Names of the samples; by number where nobody named them."""
+    random_state: torch.Tensor
+    cuda_random_state: torch.Tensor | None
+    generator: tuple[torch.Generator, torch.Tensor] | None = None
+    """The loop's own generator and the state it was in."""
+    output_gradient: torch.Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.ids)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What has a row for each sample, by argument name."""
+        named = {f"argument {i}": arg for i, arg in enumerate(self.args)} | self.kwargs
+        rows = {n: t for n, t in named.items() if _has_rows(t, self.batch_size)}
+        gradient = self.output_gradient
+        if gradient is not None and _has_rows(gradient, self.batch_size):
+            rows[OUTPUT_GRADIENT] = gradient
+        return rows
+
+    def single(self, index: int) -> "CapturedCall":
+        """The call of one sample."""
+
+        def row(value: Any) -> Any:
+            return value[index : index + 1] if _has_rows(value, self.batch_size) else value
+
+        return CapturedCall(
+            tuple(map(row, self.args)),
+            {name: row(value) for name, value in self.kwargs.items()},
+            (self.ids[index],),
+            self.random_state,
+            self.cuda_random_state,
+            self.generator,
+            row(self.output_gradient),
+        )
+
+    def run(self, model: nn.Module) -> LossOutput:
+        """Per-sample sums of output times its recorded gradient: their backward is the recorded one."""
+        torch.set_rng_state(self.random_state)
+        if self.cuda_random_state is not None:
+            torch.cuda.set_rng_state(self.cuda_random_state)
+        if self.generator is not None:
+            generator, state = self.generator
+            generator.set_state(state)
+        output = main_output(model(*self.args, **self.kwargs))
+        gradient = self.output_gradient
+        weighted = output.float() if gradient is None else output.float() * gradient.float()
+        losses = weighted.flatten(1).sum(1) if weighted.ndim else weighted[None]
+        return LossOutput(losses, self._timesteps(len(losses)))
+
+    def micro_batch(self, model: nn.Module, *, step: int, micro_step: int, rank: int) -> MicroBatch:
+        def of(call: CapturedCall) -> MicroBatch:
+            return call.micro_batch(model, step=step, micro_step=micro_step, rank=rank)
+
+        return MicroBatch(
+            ids=self.ids,
+            step=step,
+            micro_step=micro_step,
+            rank=rank,
+            tensors=self.tensors(),
+            forward=lambda: self.run(model),
+            single=lambda index: of(self.single(index)),
+        )
+
+    def _timesteps(self, count: int) -> torch.Tensor:
+        """Diffusers' name for them; -1 for a model that has none."""
+        given = self.kwargs.get("timestep")
+        if isinstance(given, torch.Tensor) and given.numel() == count:
+            return given.detach().flatten()
+        return torch.full((count,), -1)
+
+
+@dataclass
+class Recorder:
+    """Captures every training call of `model` until `calls` is cleared."""
+
+    model: nn.Module
+    ids: Callable[[int, int], tuple[str, ...]]
+    """(number of the call, samples in it) to the samples' names."""
+    calls: list[CapturedCall] = field(default_factory=list)
+    generator: torch.Generator | None = None
+    _handles: list[Any] = field(default_factory=list)
+
+    def start(self) -> None:
+        self._handles = [
+            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.model.register_forward_hook(self._after),
+        ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _is_training():
+            return
+        kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
+        on_gpu = any(t.is_cuda for t in _tensors((args, kwargs)))
+        self.calls.append(
+            CapturedCall(
+                kept_args,
+                kept_kwargs,
+                self.ids(len(self.calls), _count(args, kwargs)),
+                torch.get_rng_state(),
+                torch.cuda.get_rng_state() if on_gpu else None,
+                (self.generator, self.generator.get_state()) if self.generator else None,
+            )
+        )
+
+    def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if not _is_training():
+            return
+        call, tensor = self.calls[-1], main_output(output)
+        if tensor.requires_grad:
+
+            def keep(gradient: torch.Tensor) -> None:
+                call.output_gradient = gradient.detach()
+
+            tensor.register_hook(keep)
+
+
+def main_output(output: Any) -> torch.Tensor:
+    """The tensor that the loss is made of: the first with a gradient, in a tuple or a ModelOutput."""
+    values = list(output.values()) if isinstance(output, Mapping) else output
+    tensors = [leaf for leaf in _tensors(values) if leaf.is_floating_point()]
+    return next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
+
+
+def _is_training() -> bool:
+    # A checkpointed model is not called again as a whole: recomputation is inside it.
+    return torch.is_grad_enabled()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _count(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Samples in a call: the rows of its first tensor."""
+    shaped = [t for t in _tensors((list(args), dict(kwargs))) if t.ndim]
+    return len(shaped[0]) if shaped else 1
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == count

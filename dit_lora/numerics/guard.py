@@ -1,0 +1,366 @@
+"""The guard as a plugin: two lines make an accelerate loop safe that somebody else wrote.
+
+    guard = dit_lora.Guard.attach(accelerator, model, optimizer)     # after accelerator.prepare
+
+The loop stays as it is. Its `accelerator.backward`, `accelerator.clip_grad_norm_` and `optimizer.step` are watched;
+a step whose loss or gradient is not finite on any rank is not taken, and `lr_scheduler.step` after it does nothing.
+Only then the micro-batch is replayed, and the cause named.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, gather_object
+from torch import nn
+
+from dit_lora.config import GuardConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, weight_peak
+from dit_lora.numerics.captured import Recorder
+from dit_lora.numerics.gate import NonFiniteError, local, weights_are_bad
+from dit_lora.numerics.policy import Action, Policy
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.switches import attention_switches, compile_switches, find_switch
+from dit_lora.numerics.verdict import Verdict
+
+_LOG = logging.getLogger("dit_lora")
+# Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
+_SCALE_FLOOR = 1.0
+
+
+class Guard:
+    """Watches one model and one optimizer of an accelerate loop. Make it with `attach`."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        config: GuardConfig,
+        folder: Path | None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.optimizer = optimizer
+        self.config = config
+        self.folder = folder
+        self.step = 1
+        """The optimizer step under way, counted from 1."""
+        self.events: list[dict[str, Any]] = []
+        self._model = accelerator.unwrap_model(model)
+        self._policy = Policy(config)
+        self._recorder = Recorder(self._model, self._ids_of_call)
+        self._snapshots = Snapshots(self._state, every=config.snapshot_every)
+        self._schedules: list[Any] = []
+        self._schedule_states: dict[int, list[dict[str, Any]]] = {}
+        self._named: tuple[str, ...] = ()
+        self._bad_losses: list[torch.Tensor] = []
+        self._bad_gradients: torch.Tensor | None = None
+        self._bad_weights: torch.Tensor | None = None
+        self._tripped = False
+        self.suspects = Suspects(
+            model=self._model,
+            optimizer_state=lambda: self._optimizer_state().items(),
+            switches=[*attention_switches(), *compile_switches(self._model)],
+            start_peak=weight_peak(self._trainables().values()),
+        )
+
+    @classmethod
+    def attach(
+        cls,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        lr_scheduler: Any = None,
+        ema: Any = None,
+        config: GuardConfig | None = None,
+        folder: str | Path | None = None,
+    ) -> "Guard":
+        """Guard a loop whose model and optimizer `accelerator.prepare` has returned.
+
+        A learning rate scheduler that Accelerate prepared needs nothing; give another one, and an EMA with a
+        `step` method, so that a tripped step does not advance them either. `folder` gets events.jsonl. In a
+        loop that is not ours a skipped step is gone: its other samples wait for the next epoch, and
+        `quarantine` cannot take a sample out of the loop's dataset: it skips, and names it.
+        """
+        guard = cls(
+            accelerator,
+            model,
+            optimizer,
+            config=config or GuardConfig(),
+            folder=Path(folder) if folder is not None else None,
+        )
+        guard._watch(lr_scheduler, ema)
+        return guard
+
+    @contextmanager
+    def microbatch(
+        self, ids: Sequence[str], generator: torch.Generator | None = None
+    ) -> Iterator[None]:
+        """Name the samples of the forward passes within, in the order of their rows.
+
+        A replay puts `generator` back where it is now; torch's own are put back anyway.
+        """
+        self._named, self._recorder.generator = tuple(ids), generator
+        try:
+            yield
+        finally:
+            self._named, self._recorder.generator = (), None
+
+    def detach(self) -> None:
+        """Give the loop its own methods back."""
+        self._recorder.stop()
+        for owner, name, original in reversed(self._patched):
+            setattr(owner, name, original)
+
+    def _watch(self, lr_scheduler: Any, ema: Any) -> None:
+        self._patched: list[tuple[Any, str, Any]] = []
+        self._patch(self.accelerator, "backward", self._backward)
+        self._patch(self.accelerator, "clip_grad_norm_", self._clip)
+        self._patch(self.accelerator, "clip_grad_value_", self._clip)
+        self._patch(self.optimizer, "step", self._optimizer_step)
+        for owner in (lr_scheduler, ema):
+            if owner is not None:
+                self._patch(owner, "step", self._unless_tripped)
+        self._schedules = [*self.accelerator._schedulers, *([lr_scheduler] if lr_scheduler else [])]
+        self._recorder.start()
+        self._take_snapshot(0)
+
+    def _patch(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        self._patched.append((owner, name, original))
+        setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    def _unless_tripped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return None if self._tripped else original(*args, **kwargs)
+
+    def _backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
+        bad = ~torch.isfinite(loss.detach()).all()
+        self._bad_losses.append(bad)
+        if self.accelerator.distributed_type is DistributedType.DEEPSPEED and self._any_rank(bad):
+            # Its backward also steps: this is the last moment, and costs a read by the host.
+            self._recover("non_finite_loss")
+            return None
+        return original(loss, **kwargs)
+
+    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._note_gradients()
+        return original(*args, **kwargs)
+
+    def _note_gradients(self) -> None:
+        """Before clipping, once a step. With a gradient scaler they are scaled, and its own check decides."""
+        if self.accelerator.scaler is not None or not self.accelerator.sync_gradients:
+            return
+        if self._bad_gradients is None:
+            gradients = [local(p.grad) for p in self._trainables().values() if p.grad is not None]
+            if not gradients:
+                self._bad_gradients = torch.tensor(True, device=self.accelerator.device)
+                return
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+            self._bad_gradients = ~torch.isfinite(norms).all() | (norms == 0).all()
+
+    def _optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.accelerator.sync_gradients:
+            return original(*args, **kwargs)
+        self._note_gradients()
+        kind = self._tripped_by()
+        self._tripped = kind is not None
+        if kind is not None:
+            self._recover(kind)
+            return None
+        self._snapshots.before_update()
+        result = original(*args, **kwargs)
+        self._check_scaler()
+        self._bad_weights = weights_are_bad(self.optimizer)
+        self._next_step()
+        if self._snapshots.due(self.step - 1):
+            self.require_finite()
+            self._take_snapshot(self.step - 1)
+        return result
+
+    def _tripped_by(self) -> str | None:
+        """What is wrong with this step on any rank: one all-reduce and one read by the host."""
+        false = torch.tensor(False, device=self.accelerator.device)
+        losses = torch.stack(self._bad_losses).any() if self._bad_losses else false
+        weights = false if self._bad_weights is None else self._bad_weights
+        gradients = false if self._bad_gradients is None else self._bad_gradients
+        flags = torch.stack([losses, weights, gradients]).float()
+        if self.accelerator.num_processes > 1:
+            flags = self.accelerator.reduce(flags, reduction="sum")
+        bad_losses, bad_weights, bad_gradients = (flags > 0).tolist()
+        if bad_weights:
+            return "non_finite_weights"
+        if bad_losses:
+            return "non_finite_loss"
+        return "non_finite_gradient" if bad_gradients else None
+
+    def _any_rank(self, flag: torch.Tensor) -> bool:
+        return bool(self.accelerator.reduce(flag.float(), reduction="sum"))
+
+    def _check_scaler(self) -> None:
+        """A scaler that halves itself for ever never trains again and never says so."""
+        scaler = self.accelerator.scaler
+        if scaler is None or not self.optimizer.step_was_skipped:
+            return
+        if (scale := scaler.get_scale()) < _SCALE_FLOOR:
+            raise NonFiniteError(
+                f"step {self.step}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
+                "a lower learning rate",
+                {"step": self.step, "kind": "loss_scale", "action": "stop"},
+            )
+
+    def require_finite(self) -> None:
+        """Raise if a trained weight is not finite on any rank; call it before saving what was trained."""
+        if self._any_rank(weights_are_bad(self.optimizer)):
+            self._recover("non_finite_weights")
+
+    def _recover(self, kind: str) -> None:
+        """Name the cause and act; raises `NonFiniteError` on every rank if nothing fits."""
+        began = time.perf_counter()
+        verdicts = self._agreed_verdicts(kind)
+        action = self._feasible(self._policy.choose(self.step, verdicts, self._skipped()))
+        self._forget_gradients()
+        lines = [f"{', '.join(v.sample_ids) or 'rank ' + str(v.rank)}: {v.words}" for v in verdicts]
+        for verdict in verdicts:
+            self._write(verdict, kind, action, time.perf_counter() - began)
+        head = f"guard: step {self.step}: {kind.replace('_', ' ')}"
+        if action.kind == "stop":
+            message = f"{head}; the weights are those of the step before; stopped: {action.why}"
+            raise NonFiniteError(listed(message, lines), self.events[-1])
+        done = self._act(action)
+        if self.accelerator.is_main_process:
+            _LOG.warning("%s", listed(f"{head}; {done}", lines))
+        self._next_step()
+
+    def _agreed_verdicts(self, kind: str) -> list[Verdict]:
+        rank = self.accelerator.process_index
+        batches = [
+            call.micro_batch(self._model, step=self.step, micro_step=number, rank=rank)
+            for number, call in enumerate(self._recorder.calls)
+        ]
+        self._recorder.stop()  # replays are not to be recorded
+        found = [diagnose(batch, self.suspects, kind=kind) for batch in batches]
+        if batches and (verdict := bad_state(batches[-1], self.suspects)):
+            found = [verdict]
+        self._recorder.start()
+        verdicts = gather_object(found)
+        telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
+        return telling or verdicts[:1] or [_unseen(self.step, rank)]
+
+    def _skipped(self) -> list[str]:
+        return [sample for event in self.events for sample in event["sample_ids"]]
+
+    def _feasible(self, action: Action) -> Action:
+        if action.kind == "rollback" and not self._snapshots.steps:
+            return Action("stop", why="no snapshot is held")
+        return action
+
+    def _act(self, action: Action) -> str:
+        if action.kind == "fallback":
+            for name in action.switches:
+                find_switch(list(self.suspects.switches), name).turn_off()
+            return f"{', '.join(action.switches)} switched off for this run; the step was not taken"
+        if action.kind == "rollback":
+            return self._roll_back(action)
+        return "the step was not taken"
+
+    def _roll_back(self, action: Action) -> str:
+        for held in reversed(self._snapshots.steps):
+            if self._snapshots.finite(held):
+                self._snapshots.forget(held)
+        if not self._snapshots.steps:
+            raise DitLoraError("guard: no snapshot that is finite is left to go back to")
+        target = self._snapshots.steps[-1]
+        born_since = self._snapshots.restore(target)
+        for key in [key for key in self.optimizer.state if self._state_names(key) & {*born_since}]:
+            del self.optimizer.state[key]
+        for schedule, state in zip(self._schedules, self._schedule_states[target], strict=True):
+            schedule.load_state_dict(state)
+        self._bad_weights = None
+        if action.lower_lr:
+            self._lower_rates()
+        return f"weights and optimizer are those of step {target}"
+
+    def _lower_rates(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= self.config.rollback_lr
+        for schedule in self._schedules:
+            bases = schedule.scheduler if "scheduler" in vars(schedule) else schedule
+            bases.base_lrs = [rate * self.config.rollback_lr for rate in bases.base_lrs]
+
+    def _write(self, verdict: Verdict, kind: str, action: Action, seconds: float) -> None:
+        event = {
+            "step": self.step,
+            "micro_step": verdict.micro_step,
+            "rank": verdict.rank,
+            "kind": kind,
+            "sample_ids": list(verdict.sample_ids),
+            "verdict": verdict.record(),
+            "action": action.kind,
+            "seconds": round(seconds, 3),
+        }
+        self.events.append(event)
+        if self.folder is not None and self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._trainables().values():
+            parameter.grad = None
+
+    def _next_step(self) -> None:
+        if isinstance(self.optimizer, AcceleratedOptimizer) and self.accelerator.scaler is None:
+            self.optimizer._is_overflow = self._tripped  # Accelerate's word for a step not taken
+        self.step += 1
+        self._recorder.calls.clear()
+        self._bad_losses.clear()
+        self._bad_gradients = None
+
+    def _take_snapshot(self, step: int) -> None:
+        self._snapshots.take(step)
+        states = {
+            held: s for held, s in self._schedule_states.items() if held in self._snapshots.steps
+        }
+        states[step] = [dict(schedule.state_dict()) for schedule in self._schedules]
+        self._schedule_states = states
+
+    def _trainables(self) -> dict[str, torch.Tensor]:
+        return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        weights = {n: p.detach() for n, p in self._trainables().items()}
+        return {**weights, **self._optimizer_state()}
+
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+        names = {parameter: name for name, parameter in self._trainables().items()}
+        return {
+            f"optimizer/{names.get(parameter, id(parameter))}/{key}": value
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _state_names(self, parameter: Any) -> set[str]:
+        names = {p: name for name, p in self._trainables().items()}
+        owner = names.get(parameter, id(parameter))
+        return {f"optimizer/{owner}/{key}" for key in self.optimizer.state[parameter]}
+
+    def _ids_of_call(self, number: int, count: int) -> tuple[str, ...]:
+        if len(self._named) == count:
+            return self._named
+        return tuple(f"sample {row} of micro-batch {number}" for row in range(count))
+
+
+def _unseen(step: int, rank: int) -> Verdict:
+    words = "the model was not called between two optimizer steps, so there is nothing to replay"
+    return Verdict("unknown", words, step, rank)

@@ -1,0 +1,110 @@
+"""Which rung of the ladder answers a verdict, within budgets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dit_lora.config import GuardConfig
+from dit_lora.numerics.verdict import Verdict
+
+# Causes that lie with the samples of the step: without them it is healthy.
+_OF_SAMPLES = ("data", "labels", "inputs", "precision", "unknown")
+# Data that is bad where it is stored will be bad again; a draw of noise or timestep will not.
+_FOR_GOOD = ("data", "labels")
+_OF_STATE = ("weights", "optimizer", "learning_rate")
+_OF_SWITCHES = ("kernel", "attention_backend")
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done about a tripped step."""
+
+    kind: str
+    """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`."""
+    samples: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
+    lower_lr: bool = False
+    why: str = ""
+    """For `stop`: what stood against going on."""
+
+
+@dataclass
+class Policy:
+    """Chooses an action; the counts are a run's, and go into its checkpoints."""
+
+    config: GuardConfig
+    skips: int = 0
+    rollbacks: int = 0
+    last_rollback_step: int = 0
+    """The tripped step that the last rollback answered."""
+
+    def choose(
+        self, step: int, verdicts: Sequence[Verdict], skipped_before: Sequence[str]
+    ) -> Action:
+        """The first rung of `guard.on_nonfinite` that fits every cause; counts it."""
+        causes: set[str] = {verdict.cause for verdict in verdicts}
+        reasons = []
+        for rung in self.config.on_nonfinite:
+            action = self._try(rung, step, verdicts, causes, skipped_before)
+            if isinstance(action, Action):
+                return self._counted(action, step)
+            if action:
+                reasons.append(action)
+        return Action("stop", why="; ".join(reasons) or "no rung of guard.on_nonfinite fits")
+
+    def _try(
+        self,
+        rung: str,
+        step: int,
+        verdicts: Sequence[Verdict],
+        causes: set[str],
+        skipped_before: Sequence[str],
+    ) -> Action | str:
+        """The rung's action, or why it does not fit, or an empty string where it is out of the question."""
+        # Two faults at once: state first, then switches, then samples; what is left trips again.
+        if rung == "stop":
+            return Action("stop", why="guard.on_nonfinite says so")
+        if causes & set(_OF_STATE):
+            return self._rollback(step, verdicts) if rung == "rollback" else ""
+        if causes & set(_OF_SWITCHES):
+            switches = tuple(sorted({v.switch for v in verdicts if v.switch}))
+            return Action("fallback", switches=switches) if rung == "fallback" else ""
+        if rung not in ("skip", "quarantine"):
+            return ""
+        if self.skips >= self.config.max_skips:
+            return f"guard.max_skips={self.config.max_skips} is used up"
+        samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
+        if causes == {"transient"}:
+            return Action("retry")
+        if not samples:
+            return ""
+        again = any(sample in skipped_before for sample in samples)
+        best = "quarantine" if causes & set(_FOR_GOOD) or again else "skip"
+        ladder = self.config.on_nonfinite
+        return Action(rung, samples=samples) if rung == best or best not in ladder else ""
+
+    def _rollback(self, step: int, verdicts: Sequence[Verdict]) -> Action | str:
+        if self.rollbacks >= self.config.max_rollbacks:
+            return f"guard.max_rollbacks={self.config.max_rollbacks} is used up"
+        if any(v.cause == "weights" and v.evidence.get("frozen") for v in verdicts):
+            return "a snapshot does not hold the frozen weights"
+        # Steps repeat bit for bit, so what comes back at the same step is no accident of the memory.
+        again = step == self.last_rollback_step
+        return Action(
+            "rollback", lower_lr=again or any(v.cause == "learning_rate" for v in verdicts)
+        )
+
+    def _counted(self, action: Action, step: int) -> Action:
+        if action.kind in ("retry", "skip", "quarantine"):
+            self.skips += 1
+        if action.kind == "rollback":
+            self.rollbacks += 1
+            self.last_rollback_step = step
+        return action
+
+    def state(self) -> dict[str, int]:
+        """Counts for a checkpoint; `Policy(config, **state)` goes on with them."""
+        return {
+            "skips": self.skips,
+            "rollbacks": self.rollbacks,
+            "last_rollback_step": self.last_rollback_step,
+        }

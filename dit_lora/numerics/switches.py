@@ -1,0 +1,154 @@
+"""What can be switched off to see whether it is the cause: attention backends, compilation, fused kernels."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.backends import cuda
+
+from dit_lora.errors import DitLoraError
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Something that has a slower, safer way: `off()` for a while, `turn_off()` for the rest of the run."""
+
+    name: str
+    cause: str
+    """What a verdict calls it: `kernel` or `attention_backend`."""
+    off: Callable[[], AbstractContextManager[None]]
+    turn_off: Callable[[], None]
+    remedy: str
+    """What is used instead."""
+
+
+# PyTorch asks these three in this order of preference; what is left is `math`, which cannot be switched off.
+_ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+}
+
+
+def attention_switches() -> list[Switch]:
+    """The backends of `scaled_dot_product_attention` that are on, each and then all together."""
+    enabled = [name for name, (is_on, _) in _ATTENTION.items() if is_on()]
+    sets: list[tuple[str, ...]] = [(name,) for name in enabled]
+    if len(enabled) > 1:
+        sets.append(tuple(enabled))
+    return [_attention(names) for names in sets]
+
+
+@contextmanager
+def kept_attention() -> Iterator[None]:
+    """Afterwards the same backends are on as before."""
+    before = {name: is_on() for name, (is_on, _) in _ATTENTION.items()}
+    try:
+        yield
+    finally:
+        for name, (_, enable) in _ATTENTION.items():
+            enable(before[name])
+
+
+def compile_switches(model: nn.Module) -> list[Switch]:
+    """torch.compile, if any part of the model is compiled."""
+    if not any(_is_compiled(module) for module in model.modules()):
+        return []
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+    def turn_off() -> None:
+        torch.compiler.set_stance("force_eager")
+
+    return [Switch("compile", "kernel", off, turn_off, "eager mode")]
+
+
+def find_switch(switches: list[Switch], name: str) -> Switch:
+    """The switch of this name; raises `DitLoraError` listing those that there are."""
+    for switch in switches:
+        if switch.name == name:
+            return switch
+    known = ", ".join(switch.name for switch in switches) or "none on this device"
+    raise DitLoraError(f"nothing is called {name!r} that could be switched off; known: {known}")
+
+
+def _attention(names: tuple[str, ...]) -> Switch:
+    setters = [_ATTENTION[name][1] for name in names]
+
+    def turn_off() -> None:
+        for enable in setters:
+            enable(False)
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        turn_off()
+        try:
+            yield
+        finally:
+            for enable in setters:
+                enable(True)
+
+    return Switch(
+        f"attention:{'+'.join(names)}",
+        "attention_backend",
+        off,
+        turn_off,
+        "PyTorch's next attention backend",
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or isinstance(
+        module, torch._dynamo.eval_frame.OptimizedModule
+    )
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """The model with weights and compute in fp32, autocast off; afterwards the same tensors as before.
+
+    Needs memory for a second, fp32 copy of the weights.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    kept = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in _HALVES]
+    wrapped = model.__dict__.get("forward")
+    bare = model.__dict__.get(
+        "_original_forward"
+    )  # where Accelerate keeps what it wraps in autocast
+    if bare is not None:
+        model.__dict__["forward"] = bare
+    device = next(iter(tensors)).device.type
+    try:
+        for tensor, data in kept:
+            tensor.data = data.float()
+        with torch.autocast(device, enabled=False), _fp32_arguments(model):
+            yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+        if bare is not None:
+            model.__dict__["forward"] = wrapped
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def _fp32_arguments(model: nn.Module) -> Iterator[None]:
+    def widen(value: object) -> object:
+        is_half = isinstance(value, torch.Tensor) and value.dtype in _HALVES
+        return value.float() if is_half else value  # type: ignore[attr-defined]
+
+    def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple:
+        return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,48 @@
+"""What went wrong, in words and as a record."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Cause = Literal[
+    "data",  # a sample's own tensors, or one sample that fails whatever is switched off
+    "labels",  # nothing to learn from, or out of range
+    "inputs",  # noise, timestep or schedule: finite samples, but not what the model was given
+    "precision",  # finite in fp32
+    "kernel",
+    "attention_backend",
+    "weights",
+    "optimizer",
+    "learning_rate",
+    "transient",  # finite when it was run again
+    "unknown",
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The cause of one tripped step on one rank, with the evidence."""
+
+    cause: Cause
+    words: str
+    step: int
+    rank: int
+    micro_step: int | None = None
+    sample_ids: tuple[str, ...] = ()
+    """The samples at fault; empty where none is."""
+    module: str | None = None
+    op: str | None = None
+    direction: str | None = None
+    dtype: str | None = None
+    timesteps: tuple[int, ...] = ()
+    """Of the samples at fault, or of the micro-batch."""
+    switch: str | None = None
+    """What makes it finite when switched off."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for events.jsonl."""
+        plain = asdict(self)
+        return {
+            k: list(v) if isinstance(v, tuple) else v for k, v in plain.items() if v is not None
+        }

@@ -1,0 +1,220 @@
+"""Puts a run's guard together: what it may suspect and switch off, its snapshots, its files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from dit_lora.data.cache import MAX_ABS
+from dit_lora.data.quarantine import Order, Quarantine
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.bisect import Suspects, has_run_away, weight_peak
+from dit_lora.numerics.finite import not_finite
+from dit_lora.numerics.gate import PoisonedStateError
+from dit_lora.numerics.monitor import Monitor
+from dit_lora.numerics.policy import Policy
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.spikes import Spike, SpikeDetector
+from dit_lora.numerics.switches import attention_switches, compile_switches, find_switch
+from dit_lora.training.checkpoint import (
+    drop_optimizer_state,
+    optimizer_state,
+    remove_checkpoints_after,
+    trainable_state,
+)
+from dit_lora.training.recovery import GuardState, RunRecovery
+from dit_lora.training.replay import keep_bundle
+from dit_lora.training.watch import StepWatcher
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+QUARANTINE = "quarantine.jsonl"
+
+
+def build_guard(
+    run: "Run", changed: Mapping[str, Any], save: Callable[[int], None]
+) -> tuple[RunRecovery, StepWatcher]:
+    """The guard and the watcher of a run; `changed` is a checkpoint's `guard_record`, `save` writes one."""
+    recipe, transformer, optimizer = run.recipe, run.transformer, run.optimizer
+    config, accelerator = recipe.guard, run.runtime.accelerator
+    switches = [*attention_switches(), *compile_switches(transformer)]
+    state = GuardState(**changed.get("state", {}))
+    for name in state.switched_off:
+        find_switch(switches, name).turn_off()
+        run.runtime.say(f"guard: {name} stays off: an earlier verdict of this run")
+    snapshots = Snapshots(
+        lambda: {**trainable_state(transformer), **optimizer_state(optimizer)},
+        every=config.snapshot_every,
+    )
+    quarantine = _quarantine(run)
+    recovery = RunRecovery(
+        suspects=Suspects(
+            model=transformer,
+            optimizer_state=lambda: optimizer_state(optimizer).items(),
+            switches=switches,
+            start_peak=changed.get("start_peak")
+            or weight_peak(trainable_state(transformer).values()),
+            limit=MAX_ABS,
+        ),
+        policy=Policy(config, **changed.get("policy", {})),
+        state=state,
+        quarantine=quarantine,
+        order=Order(
+            [entry.id for entry in run.encoded.clips.entries],
+            seed=recipe.train.seed,
+            quarantine=quarantine,
+        ),
+        snapshots=snapshots,
+        drop_state=lambda names: drop_optimizer_state(optimizer, names),
+        samples_per_step=recipe.train.batch_size
+        * recipe.train.accumulate
+        * accelerator.num_processes,
+        files=_Files(run, save),
+    )
+    watcher = StepWatcher(
+        snapshots,
+        Monitor(transformer, every=config.monitor_every) if config.monitor_every else None,
+        _spikes(run),
+        config.adaptive_clip,
+    )
+    return recovery, watcher
+
+
+def guard_record(guard: RunRecovery) -> dict[str, Any]:
+    """What a checkpoint keeps of the guard."""
+    return {
+        "state": asdict(guard.state),
+        "policy": guard.policy.state(),
+        "start_peak": guard.suspects.start_peak,
+    }
+
+
+def require_finite_everywhere(
+    accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int
+) -> None:
+    """Raise `PoisonedStateError` on every rank if any rank's state is not finite."""
+    found = gather_object(not_finite(state.items()))
+    if found:
+        message = listed(f"step {step} is not saved: it is not finite", found[:20])
+        raise PoisonedStateError(message, "non_finite_weights")
+
+
+def require_not_lost(model: nn.Module, start: float, step: int) -> None:
+    """Raise `PoisonedStateError`, equally on all ranks, if trained weights ran away though they are finite."""
+    peak = weight_peak(trainable_state(model).values())
+    if has_run_away(peak, start):
+        raise PoisonedStateError(
+            f"step {step}: trained weights reach {peak:.3g}", "diverged_weights"
+        )
+
+
+def spike_events(step: int, spikes: Sequence[Spike]) -> list[dict[str, Any]]:
+    return [_event(step, "spike", {"cause": "unknown", "words": spike.words}) for spike in spikes]
+
+
+def hidden_events(step: int, modules: Sequence[str]) -> list[dict[str, Any]]:
+    """Values beyond the dtype's range that a clamp or a mask hid from the loss."""
+    if not modules:
+        return []
+    shown = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if modules[5:] else "")
+    words = f"the loss is finite, but the output of {shown} is not: something hides it"
+    verdict = {"cause": "precision", "words": words, "module": modules[0]}
+    return [_event(step, "hidden_infinity", verdict)]
+
+
+def _event(step: int, kind: str, verdict: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": step,
+        "micro_step": None,
+        "rank": 0,
+        "kind": kind,
+        "sample_ids": [],
+        "verdict": verdict,
+        "action": "report",
+        "seconds": 0.0,
+    }
+
+
+def _quarantine(run: "Run") -> Quarantine:
+    """This run's list, begun with the one that `guard.quarantine` names."""
+    own = run.runtime.dir / QUARANTINE
+    given = run.recipe.guard.quarantine
+    quarantine = Quarantine.load(own)
+    if given is None or own.exists():
+        return quarantine
+    if not Path(given).exists():
+        raise DitLoraError(f"guard.quarantine: {given} does not exist")
+    known = {entry.id for entry in run.encoded.clips.entries}
+    earlier = [one for one in Quarantine.load(Path(given)).records if one.to_epoch is None]
+    quarantine.add(
+        [type(one)(**{**asdict(one), "from_epoch": 0}) for one in earlier if one.sample_id in known]
+    )
+    run.runtime.say(f"guard: {len(quarantine.records)} sample(s) left out, by {given}")
+    if run.runtime.is_main:
+        quarantine.save()
+    return quarantine
+
+
+def _spikes(run: "Run") -> SpikeDetector | None:
+    config = run.recipe.guard
+    if config.spike_threshold is None:
+        return None
+    return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
+
+
+class _Files:
+    """A run's folder, for `RunRecovery`."""
+
+    def __init__(self, run: "Run", save: Callable[[int], None]) -> None:
+        self.run = run
+        self.save = save
+        self._bundles = len(list((run.runtime.dir / "bundles").glob("step_*")))
+
+    def event(self, event: dict[str, Any]) -> None:
+        if self.run.journal is not None:
+            self.run.journal.event(event)
+
+    def rewind(self, step: int, *, other_trajectory: bool) -> None:
+        if self.run.journal is not None:
+            self.run.journal.rewind(step)
+            if other_trajectory:
+                remove_checkpoints_after(self.run.runtime.dir, step)
+
+    def quarantined(self, quarantine: Quarantine) -> None:
+        if self.run.runtime.is_main:
+            quarantine.save()
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
+        if not self.run.runtime.is_main:
+            return []
+        aside = self.run.encoded.clips.set_aside_bad(samples)
+        return [f"set aside {path}: the next start encodes it anew" for path in aside]
+
+    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
+        """Written by the rank that ran the micro-batch, as far as `guard.bundles` goes."""
+        run = self.run
+        if self._bundles >= run.recipe.guard.bundles:
+            return None
+        self._bundles += 1
+        place = f"rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
+        folder = run.runtime.dir / "bundles" / f"step_{micro_batch.step:06d}_{place}"
+        keep_bundle(
+            folder,
+            micro_batch,
+            event,
+            run.transformer,
+            run.recipe,
+            run.runtime.precision,
+            run.encoded.transformer_digest,
+        )
+        return f"bundles/{folder.name}"
+
+    def say(self, line: str) -> None:
+        self.run.runtime.say(line)

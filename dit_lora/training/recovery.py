@@ -1,0 +1,235 @@
+"""What a run does about a step that tripped: diagnose on every rank, agree, act, and go on or stop."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from accelerate.utils import gather_object
+
+from dit_lora.data.quarantine import LeftOut, Order, Quarantine
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, run_away
+from dit_lora.numerics.gate import NonFiniteError, Trip
+from dit_lora.numerics.policy import Action, Policy
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.switches import find_switch
+from dit_lora.numerics.verdict import Verdict
+
+_OF_WEIGHTS = ("non_finite_weights", "diverged_weights")
+_DONE = {
+    "retry": "taken again",
+    "skip": "taken again without it, this once",
+    "quarantine": "quarantined, and taken again without it",
+    "fallback": "switched off for this run, and taken again",
+    "rollback": "rolled back",
+    "stop": "stopped",
+}
+
+
+class RunFiles(Protocol):
+    """What recovery changes of a run's files; called on every rank, written by one."""
+
+    def event(self, event: dict[str, Any]) -> None: ...
+
+    def rewind(self, step: int, *, other_trajectory: bool) -> None:
+        """Drop what was written of the steps after `step`; of another trajectory, checkpoints too."""
+
+    def quarantined(self, quarantine: Quarantine) -> None:
+        """Write the list."""
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
+        """Rename these samples' bad cache entries and say so."""
+
+    def save(self, step: int) -> None:
+        """Checkpoint the weights as they are; raises if they are not finite."""
+
+    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
+        """Keep what `dit-lora replay` needs; its name."""
+
+    def say(self, line: str) -> None: ...
+
+
+@dataclass
+class GuardState:
+    """What recovery has changed of a run; goes into its checkpoints."""
+
+    lr_scale: float = 1.0
+    switched_off: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RunRecovery:
+    """The guard's ladder for one run. Every rank holds an equal one."""
+
+    suspects: Suspects
+    policy: Policy
+    state: GuardState
+    quarantine: Quarantine
+    order: Order
+    snapshots: Snapshots
+    drop_state: Callable[[Sequence[str]], None]
+    """Remove optimizer state that a snapshot does not have."""
+    samples_per_step: int
+    files: RunFiles
+
+    def recover(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> int:
+        """The step after which to go on; raises `NonFiniteError` on every rank where no rung fits."""
+        began = time.perf_counter()
+        own = self._diagnose(trip, micro_batches, control)
+        verdicts: list[Verdict] = gather_object([verdict for _, verdict in own])
+        verdicts = _telling(trip, verdicts)
+        skipped = [v.sample_id for v in self.quarantine.records]
+        action = self.policy.choose(trip.step, verdicts, skipped)
+        action, target = self._feasible(action, trip.step)
+        notes = self._act(action, trip, verdicts, target)
+        events = [
+            _event(trip, verdict, action, time.perf_counter() - began) for verdict in verdicts
+        ]
+        self._keep_bundles(own, events)
+        lines = [f"{_place(verdict)}{verdict.words}" for verdict in verdicts]
+        for event in events:
+            self.files.event(event)
+        if action.kind == "stop":
+            raise self._stopped(trip, lines, action, events, notes)
+        done = _DONE[action.kind] + (f" to step {target}" if action.kind == "rollback" else "")
+        summary = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {done}"
+        self.files.say(listed(summary, [*lines, *notes]))
+        return target
+
+    def _diagnose(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> list[tuple[MicroBatch, Verdict]]:
+        if trip.kind in _OF_WEIGHTS:
+            last = micro_batches[-1]
+            verdict = bad_state(last, self.suspects) or run_away(last, self.suspects)
+            return [(last, replace(verdict, micro_step=None))]
+        mine = [
+            one
+            for one in micro_batches
+            if not trip.micro_batches or (one.rank, one.micro_step) in trip.micro_batches
+        ]
+        return [
+            (one, diagnose(one, self.suspects, kind=trip.kind, control=control)) for one in mine
+        ]
+
+    def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
+        """The action with the step to go on after; a rollback needs a snapshot that is finite."""
+        if action.kind != "rollback":
+            return action, step - 1
+        for held in reversed(self.snapshots.steps):
+            if self.snapshots.finite(held):
+                self.snapshots.forget(held)
+        steps = self.snapshots.steps
+        if not steps:
+            return Action("stop", why="no snapshot that is finite is left"), step - 1
+        return action, steps[0] if action.lower_lr else steps[-1]
+
+    def _act(
+        self, action: Action, trip: Trip, verdicts: Sequence[Verdict], target: int
+    ) -> list[str]:
+        if action.kind in ("skip", "quarantine"):
+            return self._leave_out(action, trip.step, verdicts)
+        if action.kind == "fallback":
+            for name in action.switches:
+                find_switch(list(self.suspects.switches), name).turn_off()
+            self.state.switched_off += action.switches
+            return [f"{name} stays off for this run" for name in action.switches]
+        if action.kind == "rollback":
+            self.drop_state(self.snapshots.restore(target))
+            notes = []
+            if action.lower_lr:
+                self.state.lr_scale *= self.policy.config.rollback_lr
+                notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
+            self.files.rewind(target, other_trajectory=action.lower_lr)
+            return notes
+        return []
+
+    def _leave_out(self, action: Action, step: int, verdicts: Sequence[Verdict]) -> list[str]:
+        first = (step - 1) * self.samples_per_step
+        epochs: dict[str, int] = {}
+        for position in range(first, first + self.samples_per_step):
+            epoch, index = self.order.at(position)
+            epochs.setdefault(self.order.ids[index], epoch)
+        causes = {s: (v.cause, v.words) for v in verdicts for s in v.sample_ids}
+        self.quarantine.add(
+            LeftOut(
+                sample,
+                from_epoch=epochs[sample],
+                to_epoch=None if action.kind == "quarantine" else epochs[sample],
+                step=step,
+                cause=causes[sample][0],
+                reason=causes[sample][1],
+            )
+            for sample in action.samples
+        )
+        self.order.forget()
+        self.files.quarantined(self.quarantine)
+        notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
+        return notes + self.files.set_aside_bad(action.samples)
+
+    def _keep_bundles(
+        self, own: Sequence[tuple[MicroBatch, Verdict]], events: Sequence[dict[str, Any]]
+    ) -> None:
+        for micro_batch, verdict in own:
+            for event in events:
+                if (event["rank"], event["micro_step"]) == (verdict.rank, verdict.micro_step):
+                    event["bundle"] = self.files.bundle(micro_batch, event)
+
+    def _stopped(
+        self,
+        trip: Trip,
+        lines: Sequence[str],
+        action: Action,
+        events: Sequence[dict[str, Any]],
+        notes: Sequence[str],
+    ) -> NonFiniteError:
+        good, kind = trip.step - 1, trip.kind.replace("_", " ")
+        samples = [sample for event in events for sample in event["sample_ids"]]
+        notes = [*notes, *self.files.set_aside_bad(samples)]
+        try:
+            if good > 0:
+                self.files.save(good)
+                notes.append(f"step {good} is saved: {_advice(events)}")
+        except DitLoraError as error:
+            notes.append(f"{error}")
+        message = listed(f"step {trip.step}: {kind}; the weights are those of step {good}", lines)
+        return NonFiniteError("\n".join([message, f"stopped: {action.why}", *notes]), events[0])
+
+
+def _telling(trip: Trip, verdicts: list[Verdict]) -> list[Verdict]:
+    """Without the ranks and micro-batches that have nothing to say beside another that has."""
+    mute = "learning_rate" if trip.kind in _OF_WEIGHTS else "transient"
+    telling = [verdict for verdict in verdicts if verdict.cause != mute]
+    return telling or verdicts[:1]
+
+
+def _place(verdict: Verdict) -> str:
+    if verdict.sample_ids:
+        return f"{', '.join(verdict.sample_ids)} (rank {verdict.rank}): "
+    return f"rank {verdict.rank}: "
+
+
+def _event(trip: Trip, verdict: Verdict, action: Action, seconds: float) -> dict[str, Any]:
+    return {
+        "step": trip.step,
+        "micro_step": verdict.micro_step,
+        "rank": verdict.rank,
+        "kind": trip.kind,
+        "sample_ids": list(verdict.sample_ids),
+        "verdict": verdict.record(),
+        "action": action.kind,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _advice(events: Sequence[dict[str, Any]]) -> str:
+    causes = {event["verdict"]["cause"] for event in events}
+    if causes <= {"data", "transient"}:
+        return "continue with train.resume=auto"
+    if "learning_rate" in causes:
+        return "start afresh with a lower learning rate (optim.groups)"
+    return "the same step would come out the same; see events.jsonl, replay the bundle with dit-lora replay"

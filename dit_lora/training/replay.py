@@ -1,0 +1,202 @@
+"""Micro-batches that can be run again: in the loop that ran them, or from a bundle on another machine."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.groups import recipe_groups
+from dit_lora.compat import probe_environment
+from dit_lora.config import Recipe, load_recipe, parse_recipe
+from dit_lora.data.cache import MAX_ABS
+from dit_lora.data.digest import Digests
+from dit_lora.data.loader import Batch
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families import get_family
+from dit_lora.numerics.bisect import Suspects, diagnose
+from dit_lora.numerics.bundle import Bundle, read_bundle, write_bundle
+from dit_lora.numerics.precision import DTYPES, Precision
+from dit_lora.numerics.replay import MicroBatch, Outcome, run
+from dit_lora.numerics.streams import Streams, fold
+from dit_lora.numerics.switches import Switch, attention_switches, find_switch, in_fp32
+from dit_lora.numerics.verdict import Verdict
+from dit_lora.objectives import LossOutput
+from dit_lora.training.runtime import quiet_libraries
+
+LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a run a micro-batch is: with it, every draw is known."""
+
+    seed: int
+    step: int
+    micro_step: int
+    rank: int
+
+
+def forward(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> LossOutput:
+    """A micro-batch's losses, equal bit for bit at every call with equal weights."""
+    # Dropout inside the model draws from torch's own generator.
+    torch.manual_seed(fold(place.seed, "dropout", place.step, place.micro_step, place.rank))
+    return losses(model, batch, Streams(place.seed, batch.draws))
+
+
+def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> MicroBatch:
+    """The micro-batch, to be run on the bare model whenever it is wanted."""
+    return MicroBatch(
+        ids=batch.ids,
+        step=place.step,
+        micro_step=place.micro_step,
+        rank=place.rank,
+        tensors=batch.tensors,
+        forward=lambda: forward(losses, model, batch, place),
+        single=lambda index: replayable(losses, model, batch.single(index), place),
+        faults=batch.faults,
+        draws=batch.draws,
+        redrawn=lambda number: replayable(losses, model, _elsewhere(batch, number), place),
+    )
+
+
+def _elsewhere(batch: Batch, number: int) -> Batch:
+    """The same samples with draws that no epoch gives them."""
+    return replace(batch, draws=tuple(fold(draw, "redrawn", number) for draw in batch.draws))
+
+
+def keep_bundle(
+    folder: Path,
+    micro_batch: MicroBatch,
+    event: dict[str, Any],
+    model: nn.Module,
+    recipe: Recipe,
+    precision: Precision,
+    transformer_digest: str,
+) -> list[str]:
+    """Write a bundle of a micro-batch; returns what did not fit."""
+    facts = {
+        "event": event,
+        "recipe": recipe.model_dump(mode="json"),
+        "replay": {
+            "step": micro_batch.step,
+            "micro_step": micro_batch.micro_step,
+            "rank": micro_batch.rank,
+            "ids": micro_batch.ids,
+            "draws": micro_batch.draws,
+            "faults": dict(micro_batch.faults),
+        },
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype is precision.dtype),
+        "transformer_digest": transformer_digest,
+        "packages": dict(probe_environment().versions),
+    }
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    limit = recipe.guard.bundle_mib
+    return write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a bundle gave when it was run again."""
+
+    outcome: Outcome
+    verdict: Verdict | None
+    """None if it was healthy."""
+    recorded: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def replay_bundle(
+    folder: Path,
+    *,
+    model: str | None = None,
+    device: str | None = None,
+    fp32: bool = False,
+    without: Sequence[str] = (),
+) -> Replayed:
+    """Run a bundle's micro-batch again and diagnose it; `without` names switches that stay off.
+
+    Raises `DitLoraError` if the bundle or the base model cannot be used, or nothing has such a name.
+    """
+    quiet_libraries()
+    bundle = read_bundle(folder)
+    recipe = _recipe(bundle, folder, model)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    micro_batch, transformer, digest = _rebuild(bundle, recipe, place)
+    kind = bundle.facts["event"]["kind"]
+    switches: list[Switch] = attention_switches()
+    suspects = Suspects(transformer, lambda: [], switches, limit=MAX_ABS)
+    with ExitStack() as stack:
+        for name in without:
+            stack.enter_context(find_switch(switches, name).off())
+        if fp32:
+            stack.enter_context(in_fp32(transformer))
+        outcome = run(micro_batch, transformer)
+        healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
+        verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
+    return Replayed(outcome, verdict, bundle.facts["event"], _notes(bundle, digest))
+
+
+def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
+    """The bundle's recipe, with the base model that was given, or that the run beside the bundle used."""
+    recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
+    config = folder.absolute().parent.parent / "config.yaml"
+    if model is None and config.exists():
+        model = load_recipe(config).model.path
+    if model is None:
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
+
+
+def _rebuild(
+    bundle: Bundle, recipe: Recipe, device: torch.device
+) -> tuple[MicroBatch, nn.Module, str]:
+    """The model as it was, and the micro-batch on it."""
+    family = get_family(recipe.model.family)
+    checkpoint = family.open(recipe.model)
+    digest = Digests(checkpoint.path / "digests.json").component(checkpoint.path / "transformer")
+    dtype = DTYPES[bundle.facts["dtype"]]
+    transformer = checkpoint.load_transformer(dtype)
+    attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
+    recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
+    _load(transformer, bundle)
+    if recipe.train.checkpointing == "full":
+        transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+    accelerator = Accelerator(
+        cpu=device.type == "cpu", mixed_precision=Precision(dtype, "as recorded").mixed
+    )
+    bare = accelerator.unwrap_model(accelerator.prepare(transformer)).train()
+    facts = bundle.facts["replay"]
+    batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(
+        accelerator.device
+    )
+    place = Place(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
+
+    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+        return checkpoint.losses(model, batch.tensors, streams)
+
+    return replayable(losses, bare, batch, place), bare, digest
+
+
+def _load(transformer: nn.Module, bundle: Bundle) -> None:
+    own = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in bundle.weights.items()}:
+        raise DitLoraError("the bundle's trained weights are not of this base model's shapes")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(bundle.weights[name])
+
+
+def _notes(bundle: Bundle, digest: str) -> tuple[str, ...]:
+    """What differs from the machine that wrote the bundle."""
+    notes = []
+    if digest != bundle.facts["transformer_digest"]:
+        notes.append("the base model's files are not those of the run: results may differ")
+    own, theirs = probe_environment().versions, bundle.facts["packages"]
+    other = [f"{n}: {theirs[n]} then, {own.get(n)} now" for n in theirs if own.get(n) != theirs[n]]
+    return (*notes, *([listed("other versions", other)] if other else []))

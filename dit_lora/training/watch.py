@@ -1,0 +1,73 @@
+"""What looks at every step: snapshots, statistics of the modules, spikes, and the adaptive clip they give."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_lora.numerics.monitor import Monitor
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.spikes import Spike, SpikeDetector
+
+
+@dataclass
+class StepWatcher:
+    """The loop's `Watcher` for one run; parts that are switched off are None."""
+
+    snapshots: Snapshots
+    monitor: Monitor | None = None
+    spikes: SpikeDetector | None = None
+    adaptive_clip: bool = False
+
+    def forward(self, step: int) -> Any:
+        monitor = self._due(step)
+        return monitor.watching() if monitor else nullcontext()
+
+    def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
+        monitor = self._due(step)
+        if monitor:
+            monitor.gradients()
+
+    def before_update(self, step: int) -> None:
+        self.snapshots.before_update()
+        monitor = self._due(step)
+        if monitor:
+            monitor.before_update()
+
+    def after_update(self, step: int) -> None:
+        monitor = self._due(step)
+        if monitor:
+            monitor.after_update()
+
+    def clip(self, group: str) -> float | None:
+        if self.spikes is None or not self.adaptive_clip:
+            return None
+        return self.spikes.limit(f"grad_norm {group}")
+
+    def statistics(self, step: int) -> dict[str, dict[str, float]] | None:
+        """Of every module, in the steps that are due; None in the others."""
+        monitor = self._due(step)
+        return monitor.collect() if monitor else None
+
+    def hidden_infinities(self, step: int) -> list[str]:
+        """Modules whose output left the range of its dtype although the loss is finite."""
+        monitor = self._due(step)
+        return monitor.hidden_infinities() if monitor else []
+
+    def observe(self, line: Mapping[str, Any]) -> list[Spike]:
+        """What stands out in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
+        if self.spikes is None:
+            return []
+        series = {f"loss {bucket}": loss for bucket, loss in line["loss_by_timestep"].items()}
+        series |= {f"grad_norm {name}": norm for name, norm in line["grad_norm_groups"].items()}
+        found = [self.spikes.observe(name, value) for name, value in series.items()]
+        return [spike for spike in found if spike is not None]
+
+    def prime(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            self.observe(line)
+
+    def _due(self, step: int) -> Monitor | None:
+        return self.monitor if self.monitor is not None and self.monitor.due(step) else None
