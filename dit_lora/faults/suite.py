@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from dit_lora.errors import DitLoraError
-from dit_lora.faults import samples, state
+from dit_lora.faults import ops, phases, samples, state
 from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.world import World
 from dit_lora.files import write_whole
@@ -26,7 +26,7 @@ from dit_lora.files import write_whole
 
 def catalog() -> list[Fault]:
     """Every fault, in the order of the table."""
-    return [*samples.cached(), *samples.drawn(), *state.faults()]
+    return [*samples.cached(), *samples.drawn(), *state.faults(), *ops.faults(), *phases.faults()]
 
 
 def chosen(pattern: str | None) -> list[Fault]:

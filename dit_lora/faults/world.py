@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -28,7 +29,7 @@ from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import kept_attention
 from dit_lora.objectives import LossOutput
-from dit_lora.training.checkpoint import find_checkpoint
+from dit_lora.training.checkpoint import find_checkpoint, is_whole
 from dit_lora.training.precompute import precompute
 from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
@@ -152,6 +153,16 @@ class World:
     def target(self) -> str:
         return next(path.name for path in sorted(self.clips.glob(f"{TARGET}*.mp4")))
 
+    @cached_property
+    def target_latent(self) -> torch.Tensor:
+        """What the VAE makes of the target."""
+        clips = self.root / "caches" / "reference_0" / "videos"
+        for path in clips.rglob("*.safetensors"):
+            with safe_open(path, framework="pt") as entry:
+                if entry.metadata()["sample"] == self.target:
+                    return entry.get_tensor("latent_mean")
+        raise DitLoraError(f"{self.target} was not encoded")
+
     def recipe(self, name: str, clips: Path, cache: Path, overrides: Overrides) -> Recipe:
         ranks = self.accelerator.num_processes
         values: dict[str, Any] = {
@@ -207,9 +218,10 @@ class World:
         *,
         clips: Path | None = None,
         before_start: Callable[[Path], None] = lambda cache: None,
+        fresh_cache: bool = False,
     ) -> Observation:
         """One run with a fault in it, from the cache to the saved adapter. Collective."""
-        cache = self._cache(name)
+        cache = self.root / "caches" / name if fresh_cache else self.cache(name)
         recipe = self.recipe(name, clips or self.clips, cache, overrides)
         said, error = StringIO(), None
         with redirect_stderr(said), kept_attention():
@@ -243,7 +255,7 @@ class World:
             fit(run)
             finish(run)
 
-    def _cache(self, name: str) -> Path:
+    def cache(self, name: str) -> Path:
         """A cache of its own, begun with everything that was encoded in the first run."""
         cache, first = self.root / "caches" / name, self.root / "caches" / "reference_0"
         if self.accelerator.is_main_process and first.exists() and not cache.exists():
@@ -259,6 +271,7 @@ def poisoned_files(seen: Observation) -> list[Path]:
         path
         for path in kept
         if "bundles" not in path.parts
+        and ("checkpoints" not in path.parts or is_whole(path.parent))
         and not all(torch.isfinite(t).all() for t in load_file(path).values())
     ]
 

@@ -206,7 +206,8 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
     if verdict.sample_ids:
         rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
         timesteps = tuple(outcome.timesteps[row] for row in rows)
-    origin = trace.origin
+    # What the forward hid may still be what the backward chokes on.
+    origin = trace.origin or next(iter(trace.hidden), None)
     if origin is None:
         return _given(replace(verdict, timesteps=timesteps), trace, micro_batch)
     place = f" at {origin.module}" if origin.module else " outside the model, in the loss"

@@ -275,7 +275,7 @@ class Guard:
 
     def _roll_back(self, action: Action) -> str:
         for held in reversed(self._snapshots.steps):
-            if self._snapshots.finite(held):
+            if gather_object(self._snapshots.finite(held)):  # bad on any rank
                 self._snapshots.forget(held)
         if not self._snapshots.steps:
             raise DitLoraError("guard: no snapshot that is finite is left to go back to")

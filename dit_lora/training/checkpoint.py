@@ -45,7 +45,7 @@ def save_checkpoint(
     value is not finite; earlier checkpoints are as they were.
     """
     final = checkpoint_path(run_dir, step)
-    if _is_whole(final):
+    if is_whole(final):
         return final
     weights, moments = trainable_state(model), optimizer_state(optimizer)
     _require_finite(run_dir, step, {**weights, **moments})
@@ -86,7 +86,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     if resume == "auto":
         return newest_checkpoint(run_dir)
     path = Path(resume)
-    if not _is_whole(path):
+    if not is_whole(path):
         found = newest_checkpoint(run_dir)
         hint = f"the newest whole one is {found}" if found else f"{run_dir} has none"
         problem = "is torn or altered" if path.exists() else "does not exist"
@@ -97,7 +97,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest whole checkpoint; torn ones, left by a killed process, are passed over."""
     candidates = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
-    return next((path for path in candidates if _is_whole(path)), None)
+    return next((path for path in candidates if is_whole(path)), None)
 
 
 def load_checkpoint(
@@ -186,7 +186,7 @@ def _require_same(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any])
         )
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Whether every file is there with the digest that the manifest, written last, gives it."""
     try:
         digests = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["sha256"]

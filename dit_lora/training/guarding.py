@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from dit_lora.data.cache import MAX_ABS
@@ -129,6 +129,11 @@ def hidden_events(step: int, modules: Sequence[str]) -> list[dict[str, Any]]:
     return [_event(step, "hidden_infinity", verdict)]
 
 
+def held_out_event(step: int) -> dict[str, Any]:
+    words = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
+    return _event(step, "non_finite_validation", {"cause": "unknown", "words": words})
+
+
 def _event(step: int, kind: str, verdict: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": step,
@@ -162,6 +167,16 @@ def _quarantine(run: "Run") -> Quarantine:
     return quarantine
 
 
+def prime_spikes(run: "Run") -> None:
+    """A spike detector that has seen what metrics.jsonl holds, and nothing else. Collective."""
+    if run.recipe.guard.spike_threshold is None:
+        return
+    lines: list[Any] = [run.journal.history() if run.journal is not None else None]
+    broadcast_object_list(lines)
+    run.watcher.spikes = _spikes(run)
+    run.watcher.prime(lines[0])
+
+
 def _spikes(run: "Run") -> SpikeDetector | None:
     config = run.recipe.guard
     if config.spike_threshold is None:
@@ -186,6 +201,7 @@ class _Files:
             self.run.journal.rewind(step)
             if other_trajectory:
                 remove_checkpoints_after(self.run.runtime.dir, step)
+        prime_spikes(self.run)
 
     def quarantined(self, quarantine: Quarantine) -> None:
         if self.run.runtime.is_main:

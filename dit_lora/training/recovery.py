@@ -121,7 +121,7 @@ class RunRecovery:
         if action.kind != "rollback":
             return action, step - 1
         for held in reversed(self.snapshots.steps):
-            if self.snapshots.finite(held):
+            if gather_object(self.snapshots.finite(held)):  # bad on any rank
                 self.snapshots.forget(held)
         steps = self.snapshots.steps
         if not steps:

@@ -1,5 +1,6 @@
 """One run from a prepared model to a saved adapter: resume, train with its hooks, finish."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from dit_lora.training.checkpoint import (
 from dit_lora.training.guarding import (
     build_guard,
     guard_record,
+    held_out_event,
     hidden_events,
+    prime_spikes,
     require_finite_everywhere,
     require_not_lost,
     spike_events,
@@ -36,6 +39,7 @@ from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tr
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.precompute import Precomputed
+from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
 from dit_lora.training.validation import held_out_loss, sample_videos
@@ -105,6 +109,7 @@ def prepare(
     if runtime.is_main:
         run.journal = Journal(runtime.dir, start_step=run.start_step)
     run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step))
+    prime_spikes(run)
     for group in groups:
         count = sum(p.numel() for p in group["params"])
         runtime.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
@@ -120,6 +125,11 @@ def fit(run: Run) -> None:
         accelerator.init_trackers("dit-lora", init_kwargs={"wandb": wandb})
     if run.start_step == 0:
         validate(run, step=0)
+    if recipe.guard.preflight:
+        for event in preflight(run):
+            runtime.say(f"guard: {event['verdict']['words']}")
+            if run.journal is not None:
+                run.journal.event(event)
     run.guard.snapshots.take(run.start_step)
     bar = tqdm(
         total=recipe.train.steps,
@@ -316,8 +326,13 @@ def save(run: Run, step: int) -> None:
 def validate(run: Run, step: int) -> None:
     loss = held_out_loss(run.runtime, run.checkpoint, run.model, run.encoded.clips)
     if run.journal is not None and loss is not None:
-        run.journal.held_out(step, loss)
-        run.runtime.accelerator.log({"held_out_loss": loss}, step=step)
+        if math.isfinite(loss):
+            run.journal.held_out(step, loss)
+            run.runtime.accelerator.log({"held_out_loss": loss}, step=step)
+        else:
+            event = held_out_event(step)
+            run.journal.event(event)
+            run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
     sample_videos(run.runtime, run.checkpoint, run.model, run.encoded, step)
 
 

@@ -95,7 +95,9 @@ def test_nothing_is_judged_before_warm_up() -> None:
         assert detector.limit("loss") is None
     assert detector.observe("loss", 900.0) is None
     assert detector.limit("loss") is not None
-    assert detector.observe("loss", 900.0)
+    spike = detector.observe("loss", 900.0)
+    assert spike is not None
+    assert spike.count == 30
 
 
 def test_a_slow_drift_is_followed(detector: SpikeDetector) -> None:
@@ -119,6 +121,14 @@ def test_a_level_that_stays_is_adopted_after_warm_up_values(detector: SpikeDetec
     fresh = SpikeDetector(window=200, threshold=8)
     alarms(fresh, higher)
     assert detector.limit("loss") == fresh.limit("loss")
+
+
+def test_two_levels_one_right_after_the_other_are_both_adopted(detector: SpikeDetector) -> None:
+    alarms(detector, heavy_tailed(200, 22))
+    for median in (60.0, 3e3):
+        level = [median * (1 + index / 500) for index in range(20)]
+        assert alarms(detector, level) == list(range(20))
+    assert alarms(detector, level) == []
 
 
 def test_one_healthy_value_between_spikes_is_no_new_level(detector: SpikeDetector) -> None:
@@ -179,13 +189,12 @@ def test_history_rebuilds_the_state(cut: int) -> None:
     values = [*heavy_tailed(300, 19), *heavy_tailed(100, 20, median=60.0)]
     values[100], values[150] = 80.0, math.nan
     running, resumed = (SpikeDetector(window=200, threshold=8) for _ in range(2))
-    for value in values[:cut]:
-        running.limit("loss")  # to ask changes nothing
-        running.observe("loss", value)
+    alarms(running, values[:cut])
     alarms(resumed, values[:cut])
     for value in values[cut:]:
-        assert resumed.limit("loss") == running.limit("loss")
+        running.limit("loss")  # to ask changes nothing
         assert repr(resumed.observe("loss", value)) == repr(running.observe("loss", value))
+    assert resumed.limit("loss") == running.limit("loss")
 
 
 @pytest.mark.parametrize("warm_up", [0, 51])

@@ -1,0 +1,294 @@
+"""Faults of what computes: fused kernels, attention backends, ops that fail, precision that does not reach."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.backends import cuda
+
+from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.world import Arm, Stage, Tensors
+from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.switches import Switch
+
+_PLACE = "transformer_blocks.1.attn1.to_out.0"
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _BadGradient(torch.autograd.Function):
+    """The identity, with a gradient that has one bad value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # A division, as kernels do: the origin is an op, not a constant.
+        scale = torch.ones(grad.shape, dtype=grad.dtype)
+        scale.view(-1)[3] = 0.0
+        return grad / scale * ctx.value, None
+
+
+def _divided(x: torch.Tensor) -> torch.Tensor:
+    """0 / 0 in one place."""
+    scale = torch.ones(x.shape, dtype=x.dtype)
+    scale.view(-1)[5] = 0.0
+    return x * scale / scale
+
+
+def _bad_backward(x: torch.Tensor) -> torch.Tensor:
+    return _BadGradient.apply(x, 1.0)
+
+
+def _kernel(change: Change, module: str, *, from_step: int, rank: int = -1) -> Arm:
+    """A fused kernel in one module that goes wrong, with a switch that calls its reference."""
+
+    def arm(stage: Stage) -> None:
+        state = {"on": True, "armed": False}
+
+        def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            return change(output) if state["on"] and state["armed"] else output
+
+        stage.transformer.get_submodule(module).register_forward_hook(hook)
+        _add_switch(stage, "kernel:wrong_op", state)
+        if rank in (-1, stage.rank) or rank >= stage.ranks:
+            stage.before_step(from_step, lambda: state.update(armed=True))
+
+    return arm
+
+
+def _add_switch(stage: Stage, name: str, state: dict[str, bool]) -> None:
+    @contextmanager
+    def off() -> Iterator[None]:
+        before = state["on"]
+        state["on"] = False
+        try:
+            yield
+        finally:
+            state["on"] = before
+
+    switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
+    stage.run.guard.suspects.switches.append(switch)  # type: ignore[attr-defined]
+
+
+def _wrong_rows(stage: Stage) -> None:
+    """OpenDiT's fused modulation: every sample gets the first one's scale and shift (k_fused_modulate.py:38)."""
+    state = {"on": True}
+
+    def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output[:1].expand_as(output) if state["on"] else output
+
+    # The linear layer that makes shift, scale and gate from the time embedding.
+    stage.transformer.transformer_blocks[1].norm1.linear.register_forward_hook(hook)  # type: ignore[index, union-attr, operator]
+    _add_switch(stage, "kernel:modulate", state)
+
+
+def _slightly_wrong_backward(stage: Stage) -> None:
+    """A kernel that is right forward and loses a fifth of its gradient backward."""
+    state = {"on": True}
+
+    def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if state["on"] and output.requires_grad:
+            output.register_hook(lambda grad: grad * 0.8)
+        return output
+
+    stage.transformer.get_submodule(_PLACE).register_forward_hook(hook)
+    _add_switch(stage, "kernel:lossy_backward", state)
+
+
+def _attention(change: Change) -> Arm:
+    """A flash backend that goes wrong from step 3 on; the others are right."""
+
+    def arm(stage: Stage) -> None:
+        right, state = F.scaled_dot_product_attention, {"armed": False}
+
+        def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+            output = right(*args, **kwargs)
+            return change(output) if state["armed"] and cuda.flash_sdp_enabled() else output
+
+        stage.patch(F, "scaled_dot_product_attention", attention)
+        stage.before_step(3, lambda: state.update(armed=True))
+
+    return arm
+
+
+def _masked_row(output: torch.Tensor) -> torch.Tensor:
+    """What softmax makes of a row in which every key is masked: exp(-inf - -inf)."""
+    masked = torch.zeros_like(output)
+    masked[..., 7, :] = -torch.inf
+    return output + (masked - masked)
+
+
+def _op_of_target(change: Change, module: str) -> Arm:
+    """An op that fails for one sample's values only, in a module."""
+
+    def arm(stage: Stage) -> None:
+        rows: list[list[bool]] = [[]]
+
+        def note(batch: Tensors, streams: Streams) -> Tensors:
+            rows[0] = stage.is_target(batch)
+            return batch
+
+        def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            parts = [
+                change(part) if is_target else part
+                for part, is_target in zip(output.split(1), rows[0], strict=True)
+            ]
+            return torch.cat(parts)
+
+        stage.checkpoint.before.append(note)
+        stage.transformer.get_submodule(module).register_forward_hook(hook)
+
+    return arm
+
+
+def _half_schedule(stage: Stage) -> None:
+    """1 / (1 - alpha_bar) in the weights' dtype: in bf16 alpha_bar rounds to 1 (N9, N10)."""
+    module = stage.transformer.get_submodule("transformer_blocks.1.ff")
+    state = {"armed": False}
+    stage.before_step(3, lambda: state.update(armed=True))
+
+    def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not state["armed"]:
+            return output
+        dtype = next(module.parameters()).dtype
+        alpha_bar = torch.tensor(1 - 1e-4, dtype=dtype)
+        return output / (1 - alpha_bar) * 1e-4
+
+    module.register_forward_hook(hook)
+
+
+def faults() -> list[Fault]:
+    kernel = Expected("kernel", "fallback", ("kernel:wrong_op",), module=_PLACE, same_as="clean")
+    flash = Expected("attention_backend", "fallback", ("attention:flash",), close_to="clean")
+    op = Expected("data", "quarantine", ("first",), names_target=True, same_as="without")
+    checked = (("guard.preflight", True),)
+    modulate = Expected(
+        "kernel",
+        "fallback",
+        ("kernel:modulate", "transformer_blocks.1.norm1.linear"),
+        same_as="clean",
+    )
+    lossy = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
+    bf16 = (("model.dtype", "bf16"), ("guard.max_skips", 2))
+    return [
+        Fault(
+            "a fused kernel that gives NaN",
+            "kernel",
+            "from step 3",
+            kernel,
+            _kernel(_divided, _PLACE, from_step=3),
+        ),
+        Fault(
+            "a fused kernel whose backward gives NaN",
+            "kernel",
+            "from step 3",
+            kernel,
+            _kernel(_bad_backward, _PLACE, from_step=3),
+        ),
+        Fault(
+            "a fused kernel that gives Inf",
+            "kernel",
+            "from step 1",
+            kernel,
+            _kernel(lambda x: x / (x - x), _PLACE, from_step=1),
+        ),
+        Fault(
+            "a fused kernel that fails on one rank",
+            "kernel",
+            "from step 3, rank 1",
+            kernel,
+            _kernel(_divided, _PLACE, from_step=3, rank=1),
+        ),
+        Fault(
+            "OpenDiT's wrong-row modulation",
+            "kernel",
+            "before the run",
+            modulate,
+            _wrong_rows,
+            checked,
+        ),
+        Fault(
+            "a fused kernel that is wrong only backward",
+            "kernel",
+            "before the run",
+            lossy,
+            _slightly_wrong_backward,
+            checked,
+        ),
+        Fault(
+            "flash attention that gives NaN",
+            "attention",
+            "from step 3",
+            flash,
+            _attention(_divided),
+        ),
+        Fault(
+            "flash attention that gives NaN for a fully masked row",
+            "attention",
+            "from step 3",
+            flash,
+            _attention(_masked_row),
+        ),
+        Fault(
+            "flash attention whose backward gives NaN",
+            "attention",
+            "from step 3",
+            flash,
+            _attention(_bad_backward),
+        ),
+        Fault(
+            "an op that divides by zero for one sample",
+            "op",
+            "every time",
+            Expected("data", "quarantine", ("first nan in the forward",), True, _PLACE, "without"),
+            _op_of_target(_divided, _PLACE),
+        ),
+        Fault(
+            "an op that overflows for one sample",
+            "op",
+            "every time",
+            Expected(
+                "data",
+                "quarantine",
+                ("first inf in the forward",),
+                True,
+                "transformer_blocks.0.ff",
+                "without",
+            ),
+            _op_of_target(lambda x: x * 3e38 * 3e38, "transformer_blocks.0.ff"),
+        ),
+        Fault(
+            "an op that fails only backward for one sample",
+            "op",
+            "every time",
+            Expected("data", "quarantine", ("in the backward",), True, _PLACE, "without"),
+            _op_of_target(_bad_backward, _PLACE),
+        ),
+        Fault(
+            "an op after the last block that fails",
+            "op",
+            "every time",
+            op,
+            _op_of_target(_divided, "proj_out"),
+        ),
+        Fault(
+            "a schedule that rounds to zero in bf16",
+            "precision",
+            "from step 3",
+            Expected(
+                "precision",
+                "stop",
+                ("finite in fp32",),
+                module="transformer_blocks.1.ff",
+                exit_code=3,
+            ),
+            _half_schedule,
+            bf16,
+        ),
+    ]

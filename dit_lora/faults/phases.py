@@ -1,0 +1,246 @@
+"""Faults outside the training step: while clips are encoded, while validating, saving and resuming."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from dit_lora.config import dump_recipe
+from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.world import Arm, Observation, Stage, World
+from dit_lora.files import write_whole
+
+
+def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
+    """A VAE that gives a bad value for one clip, on whichever rank encodes it."""
+
+    def play(fault: Fault, world: World) -> Observation:
+        owner = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
+        load = owner.load_video_encoder  # type: ignore[attr-defined]
+
+        def loaded(self: Any, *args: Any) -> Any:
+            encode = load(self, *args)
+
+            def bad(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+                encoded = encode(pixels)
+                if torch.equal(encoded["latent_mean"], world.target_latent):
+                    encoded["latent_mean"].view(-1)[4] = value
+                return encoded
+
+            return bad
+
+        with mock.patch.object(owner, "load_video_encoder", loaded):
+            return world.observe(fault.name, None, fresh_cache=True)
+
+    return play
+
+
+def _cut_clip(fault: Fault, world: World) -> Observation:
+    """A clip whose file breaks off."""
+    folder = world.root / "cut_clips"
+    if world.accelerator.is_main_process and not folder.exists():
+        folder.mkdir()
+        for path in world.clips.iterdir():
+            data = path.read_bytes()
+            kept = data[: len(data) * 2 // 3] if path.name == world.target else data
+            (folder / path.name).write_bytes(kept)
+    world.accelerator.wait_for_everyone()
+    return world.observe(fault.name, None, clips=folder, fresh_cache=True)
+
+
+def _held_out(stage: Stage) -> None:
+    """The loss is not finite whenever nothing is trained."""
+
+    def change(output: Any, batch: Any, streams: Any) -> Any:
+        if torch.is_grad_enabled():
+            return output
+        return type(output)(output.losses * torch.nan, output.timesteps)
+
+    stage.checkpoint.after.append(change)
+
+
+def _before_save(value: float, rank: int) -> Arm:
+    """A weight goes bad between the last healthy step and its checkpoint, once."""
+
+    def arm(stage: Stage) -> None:
+        from dit_lora.training import run as module
+
+        check, pending = module.require_not_lost, [True]
+
+        def poisoned(*args: Any) -> None:
+            check(*args)
+            if pending and args[-1] == 3:
+                pending.clear()
+                if rank in (-1, stage.rank) or rank >= stage.ranks:
+                    with torch.no_grad():
+                        next(iter(stage.trained().values())).view(-1)[3] = value
+
+        stage.patch(module, "require_not_lost", poisoned)
+
+    return arm
+
+
+def _before_adapter(stage: Stage) -> None:
+    """A weight goes bad after the last checkpoint, before the adapter is written."""
+    from dit_lora.training import run as module
+
+    write = module.save_adapter
+
+    def poisoned(transformer: Any, *args: Any) -> Path:
+        with torch.no_grad():
+            next(iter(stage.trained().values())).view(-1)[3] = torch.nan
+        return write(transformer, *args)
+
+    stage.patch(module, "save_adapter", poisoned)
+
+
+def _disk_full(stage: Stage) -> None:
+    from dit_lora.training import checkpoint as module
+
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    if stage.run.runtime.is_main:
+        stage.before_step(4, lambda: stage.patch(module, "_write_synced", refuse))
+
+
+def _resumed(damage: Callable[[Path], None]) -> Callable[[Fault, World], Observation]:
+    """A run that stopped half way, whose newest checkpoint is damaged, goes on with train.resume=auto."""
+
+    def play(fault: Fault, world: World) -> Observation:
+        shorter = (*fault.overrides, ("train.steps", 5), ("train.save_every", 2))
+        seen = world.observe(fault.name, None, shorter)
+        if world.accelerator.is_main_process:
+            damage(seen.folder / "checkpoints" / "step_000005")
+        world.accelerator.wait_for_everyone()
+        return world.observe(fault.name, None, (*fault.overrides, ("train.resume", "auto")))
+
+    return play
+
+
+def _truncate(checkpoint: Path) -> None:
+    path = checkpoint / "trainable.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _poison(checkpoint: Path) -> None:
+    """NaN in a byte-exact file: only its digest can tell."""
+    path = checkpoint / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4:] = b"\x00\x00\xc0\x7f"
+    path.write_bytes(bytes(data))
+
+
+def _without_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def _killed(fault: Fault, world: World) -> Observation:
+    """kill -9 in the middle of the checkpoint of step 3, with as many ranks as this suite has."""
+    recipe = world.recipe(fault.name, world.clips, world.cache(fault.name), ())
+    config = world.root / "killed.yaml"
+    if world.accelerator.is_main_process:
+        write_whole(config, dump_recipe(recipe))
+        ranks = world.accelerator.num_processes
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        alone = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
+        head = [sys.executable, *(launch if ranks > 1 else [])]
+        subprocess.run(
+            [*head, "-m", "dit_lora.faults.killed", str(config)], env=alone, capture_output=True
+        )
+    world.accelerator.wait_for_everyone()
+    return world.observe(fault.name, None, (("train.resume", "auto"),))
+
+
+_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+def faults() -> list[Fault]:
+    def refused(*words: str, exit_code: int = 2) -> Expected:
+        return Expected("refused", "refused", words, exit_code=exit_code)
+
+    rolled = Expected("weights", "rollback", same_as="clean")
+    resumed = Expected("none", "none", same_as="clean")
+    held_out = (("validation.held_out_draws", 1),)
+    not_usable = "the encoder's output is not usable"
+    return [
+        Fault(
+            "NaN from the VAE",
+            "caching",
+            "before the run",
+            refused(not_usable, "1 NaN"),
+            play=_encoder_gives(torch.nan),
+        ),
+        Fault(
+            "Inf from the VAE",
+            "caching",
+            "before the run",
+            refused(not_usable, "1 Inf"),
+            play=_encoder_gives(torch.inf),
+        ),
+        Fault("a clip that breaks off", "media", "before the run", refused("02_"), play=_cut_clip),
+        Fault(
+            "a held-out loss that is NaN",
+            "validation",
+            "before and after",
+            Expected("unknown", "report", ("held-out loss",), same_as="clean"),
+            _held_out,
+            held_out,
+        ),
+        Fault(
+            "NaN in a weight while saving",
+            "saving",
+            "after step 3",
+            rolled,
+            _before_save(torch.nan, -1),
+        ),
+        Fault(
+            "Inf in a weight of one rank while saving",
+            "saving",
+            "after step 3, rank 1",
+            rolled,
+            _before_save(torch.inf, 1),
+        ),
+        Fault(
+            "NaN in a weight before the adapter is written",
+            "saving",
+            "at the end",
+            refused("refused to save", exit_code=1),
+            _before_adapter,
+        ),
+        Fault(
+            "a full disk while saving",
+            "saving",
+            "step 6",
+            refused("No space left", "step_000003"),
+            _disk_full,
+        ),
+        Fault("a truncated checkpoint", "resume", "step 5", resumed, play=_resumed(_truncate)),
+        Fault(
+            "a NaN written into a checkpoint", "resume", "step 5", resumed, play=_resumed(_poison)
+        ),
+        Fault(
+            "a checkpoint without its manifest",
+            "resume",
+            "step 5",
+            resumed,
+            play=_resumed(_without_manifest),
+        ),
+        Fault("kill -9 in a save", "saving", "step 3", resumed, play=_killed),
+    ]

@@ -1,0 +1,177 @@
+"""The checks before a run's first step, on its own model, shapes and samples; what is wrong is said or refused."""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+from dit_lora.data.loader import Batch, collate
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.attention import recorded_calls
+from dit_lora.numerics.monitor import Monitor
+from dit_lora.numerics.parity import Difference, first_difference
+from dit_lora.numerics.preflight import (
+    Finding,
+    attention_backends,
+    autocast_owner,
+    cached,
+    check_base_weights,
+    check_trainables,
+    gradient_flow,
+    stored_dtype,
+    stored_precision,
+    wrong_backends,
+)
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.switches import attention_switches
+from dit_lora.objectives import LossOutput
+from dit_lora.training.replay import Place, replayable
+from dit_lora.training.runtime import agree
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+_SAMPLES = 2  # different ones: a kernel that mixes rows is right for one
+
+
+def preflight(run: "Run") -> list[dict[str, Any]]:
+    """Check a run before its first step; returns the events of what was switched off. Collective.
+
+    Raises `DitLoraError` on every rank, listing everything, if the run would end in NaN or train nothing.
+    What depends on files and versions alone is remembered in the cache's folder.
+    """
+    began = time.perf_counter()
+    findings = [
+        *check_trainables(run.transformer),
+        *check_base_weights(run.transformer),
+    ]
+    micro_batch = _first_samples(run)
+    if micro_batch is not None and not any(finding.fatal for finding in findings):
+        findings += _flow(run, micro_batch)
+        findings += _remembered(run, micro_batch)
+    fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
+    error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
+    agree(run.runtime.accelerator, error if fatal else None)
+    events = _switch_off(run, wrong_backends(findings))
+    if micro_batch is not None:
+        events += _kernels(run, micro_batch)
+    for finding in findings:
+        if not finding.ok:
+            run.runtime.say(f"warning: {finding.check}: {finding.words}")
+    seconds = time.perf_counter() - began
+    run.runtime.say(f"guard: {len(findings)} checks before the first step, {seconds:.1f} s")
+    return events
+
+
+def _first_samples(run: "Run") -> MicroBatch | None:
+    """The first samples whose data is good, as a micro-batch that no step has; None if all are bad."""
+    clips = run.encoded.clips
+    samples: list[Batch] = []
+    for entry in clips.entries:
+        sample = clips.read(entry, entry.text_key, len(samples))
+        if not sample.faults:
+            samples.append(sample)
+        if len(samples) == _SAMPLES:
+            break
+    if not samples:
+        return None
+    batch = collate(samples).to(run.runtime.accelerator.device)
+    place = Place(run.recipe.train.seed, 0, 0, run.runtime.accelerator.process_index)
+
+    def losses(model: torch.nn.Module, given: Batch, streams: Streams) -> LossOutput:
+        return run.checkpoint.losses(model, given.tensors, streams)
+
+    return replayable(losses, run.transformer.train(), batch, place)
+
+
+def _flow(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
+    """Gradients reach what they should, under the policy's autocast: one forward and backward."""
+    dtype = run.runtime.precision.dtype
+    policy = dtype if dtype is torch.bfloat16 else None
+    findings: list[Finding] = []
+
+    def backward() -> None:
+        with torch.random.fork_rng(devices=[]):
+            micro_batch.forward().losses.mean().backward()
+
+    def checked() -> None:
+        findings.extend(gradient_flow(run.transformer, backward))
+
+    return [*autocast_owner(run.transformer, checked, policy), *findings]
+
+
+def _remembered(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
+    """What depends on versions, device, model files, shapes and dtype alone."""
+    path = run.recipe.cache_dir / f"preflight_{run.runtime.accelerator.process_index}.json"
+    return cached(path, _facts(run, micro_batch), lambda: _probed(run, micro_batch))
+
+
+def _facts(run: "Run", micro_batch: MicroBatch) -> Mapping[str, Any]:
+    device = run.runtime.accelerator.device
+    on_gpu = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "transformer": run.encoded.transformer_digest,
+        "dtype": str(run.runtime.precision.dtype),
+        "shapes": {name: list(tensor.shape) for name, tensor in micro_batch.tensors.items()},
+        "backends": [switch.name for switch in attention_switches()],
+    }
+
+
+def _probed(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
+    monitor = Monitor(run.transformer, every=1)
+    with torch.no_grad(), monitor.watching(), recorded_calls() as calls:
+        micro_batch.forward()
+    peaks = [values["abs_max"] for values in monitor.collect().values() if "abs_max" in values]
+    files = sorted((run.checkpoint.path / "transformer").glob("*.safetensors"))
+    precision = stored_precision(stored_dtype(files), run.runtime.precision.dtype, max(peaks))
+    backends, _ = attention_backends(calls, run.runtime.accelerator.device)
+    return [*precision, *backends]
+
+
+def _switch_off(run: "Run", backends: list[str]) -> list[dict[str, Any]]:
+    """Backends that are wrong on any rank are off on all for the run; `guard.on_nonfinite` is not asked."""
+    known = {switch.name: switch for switch in run.guard.suspects.switches}
+    events = []
+    for backend in sorted(set(gather_object(backends))):
+        name = f"attention:{backend}"
+        if name not in known:
+            continue  # off already, or the last resort
+        known[name].turn_off()
+        run.guard.state.switched_off.append(name)
+        words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
+        events.append(_event("attention_backend", words, name, ""))
+    return events
+
+
+def _kernels(run: "Run", micro_batch: MicroBatch) -> list[dict[str, Any]]:
+    """Kernels that differ from their reference on two real samples, on any rank, are off on all."""
+    known = {s.name: s for s in run.guard.suspects.switches if s.cause == "kernel"}
+    own = [first_difference(switch, micro_batch, run.transformer) for switch in known.values()]
+    found: dict[str, Difference] = {}
+    for difference in gather_object([one for one in own if one is not None]):
+        found.setdefault(difference.switch, difference)
+    for name in found:
+        known[name].turn_off()
+        run.guard.state.switched_off.append(name)
+    return [
+        _event("kernel", f"{one.words}; switched off for this run", name, one.module)
+        for name, one in found.items()
+    ]
+
+
+def _event(cause: str, words: str, switch: str, module: str) -> dict[str, Any]:
+    return {
+        "step": 0,
+        "micro_step": None,
+        "rank": 0,
+        "kind": "preflight",
+        "sample_ids": [],
+        "verdict": {"cause": cause, "words": words, "switch": switch, "module": module},
+        "action": "fallback",
+        "seconds": 0.0,
+    }
