@@ -1,6 +1,7 @@
 """The `dit-lora` command: each verb a thin call. Heavy imports wait inside the verbs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -162,6 +163,51 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None
     from dit_lora.report.run_report import write_report
 
     typer.echo(write_report(run))
+
+
+@app.command()
+def faults(
+    as_json: JsonFlag = False,
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="Processes that torchrun starts.")] = 1,
+    only: Annotated[
+        str | None, typer.Option(help="A pattern of names, for instance '*latent*'.")
+    ] = None,
+) -> None:
+    """Inject faults into tiny runs and show what the guard makes of each; exit 1 if it fails at one."""
+    from dit_lora.faults.suite import run_suite, totals
+    from dit_lora.faults.table import render
+
+    judged = run_suite(only, ranks)
+    if as_json:
+        lines = [asdict(one) for one in judged]
+        typer.echo(json.dumps({"faults": lines, "totals": totals(judged)}, indent=2))
+    else:
+        render(judged)
+    if not all(one.passed for one in judged):
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+@app.command()
+def replay(
+    bundle: Annotated[Path, typer.Argument(help="A folder below a run's bundles/.")],
+    model: Annotated[
+        str | None, typer.Option(help="Base checkpoint; by default the one of the run beside it.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
+    fp32: Annotated[bool, typer.Option("--fp32", help="Weights and compute in fp32.")] = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Switch this off: attention:flash, compile, or a kernel; repeatable."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run the micro-batch of an event again and name the cause; exit 1 if it is still not healthy."""
+    from dit_lora.training.replay import replay_bundle
+
+    found = replay_bundle(bundle, model=model, device=device, fp32=fp32, without=without or [])
+    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    if found.verdict is not None:
+        raise typer.Exit(CheckFailedError.exit_code)
 
 
 @app.command()

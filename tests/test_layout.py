@@ -30,6 +30,7 @@ LAYERS = (
     ),
     ("dit_lora.families",),
     ("dit_lora.training", "dit_lora.report", "dit_lora.doctor"),
+    ("dit_lora.faults",),
     ("dit_lora.cli",),
 )
 # Packages of one layer that do not know each other.

@@ -163,132 +163,131 @@ def _half_schedule(stage: Stage) -> None:
     module.register_forward_hook(hook)
 
 
-def faults() -> list[Fault]:
-    kernel = Expected("kernel", "fallback", ("kernel:wrong_op",), module=_PLACE, same_as="clean")
-    flash = Expected("attention_backend", "fallback", ("attention:flash",), close_to="clean")
-    op = Expected("data", "quarantine", ("first",), names_target=True, same_as="without")
-    checked = (("guard.preflight", True),)
-    modulate = Expected(
+_KERNEL = Expected("kernel", "fallback", ("kernel:wrong_op",), module=_PLACE, same_as="clean")
+_FLASH = Expected("attention_backend", "fallback", ("attention:flash",), close_to="clean")
+_OP = Expected("data", "quarantine", ("first",), names_target=True, same_as="without")
+_CHECKED = (("guard.preflight", True),)
+_MODULATE = Expected(
+    "kernel",
+    "fallback",
+    ("kernel:modulate", "transformer_blocks.1.norm1.linear"),
+    same_as="clean",
+)
+_LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
+_BF16 = (("model.dtype", "bf16"), ("guard.max_skips", 2))
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a fused kernel that gives NaN",
         "kernel",
-        "fallback",
-        ("kernel:modulate", "transformer_blocks.1.norm1.linear"),
-        same_as="clean",
-    )
-    lossy = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
-    bf16 = (("model.dtype", "bf16"), ("guard.max_skips", 2))
-    return [
-        Fault(
-            "a fused kernel that gives NaN",
-            "kernel",
-            "from step 3",
-            kernel,
-            _kernel(_divided, _PLACE, from_step=3),
+        "from step 3",
+        _KERNEL,
+        _kernel(_divided, _PLACE, from_step=3),
+    ),
+    Fault(
+        "a fused kernel whose backward gives NaN",
+        "kernel",
+        "from step 3",
+        _KERNEL,
+        _kernel(_bad_backward, _PLACE, from_step=3),
+    ),
+    Fault(
+        "a fused kernel that gives Inf",
+        "kernel",
+        "from step 1",
+        _KERNEL,
+        _kernel(lambda x: x / (x - x), _PLACE, from_step=1),
+    ),
+    Fault(
+        "a fused kernel that fails on one rank",
+        "kernel",
+        "from step 3, rank 1",
+        _KERNEL,
+        _kernel(_divided, _PLACE, from_step=3, rank=1),
+    ),
+    Fault(
+        "OpenDiT's wrong-row modulation",
+        "kernel",
+        "before the run",
+        _MODULATE,
+        _wrong_rows,
+        _CHECKED,
+    ),
+    Fault(
+        "a fused kernel that is wrong only backward",
+        "kernel",
+        "before the run",
+        _LOSSY,
+        _slightly_wrong_backward,
+        _CHECKED,
+    ),
+    Fault(
+        "flash attention that gives NaN",
+        "attention",
+        "from step 3",
+        _FLASH,
+        _attention(_divided),
+    ),
+    Fault(
+        "flash attention that gives NaN for a fully masked row",
+        "attention",
+        "from step 3",
+        _FLASH,
+        _attention(_masked_row),
+    ),
+    Fault(
+        "flash attention whose backward gives NaN",
+        "attention",
+        "from step 3",
+        _FLASH,
+        _attention(_bad_backward),
+    ),
+    Fault(
+        "an op that divides by zero for one sample",
+        "op",
+        "every time",
+        Expected("data", "quarantine", ("first nan in the forward",), True, _PLACE, "without"),
+        _op_of_target(_divided, _PLACE),
+    ),
+    Fault(
+        "an op that overflows for one sample",
+        "op",
+        "every time",
+        Expected(
+            "data",
+            "quarantine",
+            ("first inf in the forward",),
+            True,
+            "transformer_blocks.0.ff",
+            "without",
         ),
-        Fault(
-            "a fused kernel whose backward gives NaN",
-            "kernel",
-            "from step 3",
-            kernel,
-            _kernel(_bad_backward, _PLACE, from_step=3),
-        ),
-        Fault(
-            "a fused kernel that gives Inf",
-            "kernel",
-            "from step 1",
-            kernel,
-            _kernel(lambda x: x / (x - x), _PLACE, from_step=1),
-        ),
-        Fault(
-            "a fused kernel that fails on one rank",
-            "kernel",
-            "from step 3, rank 1",
-            kernel,
-            _kernel(_divided, _PLACE, from_step=3, rank=1),
-        ),
-        Fault(
-            "OpenDiT's wrong-row modulation",
-            "kernel",
-            "before the run",
-            modulate,
-            _wrong_rows,
-            checked,
-        ),
-        Fault(
-            "a fused kernel that is wrong only backward",
-            "kernel",
-            "before the run",
-            lossy,
-            _slightly_wrong_backward,
-            checked,
-        ),
-        Fault(
-            "flash attention that gives NaN",
-            "attention",
-            "from step 3",
-            flash,
-            _attention(_divided),
-        ),
-        Fault(
-            "flash attention that gives NaN for a fully masked row",
-            "attention",
-            "from step 3",
-            flash,
-            _attention(_masked_row),
-        ),
-        Fault(
-            "flash attention whose backward gives NaN",
-            "attention",
-            "from step 3",
-            flash,
-            _attention(_bad_backward),
-        ),
-        Fault(
-            "an op that divides by zero for one sample",
-            "op",
-            "every time",
-            Expected("data", "quarantine", ("first nan in the forward",), True, _PLACE, "without"),
-            _op_of_target(_divided, _PLACE),
-        ),
-        Fault(
-            "an op that overflows for one sample",
-            "op",
-            "every time",
-            Expected(
-                "data",
-                "quarantine",
-                ("first inf in the forward",),
-                True,
-                "transformer_blocks.0.ff",
-                "without",
-            ),
-            _op_of_target(lambda x: x * 3e38 * 3e38, "transformer_blocks.0.ff"),
-        ),
-        Fault(
-            "an op that fails only backward for one sample",
-            "op",
-            "every time",
-            Expected("data", "quarantine", ("in the backward",), True, _PLACE, "without"),
-            _op_of_target(_bad_backward, _PLACE),
-        ),
-        Fault(
-            "an op after the last block that fails",
-            "op",
-            "every time",
-            op,
-            _op_of_target(_divided, "proj_out"),
-        ),
-        Fault(
-            "a schedule that rounds to zero in bf16",
+        _op_of_target(lambda x: x * 3e38 * 3e38, "transformer_blocks.0.ff"),
+    ),
+    Fault(
+        "an op that fails only backward for one sample",
+        "op",
+        "every time",
+        Expected("data", "quarantine", ("in the backward",), True, _PLACE, "without"),
+        _op_of_target(_bad_backward, _PLACE),
+    ),
+    Fault(
+        "an op after the last block that fails",
+        "op",
+        "every time",
+        _OP,
+        _op_of_target(_divided, "proj_out"),
+    ),
+    Fault(
+        "a schedule that rounds to zero in bf16",
+        "precision",
+        "from step 3",
+        Expected(
             "precision",
-            "from step 3",
-            Expected(
-                "precision",
-                "stop",
-                ("finite in fp32",),
-                module="transformer_blocks.1.ff",
-                exit_code=3,
-            ),
-            _half_schedule,
-            bf16,
+            "stop",
+            ("finite in fp32",),
+            module="transformer_blocks.1.ff",
+            exit_code=3,
         ),
-    ]
+        _half_schedule,
+        _BF16,
+    ),
+)

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from dit_lora.config import dump_recipe
+from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import Arm, Observation, Stage, World
 from dit_lora.files import write_whole
@@ -150,9 +151,10 @@ def _killed(fault: Fault, world: World) -> Observation:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         alone = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
         head = [sys.executable, *(launch if ranks > 1 else [])]
-        subprocess.run(
-            [*head, "-m", "dit_lora.faults.killed", str(config)], env=alone, capture_output=True
-        )
+        killed = [*head, "-m", "dit_lora.faults.killed", str(config)]
+        subprocess.run(killed, env=alone, capture_output=True)
+        if not list((Path(recipe.run.dir) / "checkpoints").glob(".step_*.partial")):
+            raise DitLoraError("kill -9 left no partial checkpoint: the fault was not injected")
     world.accelerator.wait_for_everyone()
     return world.observe(fault.name, None, (("train.resume", "auto"),))
 
@@ -171,76 +173,74 @@ _TORCHRUN = (
 )
 
 
-def faults() -> list[Fault]:
-    def refused(*words: str, exit_code: int = 2) -> Expected:
-        return Expected("refused", "refused", words, exit_code=exit_code)
+def _refused(*words: str, exit_code: int = 2) -> Expected:
+    return Expected("refused", "refused", words, exit_code=exit_code)
 
-    rolled = Expected("weights", "rollback", same_as="clean")
-    resumed = Expected("none", "none", same_as="clean")
-    held_out = (("validation.held_out_draws", 1),)
-    not_usable = "the encoder's output is not usable"
-    return [
-        Fault(
-            "NaN from the VAE",
-            "caching",
-            "before the run",
-            refused(not_usable, "1 NaN"),
-            play=_encoder_gives(torch.nan),
-        ),
-        Fault(
-            "Inf from the VAE",
-            "caching",
-            "before the run",
-            refused(not_usable, "1 Inf"),
-            play=_encoder_gives(torch.inf),
-        ),
-        Fault("a clip that breaks off", "media", "before the run", refused("02_"), play=_cut_clip),
-        Fault(
-            "a held-out loss that is NaN",
-            "validation",
-            "before and after",
-            Expected("unknown", "report", ("held-out loss",), same_as="clean"),
-            _held_out,
-            held_out,
-        ),
-        Fault(
-            "NaN in a weight while saving",
-            "saving",
-            "after step 3",
-            rolled,
-            _before_save(torch.nan, -1),
-        ),
-        Fault(
-            "Inf in a weight of one rank while saving",
-            "saving",
-            "after step 3, rank 1",
-            rolled,
-            _before_save(torch.inf, 1),
-        ),
-        Fault(
-            "NaN in a weight before the adapter is written",
-            "saving",
-            "at the end",
-            refused("refused to save", exit_code=1),
-            _before_adapter,
-        ),
-        Fault(
-            "a full disk while saving",
-            "saving",
-            "step 6",
-            refused("No space left", "step_000003"),
-            _disk_full,
-        ),
-        Fault("a truncated checkpoint", "resume", "step 5", resumed, play=_resumed(_truncate)),
-        Fault(
-            "a NaN written into a checkpoint", "resume", "step 5", resumed, play=_resumed(_poison)
-        ),
-        Fault(
-            "a checkpoint without its manifest",
-            "resume",
-            "step 5",
-            resumed,
-            play=_resumed(_without_manifest),
-        ),
-        Fault("kill -9 in a save", "saving", "step 3", resumed, play=_killed),
-    ]
+
+_ROLLED = Expected("weights", "rollback", same_as="clean")
+_RESUMED = Expected("none", "none", same_as="clean")
+_HELD_OUT = (("validation.held_out_draws", 1),)
+_NOT_USABLE = "the encoder's output is not usable"
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "NaN from the VAE",
+        "caching",
+        "before the run",
+        _refused(_NOT_USABLE, "1 NaN"),
+        play=_encoder_gives(torch.nan),
+    ),
+    Fault(
+        "Inf from the VAE",
+        "caching",
+        "before the run",
+        _refused(_NOT_USABLE, "1 Inf"),
+        play=_encoder_gives(torch.inf),
+    ),
+    Fault("a clip that breaks off", "media", "before the run", _refused("02_"), play=_cut_clip),
+    Fault(
+        "a held-out loss that is NaN",
+        "validation",
+        "before and after",
+        Expected("unknown", "report", ("held-out loss",), same_as="clean"),
+        _held_out,
+        _HELD_OUT,
+    ),
+    Fault(
+        "NaN in a weight while saving",
+        "saving",
+        "after step 3",
+        _ROLLED,
+        _before_save(torch.nan, -1),
+    ),
+    Fault(
+        "Inf in a weight of one rank while saving",
+        "saving",
+        "after step 3, rank 1",
+        _ROLLED,
+        _before_save(torch.inf, 1),
+    ),
+    Fault(
+        "NaN in a weight before the adapter is written",
+        "saving",
+        "at the end",
+        _refused("refused to save", exit_code=1),
+        _before_adapter,
+    ),
+    Fault(
+        "a full disk while saving",
+        "saving",
+        "step 6",
+        _refused("No space left", "step_000003"),
+        _disk_full,
+    ),
+    Fault("a truncated checkpoint", "resume", "step 5", _RESUMED, play=_resumed(_truncate)),
+    Fault("a NaN written into a checkpoint", "resume", "step 5", _RESUMED, play=_resumed(_poison)),
+    Fault(
+        "a checkpoint without its manifest",
+        "resume",
+        "step 5",
+        _RESUMED,
+        play=_resumed(_without_manifest),
+    ),
+    Fault("kill -9 in a save", "saving", "step 3", _RESUMED, play=_killed),
+)

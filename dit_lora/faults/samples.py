@@ -120,6 +120,27 @@ def _loss_of_target(value: float, *, once: bool = False) -> Arm:
     return arm
 
 
+def _loss_in_micro_step(value: float, micro_step: int, rank: int = -1) -> Arm:
+    """One micro-step of the third step, once; on one rank or on all."""
+
+    def arm(stage: Stage) -> None:
+        calls: list[int] = []
+        stage.before_step(3, lambda: calls.append(0))
+
+        def change(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
+            if not calls:
+                return output
+            calls[0] += 1
+            here = rank in (-1, stage.rank) or rank >= stage.ranks
+            if here and calls[0] == micro_step + 1:
+                return LossOutput(output.losses * value, output.timesteps)
+            return output
+
+        stage.checkpoint.after.append(change)
+
+    return arm
+
+
 def _with_one_draw(value: float, stream: str) -> Arm:
     """A bad value in what is drawn for the target in its second epoch, and only there."""
 
@@ -154,93 +175,106 @@ def _bad_timestep(stage: Stage) -> None:
 _LATE = 900
 
 
-def drawn() -> list[Fault]:
-    """Samples that are good, and something that is drawn for them or computed of them is not."""
-    always = Expected("data", "quarantine", names_target=True, same_as="without")
-    transient = Expected("transient", "retry", same_as="clean")
-    this_draw = Expected("inputs", "skip", ("only with this noise",), names_target=True)
-    late = Expected("inputs", "skip", ("only with this noise",), module="time_proj")
-    return [
-        Fault(
-            "NaN in a latent at every read",
-            "latent",
-            "every time",
-            always,
-            _in_target(torch.nan, "latent_mean"),
-        ),
-        Fault(
-            "Inf in a latent at every read",
-            "latent",
-            "every time",
-            always,
-            _in_target(torch.inf, "latent_mean"),
-        ),
-        Fault(
-            "NaN in a posterior logvar",
-            "posterior",
-            "every time",
-            always,
-            _in_target(torch.nan, "latent_logvar"),
-        ),
-        Fault(
-            "an overflowing posterior logvar",
-            "posterior",
-            "every time",
-            always,
-            _in_target(500.0, "latent_logvar"),
-        ),
-        Fault(
-            "NaN in a text embedding",
-            "text",
-            "every time",
-            always,
-            _in_target(torch.nan, "prompt_embeds"),
-        ),
-        Fault(
-            "Inf in a text embedding",
-            "text",
-            "every time",
-            always,
-            _in_target(torch.inf, "prompt_embeds"),
-        ),
-        Fault(
-            "NaN in a latent, once",
-            "latent",
-            "once",
-            transient,
-            _in_target(torch.nan, "latent_mean", once=True),
-        ),
-        Fault(
-            "Inf in a text embedding, once",
-            "text",
-            "once",
-            transient,
-            _in_target(torch.inf, "prompt_embeds", once=True),
-        ),
-        Fault("NaN loss of one sample", "loss", "every time", always, _loss_of_target(torch.nan)),
-        Fault("Inf loss of one sample", "loss", "every time", always, _loss_of_target(torch.inf)),
-        Fault("NaN loss, once", "loss", "once", transient, _loss_of_target(torch.nan, once=True)),
-        Fault("Inf loss, once", "loss", "once", transient, _loss_of_target(torch.inf, once=True)),
-        Fault(
-            "NaN in the noise of one draw",
-            "noise",
-            "step 3",
-            this_draw,
-            _with_one_draw(torch.nan, "noise"),
-        ),
-        Fault(
-            "Inf in the noise of one draw",
-            "noise",
-            "step 3",
-            this_draw,
-            _with_one_draw(torch.inf, "noise"),
-        ),
-        Fault(
-            "NaN in a posterior draw",
-            "posterior",
-            "step 3",
-            this_draw,
-            _with_one_draw(torch.nan, "posterior"),
-        ),
-        Fault("late timesteps that are not finite", "timestep", "t > 900", late, _bad_timestep),
-    ]
+# Samples that are good, and something that is drawn for them or computed of them is not.
+_ALWAYS = Expected("data", "quarantine", names_target=True, same_as="without")
+_TRANSIENT = Expected("transient", "retry", same_as="clean")
+_THIS_DRAW = Expected("inputs", "skip", ("only with this noise",), names_target=True)
+_LATE_DRAW = Expected("inputs", "skip", ("only with this noise",), module="time_proj")
+DRAWN: tuple[Fault, ...] = (
+    Fault(
+        "NaN in a latent at every read",
+        "latent",
+        "every time",
+        _ALWAYS,
+        _in_target(torch.nan, "latent_mean"),
+    ),
+    Fault(
+        "Inf in a latent at every read",
+        "latent",
+        "every time",
+        _ALWAYS,
+        _in_target(torch.inf, "latent_mean"),
+    ),
+    Fault(
+        "NaN in a posterior logvar",
+        "posterior",
+        "every time",
+        _ALWAYS,
+        _in_target(torch.nan, "latent_logvar"),
+    ),
+    Fault(
+        "an overflowing posterior logvar",
+        "posterior",
+        "every time",
+        _ALWAYS,
+        _in_target(500.0, "latent_logvar"),
+    ),
+    Fault(
+        "NaN in a text embedding",
+        "text",
+        "every time",
+        _ALWAYS,
+        _in_target(torch.nan, "prompt_embeds"),
+    ),
+    Fault(
+        "Inf in a text embedding",
+        "text",
+        "every time",
+        _ALWAYS,
+        _in_target(torch.inf, "prompt_embeds"),
+    ),
+    Fault(
+        "NaN in a latent, once",
+        "latent",
+        "once",
+        _TRANSIENT,
+        _in_target(torch.nan, "latent_mean", once=True),
+    ),
+    Fault(
+        "Inf in a text embedding, once",
+        "text",
+        "once",
+        _TRANSIENT,
+        _in_target(torch.inf, "prompt_embeds", once=True),
+    ),
+    Fault("NaN loss of one sample", "loss", "every time", _ALWAYS, _loss_of_target(torch.nan)),
+    Fault("Inf loss of one sample", "loss", "every time", _ALWAYS, _loss_of_target(torch.inf)),
+    Fault("NaN loss, once", "loss", "once", _TRANSIENT, _loss_of_target(torch.nan, once=True)),
+    Fault("Inf loss, once", "loss", "once", _TRANSIENT, _loss_of_target(torch.inf, once=True)),
+    Fault(
+        "NaN loss in the last micro-step",
+        "loss",
+        "step 3, micro-step 1",
+        _TRANSIENT,
+        _loss_in_micro_step(torch.nan, 1),
+    ),
+    Fault(
+        "NaN loss in the first micro-step of one rank",
+        "loss",
+        "step 3, rank 1",
+        _TRANSIENT,
+        _loss_in_micro_step(torch.nan, 0, rank=1),
+    ),
+    Fault(
+        "NaN in the noise of one draw",
+        "noise",
+        "step 3",
+        _THIS_DRAW,
+        _with_one_draw(torch.nan, "noise"),
+    ),
+    Fault(
+        "Inf in the noise of one draw",
+        "noise",
+        "step 3",
+        _THIS_DRAW,
+        _with_one_draw(torch.inf, "noise"),
+    ),
+    Fault(
+        "NaN in a posterior draw",
+        "posterior",
+        "step 3",
+        _THIS_DRAW,
+        _with_one_draw(torch.nan, "posterior"),
+    ),
+    Fault("late timesteps that are not finite", "timestep", "t > 900", _LATE_DRAW, _bad_timestep),
+)

@@ -126,139 +126,134 @@ _HIGH = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e3}}))
 _HUGE = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e38}}))
 
 
-def faults() -> list[Fault]:
-    rolled = Expected(
-        "weights", "rollback", ("1 NaN",), module="to_k.lora_B.default", same_as="clean"
-    )
-    rolled_inf = Expected(
-        "weights", "rollback", ("1 Inf",), module="to_k.lora_B.default", same_as="clean"
-    )
-    moment = Expected("optimizer", "rollback", module="to_k.lora_B.default", same_as="clean")
-    retried = Expected("transient", "retry", same_as="clean")
-    diverged = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
-    return [
-        Fault(
-            "NaN in an adapter weight", "weights", "before step 4", rolled, _weight(torch.nan, 4)
-        ),
-        Fault(
-            "Inf in an adapter weight",
-            "weights",
-            "before step 4",
-            rolled_inf,
-            _weight(torch.inf, 4),
-        ),
-        Fault(
-            "NaN in an adapter weight of one rank",
-            "weights",
-            "before step 4, rank 1",
-            rolled,
-            _weight(torch.nan, 4, rank=1),
-        ),
-        Fault(
-            "NaN in an adapter weight at the last step",
-            "weights",
-            "before step 6",
-            rolled,
-            _weight(torch.nan, 6),
-        ),
-        Fault(
-            "NaN in an adapter weight at the first step",
-            "weights",
-            "before step 1",
-            rolled,
-            _weight(torch.nan, 1),
-        ),
-        Fault(
-            "NaN in AdamW's first moment",
-            "optimizer",
-            "before step 4",
-            moment,
-            _moment(torch.nan, 4, "exp_avg"),
-        ),
-        Fault(
-            "NaN in AdamW's second moment",
-            "optimizer",
-            "before step 4",
-            moment,
-            _moment(torch.nan, 4, "exp_avg_sq"),
-        ),
-        Fault(
-            "Inf in AdamW's first moment",
-            "optimizer",
-            "before step 4",
-            moment,
-            _moment(torch.inf, 4, "exp_avg"),
-        ),
-        Fault(
-            "a negative second moment of one rank",
-            "optimizer",
-            "before step 5, rank 1",
-            Expected("optimizer", "rollback", ("not be negative",), same_as="clean"),
-            _moment(-1.0, 5, "exp_avg_sq", rank=1),
-        ),
-        Fault(
-            "NaN in one gradient element, once",
-            "gradient",
-            "step 3",
-            retried,
-            _gradient(_one_nan, name=_WHERE, once=True),
-        ),
-        Fault(
-            "NaN in one gradient element of one rank",
-            "gradient",
-            "step 3, rank 1",
-            retried,
-            _gradient(_one_nan, name=_WHERE, once=True, rank=1),
-        ),
-        Fault(
-            "Inf in all gradients, once",
-            "gradient",
-            "step 3",
-            retried,
-            _gradient(lambda g: g * torch.inf, name=None, once=True),
-        ),
-        Fault(
-            "NaN in all gradients, once",
-            "gradient",
-            "step 3",
-            retried,
-            _gradient(lambda g: g * torch.nan, name=None, once=True),
-        ),
-        Fault(
-            "all gradients zero, once",
-            "gradient",
-            "step 3",
-            retried,
-            _gradient(torch.zeros_like, name=None, once=True),
-        ),
-        Fault(
-            "a loss that no longer depends on the model",
-            "gradient",
-            "from step 3",
-            Expected("unknown", "stop", exit_code=3),
-            _zero_loss,
-        ),
-        Fault(
-            "NaN in a frozen weight",
-            "base",
-            "before step 4",
-            Expected("weights", "stop", ("frozen weight",), module="ff.net.2", exit_code=3),
-            _frozen,
-        ),
-        Fault("learning rate 1e3", "learning rate", "from the start", diverged, None, _HIGH),
-        Fault("learning rate 1e38", "learning rate", "from the start", diverged, None, _HUGE),
-        Fault(
-            "a micro-batch of which every sample is bad",
-            "latent",
-            "every time",
-            Expected("data", "quarantine"),
-            _two_samples,
-        ),
-        Fault(
-            "a weight and a sample at once",
-            "weights",
-            "before step 4",
-            Expected("weights", "rollback", same_as="without"),
-            _weight_and_sample,
-        ),
-    ]
+_ROLLED = Expected("weights", "rollback", ("1 NaN",), module="to_k.lora_B.default", same_as="clean")
+_ROLLED_INF = Expected(
+    "weights", "rollback", ("1 Inf",), module="to_k.lora_B.default", same_as="clean"
+)
+_MOMENT = Expected("optimizer", "rollback", module="to_k.lora_B.default", same_as="clean")
+_RETRIED = Expected("transient", "retry", same_as="clean")
+_DIVERGED = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
+FAULTS: tuple[Fault, ...] = (
+    Fault("NaN in an adapter weight", "weights", "before step 4", _ROLLED, _weight(torch.nan, 4)),
+    Fault(
+        "Inf in an adapter weight",
+        "weights",
+        "before step 4",
+        _ROLLED_INF,
+        _weight(torch.inf, 4),
+    ),
+    Fault(
+        "NaN in an adapter weight of one rank",
+        "weights",
+        "before step 4, rank 1",
+        _ROLLED,
+        _weight(torch.nan, 4, rank=1),
+    ),
+    Fault(
+        "NaN in an adapter weight at the last step",
+        "weights",
+        "before step 6",
+        _ROLLED,
+        _weight(torch.nan, 6),
+    ),
+    Fault(
+        "NaN in an adapter weight at the first step",
+        "weights",
+        "before step 1",
+        _ROLLED,
+        _weight(torch.nan, 1),
+    ),
+    Fault(
+        "NaN in AdamW's first moment",
+        "optimizer",
+        "before step 4",
+        _MOMENT,
+        _moment(torch.nan, 4, "exp_avg"),
+    ),
+    Fault(
+        "NaN in AdamW's second moment",
+        "optimizer",
+        "before step 4",
+        _MOMENT,
+        _moment(torch.nan, 4, "exp_avg_sq"),
+    ),
+    Fault(
+        "Inf in AdamW's first moment",
+        "optimizer",
+        "before step 4",
+        _MOMENT,
+        _moment(torch.inf, 4, "exp_avg"),
+    ),
+    Fault(
+        "a negative second moment of one rank",
+        "optimizer",
+        "before step 5, rank 1",
+        Expected("optimizer", "rollback", ("not be negative",), same_as="clean"),
+        _moment(-1.0, 5, "exp_avg_sq", rank=1),
+    ),
+    Fault(
+        "NaN in one gradient element, once",
+        "gradient",
+        "step 3",
+        _RETRIED,
+        _gradient(_one_nan, name=_WHERE, once=True),
+    ),
+    Fault(
+        "NaN in one gradient element of one rank",
+        "gradient",
+        "step 3, rank 1",
+        _RETRIED,
+        _gradient(_one_nan, name=_WHERE, once=True, rank=1),
+    ),
+    Fault(
+        "Inf in all gradients, once",
+        "gradient",
+        "step 3",
+        _RETRIED,
+        _gradient(lambda g: g * torch.inf, name=None, once=True),
+    ),
+    Fault(
+        "NaN in all gradients, once",
+        "gradient",
+        "step 3",
+        _RETRIED,
+        _gradient(lambda g: g * torch.nan, name=None, once=True),
+    ),
+    Fault(
+        "all gradients zero, once",
+        "gradient",
+        "step 3",
+        _RETRIED,
+        _gradient(torch.zeros_like, name=None, once=True),
+    ),
+    Fault(
+        "a loss that no longer depends on the model",
+        "gradient",
+        "from step 3",
+        Expected("unknown", "stop", exit_code=3),
+        _zero_loss,
+    ),
+    Fault(
+        "NaN in a frozen weight",
+        "base",
+        "before step 4",
+        Expected("weights", "stop", ("frozen weight",), module="ff.net.2", exit_code=3),
+        _frozen,
+    ),
+    Fault("learning rate 1e3", "learning rate", "from the start", _DIVERGED, None, _HIGH),
+    Fault("learning rate 1e38", "learning rate", "from the start", _DIVERGED, None, _HUGE),
+    Fault(
+        "a micro-batch of which every sample is bad",
+        "latent",
+        "every time",
+        Expected("data", "quarantine"),
+        _two_samples,
+    ),
+    Fault(
+        "a weight and a sample at once",
+        "weights",
+        "before step 4",
+        Expected("weights", "rollback", same_as="without"),
+        _weight_and_sample,
+    ),
+)

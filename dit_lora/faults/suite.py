@@ -6,6 +6,8 @@ torchrun --nproc_per_node 2 -m dit_lora.faults.suite OUT.json [PATTERN]      # w
 import fnmatch
 import json
 import logging
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,9 +18,10 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from tqdm import tqdm
 
 from dit_lora.errors import DitLoraError
-from dit_lora.faults import ops, phases, samples, state
+from dit_lora.faults import loops, ops, phases, samples, state
 from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.world import World
 from dit_lora.files import write_whole
@@ -26,7 +29,14 @@ from dit_lora.files import write_whole
 
 def catalog() -> list[Fault]:
     """Every fault, in the order of the table."""
-    return [*samples.cached(), *samples.drawn(), *state.faults(), *ops.faults(), *phases.faults()]
+    return [
+        *samples.cached(),
+        *samples.DRAWN,
+        *state.FAULTS,
+        *ops.FAULTS,
+        *phases.FAULTS,
+        *loops.FAULTS,
+    ]
 
 
 def chosen(pattern: str | None) -> list[Fault]:
@@ -36,6 +46,34 @@ def chosen(pattern: str | None) -> list[Fault]:
         names = ", ".join(fault.name for fault in catalog())
         raise DitLoraError(f"no fault is called {pattern!r}; there are: {names}")
     return faults
+
+
+def run_suite(pattern: str | None, ranks: int) -> list[Judged]:
+    """Judge every chosen fault, in this process or on several ranks that torchrun starts."""
+    faults = chosen(pattern)
+    if ranks == 1:
+        bar = tqdm(judge_all(faults), total=len(faults), desc="faults", unit="fault")
+        return list(bar)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "judged.json"
+        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        arguments = [str(out), *([pattern] if pattern else [])]
+        command = [sys.executable, "-m", *launch, "-m", "dit_lora.faults.suite", *arguments]
+        done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
+        if done.returncode or not out.exists():
+            raise DitLoraError(f"the suite ended with {done.returncode} on {ranks} ranks")
+        lines = json.loads(out.read_text(encoding="utf-8"))
+    return [Judged(**{**line, "why": tuple(line["why"])}) for line in lines]
+
+
+def totals(judged: Sequence[Judged]) -> dict[str, int]:
+    """What the last line of the table says."""
+    return {
+        "faults": len(judged),
+        "named": sum(one.named for one in judged),
+        "recovered": sum(one.recovered for one in judged),
+        "poisoned_files": sum(one.poisoned_files for one in judged),
+    }
 
 
 def judge_all(faults: Sequence[Fault]) -> Iterator[Judged]:
@@ -55,10 +93,15 @@ def judge_all(faults: Sequence[Fault]) -> Iterator[Judged]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Judge and write the lines from the main process."""
+    """Judge on every rank; the main process writes the lines."""
     out, pattern = Path(argv[0]), argv[1] if len(argv) > 1 else None
-    lines = [asdict(one) for one in judge_all(chosen(pattern))]
-    if Accelerator().is_main_process:
+    faults = chosen(pattern)
+    is_main = os.environ.get("RANK", "0") == "0"
+    bar = tqdm(
+        judge_all(faults), total=len(faults), desc="faults", unit="fault", disable=not is_main
+    )
+    lines = [asdict(one) for one in bar]
+    if is_main:
         write_whole(out, json.dumps(lines))
 
 

@@ -61,6 +61,9 @@ class Layout(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> "Layout":
         return cls(tuple(tensor.shape), tensor.stride())
 
+    def __str__(self) -> str:
+        return "x".join(map(str, self.shape))
+
     def first(self, heads: int) -> "Layout":
         """One sample and at most so many heads of it, at the same strides."""
         lead = self.shape[:-2]
@@ -126,24 +129,27 @@ class AttentionCall:
         return _TF32_TOLERANCE if tf32 and self.dtype is torch.float32 else TOLERANCE[self.dtype]
 
     def __str__(self) -> str:
-        layouts = {"q": self.query, "k": self.key, "v": self.value}
-        words = [f"{name} {_times(layout.shape)}" for name, layout in layouts.items()]
-        words.append(f"{self.dtype} on {self.device}")
+        words = [f"q {self.query}, k {self.key}, v {self.value}, {self.dtype} on {self.device}"]
         if self.mask is not None:
             empty = " with empty rows" if self.mask.empty_row else ""
-            words.append(f"{self.mask.dtype} mask {_times(self.mask.layout.shape)}{empty}")
+            words.append(f"{self.mask.dtype} mask {self.mask.layout}{empty}")
         words += ["causal"] * self.is_causal + ["grouped queries"] * self.enable_gqa
         return ", ".join(words)
 
     def small(self) -> "AttentionCall":
-        """The same call on one sample and two heads; lengths, D and strides, on which bugs depend, stay."""
-        shared = 1 if self.enable_gqa else 2
+        """The same call on one sample and two heads; lengths, D and strides, on which bugs depend, stay.
+
+        Of grouped queries two groups of two stay.
+        """
+        key, heads = self.key.first(2), 2
+        if self.enable_gqa:
+            heads = key.shape[-3] * min(2, self.query.shape[-3] // self.key.shape[-3])
         return replace(
             self,
-            query=self.query.first(2),
-            key=self.key.first(shared),
-            value=self.value.first(shared),
-            mask=self.mask and replace(self.mask, layout=self.mask.layout.first(2)),
+            query=self.query.first(heads),
+            key=key,
+            value=self.value.first(2),
+            mask=self.mask and replace(self.mask, layout=self.mask.layout.first(heads)),
         )
 
 
@@ -390,7 +396,3 @@ def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor
 
 def _rms(tensor: torch.Tensor) -> float:
     return tensor.double().square().mean().sqrt().item()
-
-
-def _times(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))

@@ -208,26 +208,25 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
         timesteps = tuple(outcome.timesteps[row] for row in rows)
     # What the forward hid may still be what the backward chokes on.
     origin = trace.origin or next(iter(trace.hidden), None)
-    if origin is None:
-        return _given(replace(verdict, timesteps=timesteps), trace, micro_batch)
-    place = f" at {origin.module}" if origin.module else " outside the model, in the loss"
-    words = f"{verdict.words}; first {origin.kind} in the {origin.direction}: {origin.op}{place}"
     ids = verdict.sample_ids
     if verdict.cause == "unknown" and not outcome.gradient_is_zero:
         ids = micro_batch.ids  # nothing else is left: the weights were healthy a step ago
+    verdict = replace(verdict, sample_ids=ids, timesteps=timesteps)
+    if origin is None:
+        return _given(verdict, trace)
+    place = f" at {origin.module}" if origin.module else " outside the model, in the loss"
+    words = f"{verdict.words}; first {origin.kind} in the {origin.direction}: {origin.op}{place}"
     return replace(
         verdict,
         words=words,
-        sample_ids=ids,
         module=origin.module,
         op=origin.op,
         direction=origin.direction,
         dtype=origin.dtype,
-        timesteps=timesteps,
     )
 
 
-def _given(verdict: Verdict, trace: Trace, micro_batch: MicroBatch) -> Verdict:
+def _given(verdict: Verdict, trace: Trace) -> Verdict:
     """No op is to blame: the model was given bad values, though the samples' own are good."""
     if not trace.bad_inputs or verdict.cause not in ("unknown", "data", "inputs"):
         return verdict
@@ -235,7 +234,7 @@ def _given(verdict: Verdict, trace: Trace, micro_batch: MicroBatch) -> Verdict:
     words = f"{verdict.words}; the model was given values that are not finite, though the cached ones are: {given}"
     if verdict.cause != "unknown":
         return replace(verdict, words=words)
-    return replace(verdict, cause="inputs", words=words, sample_ids=micro_batch.ids)
+    return replace(verdict, cause="inputs", words=words)
 
 
 def _samples_at_fault(case: _Case) -> list[str]:

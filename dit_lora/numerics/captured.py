@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.objectives import LossOutput
 
@@ -30,6 +31,7 @@ class CapturedCall:
     cuda_random_state: torch.Tensor | None
     generator: tuple[torch.Generator, torch.Tensor] | None = None
     """The loop's own generator and the state it was in."""
+    output: torch.Tensor | None = None
     output_gradient: torch.Tensor | None = None
 
     @property
@@ -41,9 +43,14 @@ class CapturedCall:
         named = {f"argument {i}": arg for i, arg in enumerate(self.args)} | self.kwargs
         rows = {n: t for n, t in named.items() if _has_rows(t, self.batch_size)}
         gradient = self.output_gradient
-        if gradient is not None and _has_rows(gradient, self.batch_size):
+        # What came back to a bad output is bad by that; to a good one, by the loss or its target.
+        if gradient is not None and self.output_is_finite and _has_rows(gradient, self.batch_size):
             rows[OUTPUT_GRADIENT] = gradient
         return rows
+
+    @property
+    def output_is_finite(self) -> bool:
+        return self.output is not None and is_finite(self.output)
 
     def single(self, index: int) -> "CapturedCall":
         """The call of one sample."""
@@ -58,6 +65,7 @@ class CapturedCall:
             self.random_state,
             self.cuda_random_state,
             self.generator,
+            row(self.output),
             row(self.output_gradient),
         )
 
@@ -71,7 +79,9 @@ class CapturedCall:
             generator.set_state(state)
         output = main_output(model(*self.args, **self.kwargs))
         gradient = self.output_gradient
-        weighted = output.float() if gradient is None else output.float() * gradient.float()
+        # The gradient that came back to a bad output is bad whatever the model does now.
+        usable = gradient if self.output_is_finite else None
+        weighted = output.float() if usable is None else output.float() * usable.float()
         losses = weighted.flatten(1).sum(1) if weighted.ndim else weighted[None]
         return LossOutput(losses, self._timesteps(len(losses)))
 
@@ -119,6 +129,27 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
+    def out_of_range(self) -> list[str]:
+        """Samples of the last call whose integers no embedding table of the model has, in words."""
+        if not self.calls:
+            return []
+        call, tables = (
+            self.calls[-1],
+            {
+                name: table.num_embeddings
+                for name, table in self.model.named_modules()
+                if isinstance(table, nn.Embedding)
+            },
+        )
+        given = {n: t for n, t in call.tensors().items() if not t.is_floating_point()}
+        return [
+            f"{call.ids[row]}: {name} has {int(values.max())}, {table} has 0..{size - 1}"
+            for name, tensor in given.items()
+            for table, size in tables.items()
+            for row, values in enumerate(tensor)
+            if int(values.max()) >= size
+        ]
+
     def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _is_training():
             return
@@ -139,6 +170,7 @@ class Recorder:
         if not _is_training():
             return
         call, tensor = self.calls[-1], main_output(output)
+        call.output = tensor.detach()
         if tensor.requires_grad:
 
             def keep(gradient: torch.Tensor) -> None:

@@ -7,11 +7,13 @@ a step whose loss or gradient is not finite on any rank is not taken, and `lr_sc
 Only then the micro-batch is replayed, and the cause named.
 """
 
+import functools
 import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, weight_peak
 from dit_lora.numerics.captured import Recorder
 from dit_lora.numerics.gate import NonFiniteError, local, weights_are_bad
+from dit_lora.numerics.loop_state import LoopState
 from dit_lora.numerics.policy import Action, Policy
-from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.switches import attention_switches, compile_switches, find_switch
 from dit_lora.numerics.verdict import Verdict
 
@@ -58,9 +60,7 @@ class Guard:
         self._model = accelerator.unwrap_model(model)
         self._policy = Policy(config)
         self._recorder = Recorder(self._model, self._ids_of_call)
-        self._snapshots = Snapshots(self._state, every=config.snapshot_every)
-        self._schedules: list[Any] = []
-        self._schedule_states: dict[int, list[dict[str, Any]]] = {}
+        self._state = LoopState(self._model, optimizer, every=config.snapshot_every)
         self._named: tuple[str, ...] = ()
         self._bad_losses: list[torch.Tensor] = []
         self._bad_gradients: torch.Tensor | None = None
@@ -68,9 +68,9 @@ class Guard:
         self._tripped = False
         self.suspects = Suspects(
             model=self._model,
-            optimizer_state=lambda: self._optimizer_state().items(),
+            optimizer_state=lambda: self._state.optimizer_tensors().items(),
             switches=[*attention_switches(), *compile_switches(self._model)],
-            start_peak=weight_peak(self._trainables().values()),
+            start_peak=weight_peak(self._state.trainables().values()),
         )
 
     @classmethod
@@ -99,6 +99,7 @@ class Guard:
             config=config or GuardConfig(),
             folder=Path(folder) if folder is not None else None,
         )
+        guard._require_wide_weights()
         guard._watch(lr_scheduler, ema)
         return guard
 
@@ -108,11 +109,20 @@ class Guard:
     ) -> Iterator[None]:
         """Name the samples of the forward passes within, in the order of their rows.
 
-        A replay puts `generator` back where it is now; torch's own are put back anyway.
+        A replay puts `generator` back where it is now; torch's own are put back anyway. An index that no
+        embedding table of the model has raises `DitLoraError` with the sample's name (on a CPU; a GPU ends
+        the process).
         """
         self._named, self._recorder.generator = tuple(ids), generator
         try:
             yield
+        except IndexError as error:
+            offenders = self._recorder.out_of_range()
+            if not offenders:
+                raise
+            raise DitLoraError(
+                listed("no table of the model has these indices", offenders)
+            ) from error
         finally:
             self._named, self._recorder.generator = (), None
 
@@ -131,14 +141,38 @@ class Guard:
         for owner in (lr_scheduler, ema):
             if owner is not None:
                 self._patch(owner, "step", self._unless_tripped)
-        self._schedules = [*self.accelerator._schedulers, *([lr_scheduler] if lr_scheduler else [])]
+        own = [lr_scheduler] if lr_scheduler else []
+        self._state.schedules = [*self.accelerator._schedulers, *own]
         self._recorder.start()
-        self._take_snapshot(0)
+        self._state.take(0)
+
+    def _require_wide_weights(self) -> None:
+        """fp16 weights cannot be trained: AdamW's eps of 1e-8 is 0 there, and 0 / 0 is NaN."""
+        dtypes = {name: p.dtype for name, p in self._state.trainables().items()}
+        if torch.float16 in dtypes.values():
+            names = [name for name, dtype in dtypes.items() if dtype is torch.float16]
+            raise DitLoraError(
+                listed(
+                    f"{len(names)} trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast "
+                    "them to fp32 before accelerator.prepare",
+                    names[:10],
+                )
+            )
+        if torch.bfloat16 in dtypes.values():
+            _LOG.warning(
+                "guard: trained parameters are bf16: small updates round to nothing; use fp32"
+            )
 
     def _patch(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         self._patched.append((owner, name, original))
-        setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+        # With the marks that torch's schedulers leave on `optimizer.step`.
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
 
     def _unless_tripped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if self._tripped else original(*args, **kwargs)
@@ -161,7 +195,9 @@ class Guard:
         if self.accelerator.scaler is not None or not self.accelerator.sync_gradients:
             return
         if self._bad_gradients is None:
-            gradients = [local(p.grad) for p in self._trainables().values() if p.grad is not None]
+            gradients = [
+                local(p.grad) for p in self._state.trainables().values() if p.grad is not None
+            ]
             if not gradients:
                 self._bad_gradients = torch.tensor(True, device=self.accelerator.device)
                 return
@@ -177,14 +213,14 @@ class Guard:
         if kind is not None:
             self._recover(kind)
             return None
-        self._snapshots.before_update()
+        self._state.snapshots.before_update()
         result = original(*args, **kwargs)
         self._check_scaler()
         self._bad_weights = weights_are_bad(self.optimizer)
         self._next_step()
-        if self._snapshots.due(self.step - 1):
+        if self._state.snapshots.due(self.step - 1):
             self.require_finite()
-            self._take_snapshot(self.step - 1)
+            self._state.take(self.step - 1)
         return result
 
     def _tripped_by(self) -> str | None:
@@ -260,9 +296,11 @@ class Guard:
         return [sample for event in self.events for sample in event["sample_ids"]]
 
     def _feasible(self, action: Action) -> Action:
-        if action.kind == "rollback" and not self._snapshots.steps:
-            return Action("stop", why="no snapshot is held")
-        return action
+        if action.kind == "rollback" and not self._state.forget_bad():
+            return Action("stop", why="no snapshot that is finite is held")
+        # Which samples come next is the loop's own affair: all that can be done here is not to step.
+        samples_only = action.kind in ("retry", "quarantine")
+        return replace(action, kind="skip") if samples_only else action
 
     def _act(self, action: Action) -> str:
         if action.kind == "fallback":
@@ -274,28 +312,12 @@ class Guard:
         return "the step was not taken"
 
     def _roll_back(self, action: Action) -> str:
-        for held in reversed(self._snapshots.steps):
-            if gather_object(self._snapshots.finite(held)):  # bad on any rank
-                self._snapshots.forget(held)
-        if not self._snapshots.steps:
-            raise DitLoraError("guard: no snapshot that is finite is left to go back to")
-        target = self._snapshots.steps[-1]
-        born_since = self._snapshots.restore(target)
-        for key in [key for key in self.optimizer.state if self._state_names(key) & {*born_since}]:
-            del self.optimizer.state[key]
-        for schedule, state in zip(self._schedules, self._schedule_states[target], strict=True):
-            schedule.load_state_dict(state)
+        target = self._state.snapshots.steps[-1]
+        self._state.restore(target)
         self._bad_weights = None
         if action.lower_lr:
-            self._lower_rates()
+            self._state.lower_rates(self.config.rollback_lr)
         return f"weights and optimizer are those of step {target}"
-
-    def _lower_rates(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= self.config.rollback_lr
-        for schedule in self._schedules:
-            bases = schedule.scheduler if "scheduler" in vars(schedule) else schedule
-            bases.base_lrs = [rate * self.config.rollback_lr for rate in bases.base_lrs]
 
     def _write(self, verdict: Verdict, kind: str, action: Action, seconds: float) -> None:
         event = {
@@ -315,7 +337,7 @@ class Guard:
                 file.write(json.dumps(event) + "\n")
 
     def _forget_gradients(self) -> None:
-        for parameter in self._trainables().values():
+        for parameter in self._state.trainables().values():
             parameter.grad = None
 
     def _next_step(self) -> None:
@@ -325,35 +347,6 @@ class Guard:
         self._recorder.calls.clear()
         self._bad_losses.clear()
         self._bad_gradients = None
-
-    def _take_snapshot(self, step: int) -> None:
-        self._snapshots.take(step)
-        states = {
-            held: s for held, s in self._schedule_states.items() if held in self._snapshots.steps
-        }
-        states[step] = [dict(schedule.state_dict()) for schedule in self._schedules]
-        self._schedule_states = states
-
-    def _trainables(self) -> dict[str, torch.Tensor]:
-        return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        weights = {n: p.detach() for n, p in self._trainables().items()}
-        return {**weights, **self._optimizer_state()}
-
-    def _optimizer_state(self) -> dict[str, torch.Tensor]:
-        names = {parameter: name for name, parameter in self._trainables().items()}
-        return {
-            f"optimizer/{names.get(parameter, id(parameter))}/{key}": value
-            for parameter, state in self.optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-
-    def _state_names(self, parameter: Any) -> set[str]:
-        names = {p: name for name, p in self._trainables().items()}
-        owner = names.get(parameter, id(parameter))
-        return {f"optimizer/{owner}/{key}" for key in self.optimizer.state[parameter]}
 
     def _ids_of_call(self, number: int, count: int) -> tuple[str, ...]:
         if len(self._named) == count:

@@ -112,6 +112,8 @@ class RunRecovery:
             for one in micro_batches
             if not trip.micro_batches or (one.rank, one.micro_step) in trip.micro_batches
         ]
+        if control is None:  # in the first step, another micro-batch of its own serves
+            control = next((one for one in micro_batches if one not in mine), None)
         return [
             (one, diagnose(one, self.suspects, kind=trip.kind, control=control)) for one in mine
         ]

@@ -108,7 +108,34 @@ class Replayed:
     verdict: Verdict | None
     """None if it was healthy."""
     recorded: dict[str, Any]
+    """The event, as the run wrote it."""
     notes: tuple[str, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "healthy": self.verdict is None,
+            "verdict": self.verdict.record() if self.verdict else None,
+            "recorded": self.recorded,
+            "losses": [str(loss) for loss in self.outcome.losses],
+            "timesteps": list(self.outcome.timesteps),
+            "notes": list(self.notes),
+        }
+
+    def told(self) -> str:
+        """The two verdicts, then each sample's loss and timestep, and the trail to the first bad value."""
+        then = self.recorded["verdict"]
+        lines = [f"recorded: step {self.recorded['step']}: {then['cause']}: {then['words']}"]
+        if self.verdict is None:
+            lines.append("replayed: healthy; the event does not come back here")
+        else:
+            lines.append(f"replayed: {self.verdict.cause}: {self.verdict.words}")
+        pairs = zip(self.outcome.losses, self.outcome.timesteps, strict=True)
+        lines += [
+            f"  sample {row}: loss {loss:g} at timestep {t}" for row, (loss, t) in enumerate(pairs)
+        ]
+        trail = self.verdict.evidence.get("trail", []) if self.verdict else []
+        return "\n".join([*lines, *(f"  {step}" for step in trail), *self.notes])
 
 
 def replay_bundle(

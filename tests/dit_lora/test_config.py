@@ -116,3 +116,33 @@ def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> Non
     train = schema["$defs"]["TrainConfig"]
     assert train["additionalProperties"] is False
     assert "Micro-steps" in train["properties"]["accumulate"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("guard", "words"),
+    [
+        ({"on_nonfinite": []}, "name each rung once, and at least one"),
+        ({"on_nonfinite": ["skip", "skip"]}, "name each rung once"),
+        ({"on_nonfinite": ["ignore"]}, "'skip', 'quarantine', 'fallback', 'rollback' or 'stop'"),
+        ({"adaptive_clip": True}, "adaptive_clip needs guard.spike_threshold"),
+        ({"rollback_lr": 1.0}, "less than 1"),
+        ({"spike_window": 19}, "greater than or equal to 20"),
+        ({"monitor_every": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_a_guard_that_cannot_work_is_refused(
+    values: dict[str, Any], guard: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DitLoraError, match="guard") as error:
+        parse_recipe({**values, "guard": guard}, "r")
+    assert words in str(error.value)
+
+
+def test_the_guard_goes_on_by_default_and_stops_at_once_where_told_to(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(values))
+    ladder = load_recipe(path).guard.on_nonfinite
+    assert ladder == ("skip", "quarantine", "fallback", "rollback", "stop")
+    assert load_recipe(path, ["guard.on_nonfinite=[stop]"]).guard.on_nonfinite == ("stop",)

@@ -9,6 +9,7 @@ The body is the published script's: it draws noise and timesteps, calls `acceler
 
 import argparse
 import math
+import time
 
 import torch
 from accelerate import Accelerator
@@ -33,7 +34,7 @@ def dataset(nan_sample: int | None) -> list[dict[str, torch.Tensor]]:
     return samples
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("out")
@@ -41,24 +42,46 @@ def main() -> None:
     parser.add_argument("--nan-sample", type=int)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--accumulate", type=int, default=1)
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def adapted(checkpoint: str) -> CogVideoXTransformer3DModel:
+    transformer = CogVideoXTransformer3DModel.from_pretrained(checkpoint, subfolder="transformer")
+    transformer.requires_grad_(False)
+    targets = ["to_k", "to_q", "to_v", "to_out.0"]
+    transformer.add_adapter(
+        LoraConfig(r=4, lora_alpha=4, init_lora_weights=True, target_modules=targets)
+    )
+    cast_training_params([transformer])
+    return transformer.train()
+
+
+def loss_of(
+    transformer: torch.nn.Module, scheduler: CogVideoXDPMScheduler, batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The script's own form: the error of x0, weighted by 1 / (1 - alpha_bar)."""
+    latents = batch["latents"]
+    noise = torch.randn_like(latents)
+    timesteps = torch.randint(0, scheduler.config.num_train_timesteps, (len(latents),)).long()
+    noisy = scheduler.add_noise(latents, noise, timesteps)
+    output = transformer(
+        hidden_states=noisy,
+        encoder_hidden_states=batch["prompt_embeds"],
+        timestep=timesteps,
+        return_dict=False,
+    )[0]
+    prediction = scheduler.get_velocity(output, noisy, timesteps)
+    weights = (1 / (1 - scheduler.alphas_cumprod[timesteps])).view(-1, 1, 1, 1, 1)
+    errors = (weights * (prediction - latents) ** 2).reshape(len(latents), -1)
+    return torch.mean(errors, dim=1).mean()
+
+
+def main() -> None:
+    args = arguments()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
     torch.manual_seed(7)
     scheduler = CogVideoXDPMScheduler.from_pretrained(args.checkpoint, subfolder="scheduler")
-    transformer = CogVideoXTransformer3DModel.from_pretrained(
-        args.checkpoint, subfolder="transformer"
-    )
-    transformer.requires_grad_(False)
-    transformer.add_adapter(
-        LoraConfig(
-            r=4,
-            lora_alpha=4,
-            init_lora_weights=True,
-            target_modules=["to_k", "to_q", "to_v", "to_out.0"],
-        )
-    )
-    cast_training_params([transformer])
+    transformer = adapted(args.checkpoint)
     parameters = [p for p in transformer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=1e-4)
     lr_scheduler = get_scheduler(
@@ -73,44 +96,25 @@ def main() -> None:
 
         dit_lora.Guard.attach(accelerator, transformer, optimizer, folder=args.out)
 
-    transformer.train()
     step = 0
     while step < args.steps:
         for batch in loader:
             with accelerator.accumulate(transformer):
-                latents = batch["latents"]
-                noise = torch.randn_like(latents)
-                timesteps = torch.randint(
-                    0, scheduler.config.num_train_timesteps, (len(latents),)
-                ).long()
-                noisy = scheduler.add_noise(latents, noise, timesteps)
-                output = transformer(
-                    hidden_states=noisy,
-                    encoder_hidden_states=batch["prompt_embeds"],
-                    timestep=timesteps,
-                    return_dict=False,
-                )[0]
-                prediction = scheduler.get_velocity(output, noisy, timesteps)
-                weights = 1 / (1 - scheduler.alphas_cumprod[timesteps])
-                weights = weights.view(-1, 1, 1, 1, 1)
-                loss = torch.mean(
-                    (weights * (prediction - latents) ** 2).reshape(len(latents), -1), dim=1
-                )
-                loss = loss.mean()
+                loss = loss_of(transformer, scheduler, batch)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(transformer.parameters(), 1.0)
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                step += 1
+            step += accelerator.sync_gradients
             if step >= args.steps:
                 break
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         lora = get_peft_model_state_dict(accelerator.unwrap_model(transformer))
         CogVideoXPipeline.save_lora_weights(args.out, transformer_lora_layers=lora)
+    time.sleep(0.1)  # gloo lets go of its last tensors (docs/log.md)
     accelerator.end_training()
 
 

@@ -1,5 +1,7 @@
 """Which sample comes when: a function of seed and position, whatever the split."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,11 @@ from dit_lora.data.loader import (
     Entry,
     PositionSampler,
     build_loader,
+    collate,
+    draw_number,
 )
+from dit_lora.data.quarantine import LeftOut, Order, Quarantine
+from dit_lora.errors import DitLoraError
 
 
 @pytest.fixture
@@ -26,6 +32,20 @@ def clips(tmp_path: Path) -> CachedClips:
         texts.write(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})
         entries.append(Entry(f"{k}.mp4", f"v{k}", f"t{k}"))
     return CachedClips(tuple(entries), "empty", videos, texts)
+
+
+def of(
+    clips: CachedClips,
+    seed: int = 0,
+    caption_dropout: float = 0.0,
+    quarantine: Quarantine | None = None,
+) -> ClipDataset:
+    quarantine = quarantine or Quarantine(Path("nowhere"))
+    return ClipDataset(clips, seed=seed, caption_dropout=caption_dropout, quarantine=quarantine)
+
+
+def ids_of(dataset: ClipDataset, positions: Iterable[int]) -> list[str]:
+    return [dataset.clip_at(position)[1].id for position in positions]
 
 
 def positions(**values: int) -> list[list[int]]:
@@ -58,22 +78,20 @@ def test_resuming_goes_on_where_it_stopped() -> None:
 
 
 def test_every_epoch_is_another_permutation_of_all_clips(clips: CachedClips) -> None:
-    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
-    epochs = [[dataset.clip_at(5 * e + k).id for k in range(5)] for e in range(6)]
+    epochs = [ids_of(of(clips), range(5 * e, 5 * e + 5)) for e in range(6)]
     assert all(sorted(epoch) == [f"{k}.mp4" for k in range(5)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 2
-    backwards = ClipDataset(clips, seed=0, caption_dropout=0.0)
-    assert [backwards.clip_at(p).id for p in reversed(range(30))] == flat(epochs)[::-1]
-    other = ClipDataset(clips, seed=1, caption_dropout=0.0)
-    assert [other.clip_at(p).id for p in range(30)] != flat(epochs)
+    assert [of(clips).clip_at(p)[0] for p in range(30)] == [p // 5 for p in range(30)]
+    assert ids_of(of(clips), reversed(range(30))) == flat(epochs)[::-1]
+    assert ids_of(of(clips, seed=1), range(30)) != flat(epochs)
 
 
 def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> None:
-    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    dataset = of(clips)
     sampler = PositionSampler(start_step=0, steps=3, batch_size=3, accumulate=1, rank=0, ranks=1)
     batches = list(build_loader(dataset, sampler, workers=0, pin_memory=False))
     batch = batches[1]  # positions 3, 4, 5
-    assert batch.positions == (3, 4, 5)
+    assert batch.draws == tuple(map(draw_number, batch.ids, (0, 0, 1)))
     for row, sample in enumerate(batch.ids):
         k = float(sample.removesuffix(".mp4"))
         assert (batch.tensors["latent_mean"][row] == k).all()
@@ -83,7 +101,7 @@ def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> No
 
 def test_workers_give_the_same_batches(clips: CachedClips) -> None:
     def ids(workers: int) -> list[tuple[tuple[str, ...], list[float]]]:
-        dataset = ClipDataset(clips, seed=3, caption_dropout=0.5)
+        dataset = of(clips, seed=3, caption_dropout=0.5)
         sampler = PositionSampler(
             start_step=1, steps=6, batch_size=2, accumulate=2, rank=0, ranks=1
         )
@@ -94,7 +112,7 @@ def test_workers_give_the_same_batches(clips: CachedClips) -> None:
 
 
 def test_reading_ahead_leaves_the_global_generator_alone(clips: CachedClips) -> None:
-    dataset = ClipDataset(clips, seed=3, caption_dropout=0.5)
+    dataset = of(clips, seed=3, caption_dropout=0.5)
     sampler = PositionSampler(start_step=0, steps=3, batch_size=1, accumulate=1, rank=0, ranks=1)
     torch.manual_seed(0)
     expected = torch.rand(3)
@@ -105,14 +123,14 @@ def test_reading_ahead_leaves_the_global_generator_alone(clips: CachedClips) -> 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_captions_drop_at_the_asked_rate(clips: CachedClips, share: float) -> None:
-    dataset = ClipDataset(clips, seed=0, caption_dropout=share)
+    dataset = of(clips, caption_dropout=share)
     dropped = sum(not dataset[p].tensors["prompt_embeds"].any() for p in range(400)) / 400
     assert abs(dropped - share) < 0.08  # over three standard deviations
 
 
 def test_which_captions_drop_depends_on_the_seed(clips: CachedClips) -> None:
     def pattern(seed: int) -> list[bool]:
-        dataset = ClipDataset(clips, seed=seed, caption_dropout=0.5)
+        dataset = of(clips, seed=seed, caption_dropout=0.5)
         return [not dataset[p].tensors["prompt_embeds"].any() for p in range(40)]
 
     assert pattern(0) == pattern(0)
@@ -124,7 +142,7 @@ def test_a_bad_empty_caption_is_set_aside_too(clips: CachedClips) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    dataset = ClipDataset(clips, seed=0, caption_dropout=1.0)
+    dataset = of(clips, caption_dropout=1.0)
     (sample,) = dataset[0].faults
     assert clips.set_aside_bad([sample]) == [path.with_suffix(".bad")]
 
@@ -132,7 +150,7 @@ def test_a_bad_empty_caption_is_set_aside_too(clips: CachedClips) -> None:
 def test_an_unreadable_first_entry_does_not_hide_the_others(clips: CachedClips) -> None:
     path = clips.videos.path("v0")
     path.write_bytes(b"")
-    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    dataset = of(clips)
     faults = [fault for p in range(5) for fault in dataset[p].faults]
     assert faults == ["0.mp4"]
     assert clips.set_aside_bad(["0.mp4"]) == [path.with_suffix(".bad")]
@@ -141,7 +159,7 @@ def test_an_unreadable_first_entry_does_not_hide_the_others(clips: CachedClips) 
 def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
     path = clips.videos.path("v2")
     path.write_bytes(path.read_bytes()[:50])
-    dataset = ClipDataset(clips, seed=0, caption_dropout=0.0)
+    dataset = of(clips)
     sampler = PositionSampler(start_step=0, steps=1, batch_size=5, accumulate=1, rank=0, ranks=1)
     batch: Batch = next(iter(build_loader(dataset, sampler, workers=0, pin_memory=False)))
     assert list(batch.faults) == ["2.mp4"]
@@ -149,3 +167,74 @@ def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
     assert batch.tensors["latent_mean"][row].isnan().all()
     assert batch.tensors["latent_mean"].isnan().sum() == 4
     assert clips.set_aside_bad(["2.mp4", "3.mp4"]) == [path.with_suffix(".bad")]
+
+
+def left_out(sample: str, first: int = 0, last: int | None = None) -> LeftOut:
+    return LeftOut(sample, first, last, step=1, cause="data", reason="bad")
+
+
+def test_leaving_a_sample_out_changes_neither_the_others_order_nor_their_draws(
+    clips: CachedClips,
+) -> None:
+    """As if the folder never had it, whatever is left out of it."""
+    out = Quarantine(Path("nowhere"), [left_out("2.mp4")])
+    without = of(clips, caption_dropout=0.5, quarantine=out)
+    rest = [entry for entry in clips.entries if entry.id != "2.mp4"]
+    never = of(CachedClips(tuple(rest), "empty", clips.videos, clips.texts), caption_dropout=0.5)
+    for position in range(40):
+        one, other = without[position], never[position]
+        assert (one.ids, one.draws) == (other.ids, other.draws)
+        assert torch.equal(one.tensors["prompt_embeds"], other.tensors["prompt_embeds"])
+    everyone = ids_of(of(clips), range(50))
+    assert ids_of(without, range(40)) == [sample for sample in everyone if sample != "2.mp4"]
+
+
+def test_a_sample_that_is_out_for_one_epoch_is_back_in_the_next(clips: CachedClips) -> None:
+    once = Quarantine(Path("nowhere"), [left_out("1.mp4", 1, 1), left_out("3.mp4", 2)])
+    dataset = of(clips, quarantine=once)
+    sizes = [5, 4, 4, 4]
+    placed = [dataset.clip_at(position) for position in range(sum(sizes))]
+    by_epoch = [sorted(entry.id for e, entry in placed if e == epoch) for epoch in range(4)]
+    assert list(map(len, by_epoch)) == sizes
+    missing = [{f"{k}.mp4" for k in range(5)} - set(one) for one in by_epoch]
+    assert missing == [set(), {"1.mp4"}, {"3.mp4"}, {"3.mp4"}]
+
+
+def test_draws_differ_between_samples_and_epochs_and_not_between_splits(clips: CachedClips) -> None:
+    draws = [of(clips)[position].draws[0] for position in range(15)]
+    assert len(set(draws)) == 15
+    assert draws == [of(clips)[position].draws[0] for position in range(15)]
+
+
+def test_an_order_counts_anew_when_the_quarantine_grew() -> None:
+    quarantine = Quarantine(Path("nowhere"))
+    order = Order(["a", "b", "c"], seed=0, quarantine=quarantine)
+    assert [order.at(p)[0] for p in range(6)] == [0, 0, 0, 1, 1, 1]
+    quarantine.add([left_out("b")])
+    order.forget()
+    assert [order.at(p)[0] for p in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert {order.ids[order.at(p)[1]] for p in range(6)} == {"a", "c"}
+    quarantine.add([left_out("a", 1), left_out("c", 1)])
+    order.forget()
+    with pytest.raises(DitLoraError, match="no sample is left: all 3 are in nowhere"):
+        order.at(2)
+
+
+def test_a_quarantine_reads_back_what_it_saved(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    assert Quarantine.load(path).records == []
+    kept = Quarantine(path, [left_out("a", 1, 1), left_out("b", 2)])
+    kept.save()
+    assert Quarantine.load(path).records == kept.records
+    path.write_text('{"sample": "a"}\n')
+    with pytest.raises(DitLoraError, match="is not a quarantine list"):
+        Quarantine.load(path)
+
+
+def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) -> None:
+    batch = collate([of(clips)[position] for position in range(3)])
+    batch = replace(batch, faults={batch.ids[1]: "torn"})
+    one, other = batch.single(1), batch.single(2)
+    assert (one.ids, one.draws, one.faults) == (batch.ids[1:2], batch.draws[1:2], batch.faults)
+    assert torch.equal(one.tensors["latent_mean"], batch.tensors["latent_mean"][1:2])
+    assert not other.faults

@@ -19,6 +19,7 @@ from dit_lora.numerics.attention import (
     Attention,
     AttentionCall,
     Layout,
+    Mask,
     only,
     parity,
     recorded_calls,
@@ -153,7 +154,15 @@ def test_grouped_queries_and_a_wider_value_are_compared_too() -> None:
     wide = Layout((3, 4, 37, 24), (37 * 24 * 4, 37 * 24, 24, 1))
     assert parity(replace(call, value=wide), "math").ok
     shared = Layout((3, 2, 37, 16), (37 * 32, 16, 32, 1))
-    assert parity(replace(call, key=shared, value=shared, enable_gqa=True), "math").ok
+    grouped = replace(call, key=shared, value=shared, enable_gqa=True)
+    assert parity(grouped, "math").ok
+    assert parity(replace(grouped, key=call.key, value=call.value), "math").ok  # groups of one
+
+    def interleaved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
+        repeated = (k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+        return F.scaled_dot_product_attention(q, *repeated, attn_mask=arguments["attn_mask"])
+
+    assert not parity(grouped, "math", attention=interleaved).ok
 
 
 def test_a_backend_that_cannot_run_a_call_says_why_and_is_no_error() -> None:
@@ -211,6 +220,10 @@ def test_a_backend_that_gives_nan_for_an_empty_row_is_found_and_only_where_there
     assert not result.finite
     assert not result.ok
     assert parity(recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager).ok
+    one = Layout((3, 4, 1, 16), (64, 16, 16, 1))
+    mask = Mask(Layout((46, 1), (1, 1)), torch.bool, low=0.0, empty_row=False)
+    call = replace(recorded(), key=one, value=one, mask=mask)
+    assert parity(call, "math", attention=eager).ok
 
 
 class Recomputed(torch.autograd.Function):
@@ -238,17 +251,18 @@ def recomputing(
     together: bool,
     **arguments: Any,
 ) -> torch.Tensor:
-    logits = query @ key.mT * query.shape[-1] ** -0.5
+    logits = query @ key.mT * (arguments["scale"] or query.shape[-1] ** -0.5)
     mask = arguments["attn_mask"]
     return Recomputed.apply(logits if mask is None else logits + mask, together) @ value
 
 
 def test_a_backward_pass_that_overflows_at_low_logits_is_found() -> None:
     """exp(-logsumexp) is Inf below -88.7: the cuDNN defect of pytorch#196678."""
-    result = parity(recorded(), "math", attention=partial(recomputing, together=False))
-    assert math.isfinite(result.errors["out"])
-    assert not math.isfinite(result.errors["dq"])
-    assert parity(recorded(), "math", attention=partial(recomputing, together=True)).ok
+    for call in (recorded(), recorded(scale=0.02)):
+        result = parity(call, "math", attention=partial(recomputing, together=False))
+        assert math.isfinite(result.errors["out"])
+        assert not math.isfinite(result.errors["dq"])
+        assert parity(call, "math", attention=partial(recomputing, together=True)).ok
 
 
 def test_a_row_of_the_lowest_number_shows_a_backward_pass_that_loses_its_logarithm() -> None:

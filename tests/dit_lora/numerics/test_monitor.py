@@ -77,18 +77,49 @@ def test_peaks_are_those_of_a_hook_of_ones_own(
         assert found[name]["headroom"] == rounded(torch.finfo(torch.float32).max / peak)
 
 
-def test_the_larger_of_two_passes_counts(
-    transformer: nn.Module, forward: Callable[[], torch.Tensor]
+@pytest.mark.parametrize(
+    ("values", "peak"),
+    [((2.0, -5.0), 5.0), ((-5.0, 2.0), 5.0), ((torch.nan, 2.0), torch.nan), ((0.0, 0.0), 0.0)],
+)
+def test_the_largest_of_several_passes_counts_and_a_nan_is_larger(
+    values: tuple[float, float], peak: float
 ) -> None:
-    final = transformer.get_submodule("proj_out")
-    monitor = Monitor(transformer, every=1)
+    model = nn.Sequential(nn.Identity())
+    monitor = Monitor(model, every=1)
     with monitor.watching():
-        large = forward().abs().max().item()
-        with torch.no_grad():
-            final.weight.mul_(0.5)
-            final.bias.mul_(0.5)
-        forward()
-    assert monitor.collect()["proj_out"]["abs_max"] == rounded(large)
+        for value in values:
+            model(torch.tensor([0.0, value]))
+    found = monitor.collect()["0"]
+    assert found["abs_max"] == pytest.approx(peak, nan_ok=True)
+    assert ("headroom" in found) == (peak > 0)
+
+
+def test_of_outputs_in_several_dtypes_the_largest_counts_and_the_least_headroom() -> None:
+    class Several(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[object, ...]:
+            return x, y.half(), torch.tensor([900_000]), None
+
+    model = nn.Sequential(Several())
+    monitor = Monitor(model, every=1)
+    for x, y, peak in (
+        (70_000.0, 655.0, 70_000.0),
+        (3.0, 655.0, 655.0),
+        (3.0, torch.nan, torch.nan),
+    ):
+        with monitor.watching():
+            model[0](torch.tensor([x]), torch.tensor([y]))
+        found = monitor.collect()["0"]
+        assert found["abs_max"] == pytest.approx(peak, nan_ok=True)
+        assert found.get("headroom") == (100.0 if y == 655.0 else None)
+
+
+def test_norms_of_bf16_gradients_are_fp32() -> None:
+    model = nn.Sequential(nn.Linear(30, 50, bias=False)).bfloat16()
+    model[0].weight.grad = torch.randn(50, 30).bfloat16()
+    monitor = Monitor(model, every=1)
+    monitor.gradients()
+    exact = model[0].weight.grad.double().norm().item()
+    assert monitor.collect()["0"]["grad_norm"] == rounded(exact)
 
 
 def test_blocks_and_leaves_are_watched_and_a_lora_layer_is_one_of_them(

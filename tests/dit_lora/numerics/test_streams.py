@@ -1,4 +1,4 @@
-"""Draws are functions of (seed, stream, position)."""
+"""Draws are functions of (seed, stream, draw number)."""
 
 import torch
 
@@ -13,17 +13,19 @@ def test_a_sample_draws_the_same_alone_as_in_any_batch() -> None:
     assert torch.equal(together[2:], integers(0, 1000, Streams(7, [12])("timestep")))
 
 
-def test_streams_seeds_and_positions_are_unrelated() -> None:
+def test_streams_seeds_and_draw_numbers_are_unrelated() -> None:
     draws = [
-        torch.randn(8, generator=generator(seed, stream, position))
+        torch.randn(8, generator=generator(seed, stream, draw))
         for seed in (0, 1)
         for stream in ("noise", "posterior")
-        for position in (0, 1)
+        for draw in (0, 1)
     ]
     for i, one in enumerate(draws):
         for other in draws[i + 1 :]:
             assert not torch.equal(one, other)
     assert fold(1, "a", 23) != fold(1, "a", 2, 3)
+    assert len({fold(0, "draws", name) for name in ("a.mp4", "b.mp4", "a.mp", "4")}) == 4
+    assert 0 <= fold(0, "draws", "a.mp4") < 2**63  # any draw number seeds a generator again
 
 
 def test_drawing_does_not_disturb_or_follow_the_global_generator() -> None:

@@ -11,10 +11,12 @@ from torch import nn
 from dit_lora.errors import DitLoraError
 from dit_lora.training import checkpoint
 from dit_lora.training.checkpoint import (
+    drop_optimizer_state,
     find_checkpoint,
     load_checkpoint,
     newest_checkpoint,
     optimizer_state,
+    remove_checkpoints_after,
     save_checkpoint,
 )
 
@@ -242,3 +244,35 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
     assert order[-1] == "manifest.json"
     digests = json.loads((path / "manifest.json").read_text())["sha256"]
     assert set(digests) == set(order[:-1])
+
+
+def test_what_recovery_changed_of_the_run_travels_with_the_checkpoint(tmp_path: Path) -> None:
+    guard = {"state": {"lr_scale": 0.5, "switched_off": ["attention:flash"]}, "start_peak": 0.25}
+    model, optimizer = build()
+    path = save_checkpoint(tmp_path, 2, model, optimizer, IDENTITY, keep=1, guard=guard)
+    assert load_checkpoint(path, *build(), IDENTITY) == (2, guard)
+
+
+def test_dropped_state_starts_as_on_the_first_step(tmp_path: Path) -> None:
+    """Going back to before AdamW's first step: what it made since must not stay."""
+    model, optimizer = build()
+    train(model, optimizer, 0, 2)
+    names = list(optimizer_state(optimizer))
+    drop_optimizer_state(optimizer, [name for name in names if "/1.bias/" in name])
+    assert list(optimizer_state(optimizer)) == [name for name in names if "/1.weight/" in name]
+    drop_optimizer_state(optimizer, names)
+    assert not optimizer.state
+    fresh, first = build()
+    fresh.load_state_dict(model.state_dict())
+    train(model, optimizer, 2, 4)
+    train(fresh, first, 2, 4)
+    assert torch.equal(model[1].weight, fresh[1].weight)
+
+
+def test_checkpoints_of_another_trajectory_are_removed_and_named(tmp_path: Path) -> None:
+    model, optimizer = build()
+    paths = [save(tmp_path, step, model, optimizer) for step in (2, 4, 6, 10)]
+    assert sorted(remove_checkpoints_after(tmp_path, 4)) == paths[2:]
+    assert newest_checkpoint(tmp_path) == paths[1]
+    assert [path.exists() for path in paths] == [True, True, False, False]
+    assert remove_checkpoints_after(tmp_path, 4) == []

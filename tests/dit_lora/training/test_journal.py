@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dit_lora.training.journal import Journal, held_out_losses, tracker_values
+from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.loop import StepResult
 
 
@@ -26,14 +26,19 @@ def result(step: int, **values: Any) -> StepResult:
     return StepResult(step=step, **given)
 
 
+def line_of(step: int, **values: Any) -> dict[str, Any]:
+    return metrics_line(result(step, **values), 1000)
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, timesteps=1000, start_step=0)
+    journal = Journal(tmp_path, start_step=0)
     losses, timesteps = [1.0, 3.0, 5.0, 7.0, 9.0], [0, 249, 250, 749, 999]
-    line = journal.step(result(1, losses=losses, timesteps=timesteps))
+    line = line_of(1, losses=losses, timesteps=timesteps)
+    journal.step(line)
     assert line["loss_by_timestep"] == {
         "0-249": 2.0,
         "250-499": 5.0,
@@ -46,31 +51,32 @@ def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_writes_each_step_once_and_counts_on(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, timesteps=1000, start_step=0)
+    journal = Journal(tmp_path, start_step=0)
     journal.held_out(0, 1.5)
     for step in (1, 2, 3):
-        journal.step(result(step))
+        journal.step(line_of(step))
     journal.held_out(2, 1.25)
     journal.held_out(3, 1.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # torn by a kill
-    resumed = Journal(tmp_path, timesteps=1000, start_step=2)
-    assert resumed.step(result(3))["samples"] == 6
+    resumed = Journal(tmp_path, start_step=2)
+    resumed.step(line_of(3))
     resumed.held_out(2, 99.0)  # there already
     resumed.held_out(3, 0.75)
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    written = lines(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["samples"]) for line in written] == [(1, 2), (2, 4), (3, 6)]
     assert held_out_losses(tmp_path) == {0: 1.5, 2: 1.25, 3: 0.75}
 
 
 def test_starting_afresh_drops_what_an_unsaved_start_left(tmp_path: Path) -> None:
-    Journal(tmp_path, timesteps=1000, start_step=0).held_out(0, 1.5)
-    again = Journal(tmp_path, timesteps=1000, start_step=0)
+    Journal(tmp_path, start_step=0).held_out(0, 1.5)
+    again = Journal(tmp_path, start_step=0)
     again.held_out(0, 1.5)
     assert len(lines(tmp_path / "held_out.jsonl")) == 1
 
 
-def test_trackers_get_flat_numbers(tmp_path: Path) -> None:
-    line = Journal(tmp_path, timesteps=1000, start_step=0).step(result(1))
+def test_trackers_get_flat_numbers() -> None:
+    line = line_of(1)
     values = tracker_values(line)
     assert values["lr/connector"] == 1e-5
     assert values["grad_norm/adapter"] == 2.0
@@ -79,3 +85,33 @@ def test_trackers_get_flat_numbers(tmp_path: Path) -> None:
     assert "step" not in values
     assert all(isinstance(value, int | float) for value in values.values())
     assert values["peak_gib"] == pytest.approx(line["peak_gib"])
+
+
+def test_going_back_drops_later_lines_and_counts_samples_from_there(tmp_path: Path) -> None:
+    """What was held out and observed at the step itself stays; events are never dropped."""
+    journal = Journal(tmp_path, start_step=0)
+    for step in (1, 2, 3, 4):
+        journal.step(line_of(step))
+    for step, loss in ((0, 3.0), (2, 2.0), (4, 1.0)):
+        journal.held_out(step, loss)
+    journal.event({"step": 4, "kind": "spike"})
+    journal.rewind(2)
+    assert [line["step"] for line in journal.history()] == [1, 2]
+    assert held_out_losses(tmp_path) == {0: 3.0, 2: 2.0}
+    assert lines(tmp_path / "events.jsonl") == [{"step": 4, "kind": "spike"}]
+    journal.step(line_of(3))
+    journal.held_out(4, 0.5)
+    assert [line["samples"] for line in journal.history()] == [2, 4, 6]
+    assert held_out_losses(tmp_path)[4] == 0.5
+    journal.rewind(0)
+    assert journal.history() == []
+    assert held_out_losses(tmp_path) == {0: 3.0}
+
+
+def test_statistics_of_modules_are_in_the_lines_that_have_them(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, start_step=0)
+    journal.step(line_of(1))
+    journal.step(line_of(2), {"proj_out": {"abs_max": 2.5}})
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert "modules" not in first
+    assert second["modules"] == {"proj_out": {"abs_max": 2.5}}

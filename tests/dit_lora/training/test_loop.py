@@ -1,6 +1,7 @@
 """The loop on a model small enough to check by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ from torch import nn
 
 from dit_lora.config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.data.loader import Batch
-from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.numerics.gate import PoisonedStateError, Trip
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams, integers
 from dit_lora.objectives import LossOutput
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.watch import StepWatcher
 
 
 def batches(count: int, size: int = 2) -> list[Batch]:
@@ -35,7 +39,36 @@ def losses_of(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
     return LossOutput(model(batch.tensors["x"]).square().flatten(1).mean(1) + 1, timesteps)
 
 
-def build(accumulate: int = 1, clip: float | None = 1.0, losses: Callable = losses_of) -> Loop:
+class TrippedError(Exception):
+    """What a recovery raises that was not told where to go on."""
+
+
+@dataclass
+class FakeRecovery:
+    """Notes its calls and answers with the steps that it was given; then it raises."""
+
+    answers: list[int] = field(default_factory=list)
+    trips: list[Trip] = field(default_factory=list)
+    ids: list[list[tuple[str, ...]]] = field(default_factory=list)
+    controls: list[MicroBatch | None] = field(default_factory=list)
+
+    def recover(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> int:
+        self.trips.append(trip)
+        self.ids.append([one.ids for one in micro_batches])
+        self.controls.append(control)
+        if not self.answers:
+            raise TrippedError
+        return self.answers.pop(0)
+
+
+def build(
+    accumulate: int = 1,
+    clip: float | None = 1.0,
+    losses: Callable = losses_of,
+    answers: Sequence[int] = (),
+) -> Loop:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     torch.manual_seed(0)
@@ -44,14 +77,70 @@ def build(accumulate: int = 1, clip: float | None = 1.0, losses: Callable = loss
     group = {"name": "adapter", "params": list(model.parameters()), "param_names": names, "lr": 0.1}
     optim = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=0.1)), clip=clip, weight_decay=0)
     prepared, optimizer = accelerator.prepare(model, build_optimizer([group], optim))
-    schedule = build_schedule(optim, 10)
-    return Loop(accelerator, prepared, losses, optimizer, schedule, optim, accumulate, seed=7)
+    return Loop(
+        accelerator=accelerator,
+        model=prepared,
+        losses=losses,
+        optimizer=optimizer,
+        schedule=build_schedule(optim, 10),
+        optim=optim,
+        accumulate=accumulate,
+        seed=7,
+        recovery=FakeRecovery(list(answers)),
+        watcher=StepWatcher(Snapshots(lambda: {}, every=10)),
+    )
 
 
-def run(loop: Loop, steps: int, data: list[Batch]) -> list[StepResult]:
+def run(
+    loop: Loop,
+    steps: int,
+    data: list[Batch],
+    *,
+    on_step: Callable[[StepResult], None] = lambda result: None,
+) -> list[StepResult]:
     results: list[StepResult] = []
-    train(loop, data, start_step=0, steps=steps, stop_asked=lambda: 0, on_step=results.append)
+
+    def note(result: StepResult) -> None:
+        on_step(result)
+        results.append(result)
+
+    train(
+        loop,
+        lambda step: data[step * loop.accumulate :],
+        start_step=0,
+        steps=steps,
+        stop_asked=lambda: 0,
+        on_step=note,
+    )
     return results
+
+
+def fake(loop: Loop) -> FakeRecovery:
+    assert isinstance(loop.recovery, FakeRecovery)
+    return loop.recovery
+
+
+def state_of(loop: Loop) -> list[torch.Tensor]:
+    """Weights, and what AdamW keeps of them."""
+    inner = loop.optimizer.optimizer  # type: ignore[attr-defined]
+    weights = list(loop.model.parameters())
+    moments = [t for p in weights for t in inner.state.get(p, {}).values()]
+    return [tensor.detach().clone() for tensor in [*weights, *moments]]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def spoiled_at(calls: Mapping[int, float], seen: list[int]) -> Callable:
+    """Losses of which those of some calls, counted from 1, are multiplied by a value."""
+
+    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+        seen.append(len(seen) + 1)
+        output = losses_of(model, batch, streams)
+        return output._replace(losses=output.losses * calls.get(len(seen), 1.0))
+
+    return losses
 
 
 def test_gradients_reach_the_optimizer_clipped_and_are_reported_unclipped(
@@ -108,25 +197,192 @@ def test_a_result_tells_every_samples_loss_and_timestep() -> None:
     assert result.seconds > result.data_seconds > 0
 
 
-def test_a_bad_loss_is_stopped_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under DeepSpeed, backward also steps the optimizer."""
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_bad_loss_leaves_weights_and_moments_and_the_step_is_taken_again(value: float) -> None:
+    """In the second step's second micro-step; afterwards the run is the one without the fault, bit for bit."""
+    seen: list[int] = []
+    loop = build(accumulate=2, losses=spoiled_at({4: value}, seen), answers=[1])
+    states: list[list[torch.Tensor]] = []
+    recover = fake(loop).recover
+
+    def spy(*arguments: Any) -> int:
+        states.append(state_of(loop))
+        assert all(p.grad is None for p in loop.model.parameters())
+        return recover(*arguments)
+
+    fake(loop).recover = spy  # type: ignore[method-assign]
+    after: dict[int, list[torch.Tensor]] = {}
+    results = run(loop, 3, batches(6), on_step=lambda r: after.update({r.step: state_of(loop)}))
+    assert equal(states[0], after[1])
+    assert [result.step for result in results] == [1, 2, 3]
+    assert fake(loop).trips == [Trip(2, "non_finite_loss", ((0, 1),))]
+    assert fake(loop).ids == [[("2-0", "2-1"), ("3-0", "3-1")]]
+    clean = build(accumulate=2)
+    expected = run(clean, 3, batches(6))
+    assert equal(state_of(loop), state_of(clean))
+    assert [r.losses for r in results] == [r.losses for r in expected]
+
+
+def test_the_control_is_the_last_micro_batch_of_the_last_healthy_step() -> None:
+    seen: list[int] = []
+    faults = {1: torch.nan, 7: torch.nan}
+    loop = build(accumulate=2, losses=spoiled_at(faults, seen), answers=[0, 2])
+    run(loop, 3, batches(6))
+    first, second = fake(loop).controls
+    assert first is None
+    assert second is not None
+    assert (second.step, second.micro_step, second.ids) == (2, 1, ("3-0", "3-1"))
+
+
+def test_going_back_several_steps_takes_each_of_them_again() -> None:
+    seen: list[int] = []
+    loop = build(losses=spoiled_at({3: torch.nan}, seen), answers=[0])
+    results = run(loop, 4, batches(4))
+    assert [result.step for result in results] == [1, 2, 1, 2, 3, 4]
+    assert fake(loop).controls[0].step == 2  # type: ignore[union-attr]
+
+
+def test_data_that_was_read_bad_trips_though_its_loss_is_finite() -> None:
+    """A cached embedding of 1e30 that a norm layer scales away must not train."""
+    data = batches(2)
+    data[1] = replace(data[1], faults={"1-0": "reaches 1e+30"})
+    loop = build()
+    before: dict[int, list[torch.Tensor]] = {}
+    with pytest.raises(TrippedError):
+        run(loop, 2, data, on_step=lambda r: before.update({r.step: state_of(loop)}))
+    assert fake(loop).trips == [Trip(2, "bad_data", ((0, 0),))]
+    assert equal(state_of(loop), before[1])
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize(
+    ("factor", "kind"),
+    [
+        (torch.nan, "non_finite_gradient"),
+        (torch.inf, "non_finite_gradient"),
+        (0.0, "zero_gradient"),
+    ],
+)
+def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
+    factor: float, kind: str
+) -> None:
+    """Of zero gradients too: AdamW would still decay moments and weights."""
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         output = losses_of(model, batch, streams)
-        return output._replace(losses=output.losses * torch.tensor([1.0, torch.nan]))
+        worst = factor if batch.ids[0] == "1-0" else 1.0
+        return output._replace(losses=_Backward.apply(output.losses, worst))
 
     loop = build(losses=losses)
-    called: list[int] = []
-    monkeypatch.setattr(loop.accelerator, "backward", lambda loss: called.append(1))
-    before = [p.clone() for p in loop.model.parameters()]
-    with pytest.raises(NonFiniteError, match="0-1"):
-        run(loop, 1, batches(1))
-    assert not called
-    assert all(torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True))
-    assert all(p.grad is None for p in loop.model.parameters())
+    before: dict[int, list[torch.Tensor]] = {}
+    with pytest.raises(TrippedError):
+        run(loop, 2, batches(2), on_step=lambda r: before.update({r.step: state_of(loop)}))
+    assert fake(loop).trips == [Trip(2, kind)]
+    assert equal(state_of(loop), before[1])
+
+
+def test_a_weight_that_goes_bad_in_the_update_trips_in_the_same_step() -> None:
+    """A moment went bad in memory: no loss and no gradient shows it."""
+    loop = build()
+    inner = loop.optimizer.optimizer  # type: ignore[attr-defined]
+
+    def poison(result: StepResult) -> None:
+        inner.state[next(iter(loop.model.parameters()))]["exp_avg"].view(-1)[0] = torch.nan
+
+    seen: list[int] = []
+    with pytest.raises(TrippedError):
+        run(loop, 3, batches(3), on_step=lambda r: (seen.append(r.step), poison(r))[0])
+    assert seen == [1]
+    assert fake(loop).trips == [Trip(2, "non_finite_weights")]
+
+
+def test_a_state_that_is_not_worth_keeping_is_a_trip_of_its_step() -> None:
+    """The caller found it after a healthy step, where it was about to save."""
+
+    def refuse(result: StepResult) -> None:
+        if result.step == 2 and not fake(loop).trips:
+            raise PoisonedStateError("lost", "diverged_weights")
+
+    loop = build(accumulate=2, answers=[0])
+    results = run(loop, 3, batches(6), on_step=refuse)
+    assert fake(loop).trips == [Trip(2, "diverged_weights")]
+    assert fake(loop).ids == [[("2-0", "2-1"), ("3-0", "3-1")]]
+    assert fake(loop).controls[0].step == 1  # type: ignore[union-attr]
+    assert [result.step for result in results] == [1, 1, 2, 3]
+
+
+def test_the_watcher_bounds_a_groups_gradients_before_the_recipes_clip(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = build(clip=None)
+    monkeypatch.setattr(loop.watcher, "clip", lambda group: {"adapter": 0.25}[group])
+    inner = loop.optimizer.optimizer  # type: ignore[attr-defined]
+    step, seen = inner.step, []
+
+    def spy(*arguments: Any) -> None:
+        seen.append(torch.nn.utils.get_total_norm([p.grad for p in loop.model.parameters()]).item())
+        step(*arguments)
+
+    monkeypatch.setattr(inner, "step", spy)
+    (result,) = run(loop, 1, batches(1))
+    assert seen == pytest.approx([0.25], rel=1e-3)
+    assert result.grad_norm > 0.5
+
+
+def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, order = build(accumulate=2), []
+
+    def note(name: str) -> Callable:
+        inner = getattr(loop.watcher, name)
+
+        def called(*arguments: Any) -> Any:
+            order.append(name)
+            return inner(*arguments)
+
+        return called
+
+    for name in ("forward", "gradients", "clip", "before_update", "after_update"):
+        monkeypatch.setattr(loop.watcher, name, note(name))
+    run(loop, 1, batches(2))
+    assert order == ["forward", "gradients", "clip", "before_update", "after_update"]
 
 
 def test_a_stop_code_reaches_the_result() -> None:
     loop, results = build(), []
-    train(loop, batches(1), start_step=0, steps=1, stop_asked=lambda: 143, on_step=results.append)
+    train(
+        loop,
+        lambda step: batches(1),
+        start_step=0,
+        steps=1,
+        stop_asked=lambda: 143,
+        on_step=results.append,
+    )
     assert results[0].stop_code == 143
+
+
+def test_batches_are_asked_for_from_where_training_goes_on() -> None:
+    asked: list[int] = []
+    seen: list[int] = []
+    loop = build(losses=spoiled_at({3: torch.nan}, seen), answers=[1])
+    data = batches(4)
+
+    def given(step: int) -> Iterator[Batch]:
+        asked.append(step)
+        return iter(data[step:])
+
+    train(loop, given, start_step=0, steps=4, stop_asked=lambda: 0, on_step=lambda result: None)
+    assert asked == [0, 1]

@@ -1,5 +1,7 @@
 """Learning rates by step, clipping by group."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -125,3 +127,38 @@ def test_groups_decay_and_step_at_their_own_rates() -> None:
     optimizer.step()
     assert groups[0]["params"][0].item() == pytest.approx(1 - 0.1, rel=1e-5)
     assert groups[1]["params"][0].item() == pytest.approx(1 - 0.01 * 0.5 + 0.01, rel=1e-5)
+
+
+def bounds(**limits: float | None) -> Callable[[str], float | None]:
+    return lambda group: limits[group]
+
+
+def test_an_adaptive_bound_scales_its_group_alone_and_the_shared_clip_takes_what_is_left() -> None:
+    groups = groups_with([30.0], [4.0])
+    optim = config(adapter=None, connector=None, shared=5.0)
+    norm = clip_gradients(
+        groups, gradient_norms(groups), optim, bounds(adapter=3.0, connector=None)
+    )
+    assert norm.item() == pytest.approx((30**2 + 4**2) ** 0.5)
+    grads = [group["params"][0].grad.item() for group in groups]
+    assert grads == pytest.approx([3.0, 4.0], rel=1e-5)  # their joint norm is 5 already
+
+
+@pytest.mark.parametrize(("limit", "clip"), [(2.0, 1.0), (0.5, 1.0), (2.0, None), (0.5, 9.0)])
+def test_a_groups_bound_is_the_smaller_of_its_clip_and_the_limit(
+    limit: float, clip: float | None
+) -> None:
+    for own in (True, False):
+        groups = groups_with([300.0])
+        optim = config(adapter=clip if own else None, shared=None if own else clip)
+        clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=limit))
+        expected = min(limit, clip or limit)
+        assert groups[0]["params"][0].grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_limit_above_the_norm_changes_no_bit() -> None:
+    groups = groups_with([0.3, 0.4])
+    before = groups[0]["params"][0].grad.clone()
+    optim = config(adapter=None, shared=None)
+    clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=0.6))
+    assert torch.equal(groups[0]["params"][0].grad, before)

@@ -1,0 +1,34 @@
+"""The faults as a table in the terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from dit_lora.faults.fault import Judged
+from dit_lora.faults.suite import totals
+
+_WIDE = 240  # characters, in a file or a pipe
+
+
+def render(judged: Sequence[Judged]) -> None:
+    """One row a fault, then the totals, then what was not as expected."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("fault", "when", "action", "named", "recovered", "poisoned", "verdict"):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    for one in judged:
+        marks = ["yes" if yes else "NO" for yes in (one.named, one.recovered)]
+        poisoned = str(one.poisoned_files)
+        table.add_row(one.name, one.when, one.action, *marks, poisoned, one.verdict)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+    console.print(table)
+    sums = totals(judged)
+    console.print(
+        f"\n{sums['faults']} faults: {sums['named']} named, {sums['recovered']} recovered as the policy says, "
+        f"{sums['poisoned_files']} poisoned files"
+    )
+    for one in judged:
+        for reason in one.why:
+            console.print(f"{one.name}: {reason}", highlight=False, markup=False)

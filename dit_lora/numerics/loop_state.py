@@ -1,0 +1,74 @@
+"""What a loop that is not ours trains: its weights, its optimizer's state, its schedules; to go back to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from dit_lora.numerics.snapshot import Snapshots
+
+
+class LoopState:
+    """Trained weights, optimizer state and learning rate schedules by name, with snapshots of them."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, *, every: int) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.schedules: list[Any] = []
+        self.snapshots = Snapshots(self.tensors, every=every)
+        self._schedule_states: dict[int, list[dict[str, Any]]] = {}
+
+    def trainables(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """As `<parameter>/<name>`."""
+        names = {parameter: name for name, parameter in self.trainables().items()}
+        return {
+            f"{names.get(parameter, id(parameter))}/{key}": value
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        weights = {name: parameter.detach() for name, parameter in self.trainables().items()}
+        return {**weights, **self.optimizer_tensors()}
+
+    def take(self, step: int) -> None:
+        """Hold the state of now as that of `step`."""
+        self.snapshots.take(step)
+        held = {s: v for s, v in self._schedule_states.items() if s in self.snapshots.steps}
+        held[step] = [dict(schedule.state_dict()) for schedule in self.schedules]
+        self._schedule_states = held
+
+    def forget_bad(self) -> list[int]:
+        """Drop snapshots that are not finite on any rank; the steps that are left. Collective."""
+        for held in self.snapshots.steps:
+            if gather_object(self.snapshots.finite(held)):
+                self.snapshots.forget(held)
+        return self.snapshots.steps
+
+    def restore(self, step: int) -> None:
+        """The state of a held step, bit for bit; optimizer state that is younger is dropped."""
+        self._drop(self.snapshots.restore(step))
+        for schedule, state in zip(self.schedules, self._schedule_states[step], strict=True):
+            schedule.load_state_dict(state)
+
+    def lower_rates(self, factor: float) -> None:
+        """Multiply every learning rate, now and in the schedules."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+        for schedule in self.schedules:
+            inner = schedule.scheduler if "scheduler" in vars(schedule) else schedule
+            inner.base_lrs = [rate * factor for rate in inner.base_lrs]
+
+    def _drop(self, born_since: Sequence[str]) -> None:
+        names = {parameter: name for name, parameter in self.trainables().items()}
+        for parameter in list(self.optimizer.state):
+            owner = names.get(parameter, id(parameter))
+            state = self.optimizer.state[parameter]
+            if any(f"{owner}/{key}" in born_since for key in state):
+                del self.optimizer.state[parameter]
