@@ -138,6 +138,9 @@ class TrainConfig(Section):
     """Checkpoints kept."""
     resume: str = "none"
     """`none`; `auto` for the newest whole checkpoint of run.dir; or a checkpoint's path."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of a moving average of what is trained (Diffusers' EMAModel), which is then what is validated
+    and saved; null for none."""
     checkpointing: Literal["none", "full"] = "full"
     """Gradient checkpointing: `full` recomputes each block in the backward pass and saves memory."""
 

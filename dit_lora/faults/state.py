@@ -79,6 +79,30 @@ def _one_nan(grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def _average(stage: Stage) -> None:
+    """NaN in the moving average of one weight: nothing that is trained shows it."""
+
+    def act() -> None:
+        assert stage.run.ema is not None
+        _write(torch.nan, stage, stage.run.ema.tensors()[f"ema/{_WHERE}"])
+
+    stage.before_step(4, act)
+
+
+def _loss_once(stage: Stage) -> None:
+    """A NaN loss in step 3, once; the average must not move for it."""
+    calls: list[int] = []
+    stage.before_step(3, lambda: calls.append(0))
+
+    def change(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
+        if calls and not calls[0]:
+            calls[0] = 1
+            return LossOutput(output.losses * torch.nan, output.timesteps)
+        return output
+
+    stage.checkpoint.after.append(change)
+
+
 def _frozen(stage: Stage) -> None:
     parameter = dict(stage.transformer.named_parameters())["transformer_blocks.0.ff.net.2.weight"]
     stage.before_step(4, lambda: _write(torch.nan, stage, parameter.data))
@@ -123,6 +147,7 @@ def _weight_and_sample(stage: Stage) -> None:
 
 
 _HIGH = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e3}}))
+_WITH_EMA = (("train.ema", 0.9),)
 _HUGE = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e38}}))
 
 
@@ -131,6 +156,9 @@ _ROLLED_INF = Expected(
     "weights", "rollback", ("1 Inf",), module="to_k.lora_B.default", same_as="clean"
 )
 _MOMENT = Expected("optimizer", "rollback", module="to_k.lora_B.default", same_as="clean")
+_AVERAGE = Expected(
+    "weights", "rollback", ("moving average",), module="to_k.lora_B.default", same_as="clean"
+)
 _RETRIED = Expected("transient", "retry", same_as="clean")
 _DIVERGED = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
 FAULTS: tuple[Fault, ...] = (
@@ -240,6 +268,8 @@ FAULTS: tuple[Fault, ...] = (
         Expected("weights", "stop", ("frozen weight",), module="ff.net.2", exit_code=3),
         _frozen,
     ),
+    Fault("NaN in the moving average", "EMA", "before step 4", _AVERAGE, _average, _WITH_EMA),
+    Fault("NaN loss under a moving average", "EMA", "step 3", _RETRIED, _loss_once, _WITH_EMA),
     Fault("learning rate 1e3", "learning rate", "from the start", _DIVERGED, None, _HIGH),
     Fault("learning rate 1e38", "learning rate", "from the start", _DIVERGED, None, _HUGE),
     Fault(

@@ -117,8 +117,11 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
         return None
     case.evidence["not_finite"] = [*moments, *weights][:20]
     if moments:
-        words = f"the optimizer's {moments[0]}{_others(moments)}"
-        return case.found("optimizer", words, module=_module(moments[0]))
+        is_average = moments[0].startswith("ema/")
+        owner = "the moving average" if is_average else "the optimizer's"
+        words = f"{owner} {moments[0]}{_others(moments)}"
+        cause: Cause = "weights" if is_average else "optimizer"
+        return case.found(cause, words, module=_module(moments[0]))
     if _diverged(case, parameters, trained):
         return case.found("learning_rate", _diverged_words(case), module=_module(weights[0]))
     if len(weights) > len(trained) / 2:
@@ -295,9 +298,10 @@ def _others(items: Sequence[object]) -> str:
 
 
 def _module(described: str) -> str:
-    """The module of a parameter named at the start of a description; groups of an optimizer are left off."""
-    name = described.split(" ")[0].split("/")[-2 if "/" in described.split(" ")[0] else -1]
-    return name.rpartition(".")[0]
+    """The module of the parameter named at the start of a description, as `group/parameter/moment` or alone."""
+    parts = described.split(" ")[0].split("/")
+    parameter = parts[-2] if len(parts) > 1 and parts[0] != "ema" else parts[-1]
+    return parameter.rpartition(".")[0]
 
 
 def weight_peak(weights: Iterable[torch.Tensor], *, finite_only: bool = False) -> float:

@@ -20,6 +20,7 @@ from dit_lora.errors import DitLoraError, listed
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+_EMA = "ema.safetensors"
 
 Identity = Mapping[str, Any]
 """What makes a run this run and no other; flat, names as in the recipe."""
@@ -38,17 +39,19 @@ def save_checkpoint(
     *,
     keep: int,
     guard: Mapping[str, Any] | None = None,
+    ema: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the checkpoint of a step beside its place, sync it, rename it, then drop the oldest.
 
-    `guard` is what recovery has changed of the run. Raises `DitLoraError` if it cannot be written, or if a
+    `guard` is what recovery has changed of the run, `ema` the averages of the weights. Raises `DitLoraError` if it cannot be written, or if a
     value is not finite; earlier checkpoints are as they were.
     """
     final = checkpoint_path(run_dir, step)
     if is_whole(final):
         return final
     weights, moments = trainable_state(model), optimizer_state(optimizer)
-    _require_finite(run_dir, step, {**weights, **moments})
+    averages = dict(ema or {})
+    _require_finite(run_dir, step, {**weights, **moments, **averages})
     staged = final.with_name(f".{final.name}.partial")
     state = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
     try:
@@ -57,6 +60,7 @@ def save_checkpoint(
         contents = {
             _WEIGHTS: save(_cpu(weights)),
             _OPTIMIZER: save(_cpu(moments)),
+            **({_EMA: save(_cpu(averages))} if averages else {}),
             _STATE: json.dumps(state, indent=2, sort_keys=True).encode(),
         }
         for name, data in contents.items():
@@ -101,9 +105,13 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, identity: Identity
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    identity: Identity,
+    ema: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Restore weights and optimizer bit for bit; returns the step and the guard's state.
+    """Restore weights, averages and optimizer bit for bit; returns the step and the guard's state.
 
     Raises if the checkpoint is another recipe's, listing every difference.
     """
@@ -116,6 +124,10 @@ def load_checkpoint(
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(stored[name])
+        if ema:
+            averages = load((path / _EMA).read_bytes())
+            for name, tensor in ema.items():
+                tensor.copy_(averages[name])
     _load_optimizer(optimizer, load((path / _OPTIMIZER).read_bytes()))
     return state["step"], state["guard"]
 

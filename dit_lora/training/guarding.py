@@ -28,6 +28,7 @@ from dit_lora.training.checkpoint import (
     remove_checkpoints_after,
     trainable_state,
 )
+from dit_lora.training.ema import whole_state
 from dit_lora.training.recovery import GuardState, RunRecovery
 from dit_lora.training.replay import keep_bundle
 from dit_lora.training.watch import StepWatcher
@@ -50,14 +51,16 @@ def build_guard(
         find_switch(switches, name).turn_off()
         run.runtime.say(f"guard: {name} stays off: an earlier verdict of this run")
     snapshots = Snapshots(
-        lambda: {**trainable_state(transformer), **optimizer_state(optimizer)},
+        lambda: {**whole_state(transformer, run.ema), **optimizer_state(optimizer)},
         every=config.snapshot_every,
     )
     quarantine = _quarantine(run)
     recovery = RunRecovery(
         suspects=Suspects(
             model=transformer,
-            optimizer_state=lambda: optimizer_state(optimizer).items(),
+            optimizer_state=lambda: (
+                optimizer_state(optimizer) | (run.ema.tensors() if run.ema else {})
+            ).items(),
             switches=switches,
             start_peak=changed.get("start_peak")
             or weight_peak(trainable_state(transformer).values()),
@@ -100,7 +103,9 @@ def require_finite_everywhere(
     accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int
 ) -> None:
     """Raise `PoisonedStateError` on every rank if any rank's state is not finite."""
-    found = gather_object(not_finite(state.items()))
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm([*state.values()])])
+    is_bad = not torch.isfinite(norms).all()  # one read; the names only if there is need
+    found = gather_object(not_finite(state.items()) if is_bad else [])
     if found:
         message = listed(f"step {step} is not saved: it is not finite", found[:20])
         raise PoisonedStateError(message, "non_finite_weights")

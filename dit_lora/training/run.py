@@ -1,6 +1,7 @@
 """One run from a prepared model to a saved adapter: resume, train with its hooks, finish."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from dit_lora.training.checkpoint import (
     load_checkpoint,
     optimizer_state,
     save_checkpoint,
-    trainable_state,
 )
+from dit_lora.training.ema import TrainedEMA, whole_state
 from dit_lora.training.guarding import (
     build_guard,
     guard_record,
@@ -60,6 +61,7 @@ class Run:
     start_step: int
     journal: Journal | None
     """On the main process alone."""
+    ema: TrainedEMA | None = field(init=False, default=None)
     guard: RunRecovery = field(init=False)
     watcher: StepWatcher = field(init=False)
 
@@ -92,10 +94,16 @@ def prepare(
     optimizer = build_optimizer(groups, recipe.optim)
     model, optimizer = runtime.accelerator.prepare(transformer, optimizer)
     run = Run(runtime, family, checkpoint, encoded, model, optimizer, start_step=0, journal=None)
+    if recipe.train.ema is not None:
+        run.ema = TrainedEMA(run.transformer, recipe.train.ema)
     changed: dict[str, Any] = {}
     if resume_from is not None:
         run.start_step, changed = load_checkpoint(
-            resume_from, run.transformer, optimizer, run.identity
+            resume_from,
+            run.transformer,
+            optimizer,
+            run.identity,
+            run.ema.tensors() if run.ema else None,
         )
         runtime.say(f"resumed at step {run.start_step} from {resume_from}")
     elif recipe.train.resume == "auto":
@@ -160,9 +168,13 @@ def finish(run: Run) -> Path | None:
     error, path = None, None
     if runtime.is_main:
         try:
-            path = save_adapter(
-                run.transformer, run.family.pipeline_class, runtime.dir / "adapter", provenance(run)
-            )
+            with averaged(run):
+                path = save_adapter(
+                    run.transformer,
+                    run.family.pipeline_class,
+                    runtime.dir / "adapter",
+                    provenance(run),
+                )
         except (OSError, SafetensorError) as problem:
             error = DitLoraError(
                 f"cannot write the adapter to {runtime.dir / 'adapter'}: {problem}; the checkpoint "
@@ -188,6 +200,7 @@ def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module)
         "data (digest of clips, captions and shape)": encoded.data_digest,
         "data.caption_dropout": recipe.data.caption_dropout,
         "train.seed": recipe.train.seed,
+        "train.ema": recipe.train.ema,
         "train.batch_size x accumulate x processes": batch,
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
@@ -214,6 +227,7 @@ def provenance(run: Run) -> dict[str, Any]:
         "alpha": recipe.lora.alpha or recipe.lora.rank,
         "dropout": recipe.lora.dropout,
         "steps": recipe.train.steps,
+        "ema": recipe.train.ema,
         "seed": recipe.train.seed,
         "dtype": str(run.runtime.precision.dtype),
         "video": {key: getattr(recipe.data, key) for key in ("frames", "height", "width", "fps")},
@@ -266,11 +280,15 @@ def _batches(run: Run, start_step: int) -> torch.utils.data.DataLoader:
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     recipe, step = run.recipe, result.step
+    if run.ema is not None:
+        run.ema.step(step)
     _note(run, bar, result)
     last, snapshots = step == recipe.train.steps, run.guard.snapshots
     to_save = step % recipe.train.save_every == 0 or last or bool(result.stop_code)
     if to_save or snapshots.due(step):
         require_not_lost(run.transformer, run.guard.suspects.start_peak, step)
+        state = whole_state(run.transformer, run.ema) | optimizer_state(run.optimizer)
+        require_finite_everywhere(run.runtime.accelerator, state, step)
     if to_save:
         save(run, step)
     if snapshots.due(step):
@@ -303,9 +321,7 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
 
 
 def save(run: Run, step: int) -> None:
-    """One process writes; all learn whether it could. Raises if any rank's state is not finite."""
-    state = {**trainable_state(run.transformer), **optimizer_state(run.optimizer)}
-    require_finite_everywhere(run.runtime.accelerator, state, step)
+    """One process writes; all learn whether it could. Raises if the state is not finite."""
     error = None
     if run.runtime.is_main:
         try:
@@ -317,6 +333,7 @@ def save(run: Run, step: int) -> None:
                 run.identity,
                 keep=run.recipe.train.keep,
                 guard=guard_record(run.guard),
+                ema=run.ema.tensors() if run.ema else None,
             )
         except DitLoraError as problem:
             error = problem
@@ -324,6 +341,16 @@ def save(run: Run, step: int) -> None:
 
 
 def validate(run: Run, step: int) -> None:
+    with averaged(run):
+        _validate(run, step)
+
+
+def averaged(run: Run) -> AbstractContextManager[None]:
+    """Within it the model has what is saved: the averages, if the run keeps them."""
+    return run.ema.applied() if run.ema is not None else nullcontext()
+
+
+def _validate(run: Run, step: int) -> None:
     loss = held_out_loss(run.runtime, run.checkpoint, run.model, run.encoded.clips)
     if run.journal is not None and loss is not None:
         if math.isfinite(loss):
