@@ -1,0 +1,399 @@
+"""What is done about a tripped step: each action's effect, and what is written of it. Diagnosis is faked."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.config import GuardConfig
+from dit_lora.data.quarantine import LeftOut, Order, Quarantine
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.bisect import Suspects
+from dit_lora.numerics.gate import NonFiniteError, Trip
+from dit_lora.numerics.policy import Policy
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.switches import Switch
+from dit_lora.numerics.verdict import Verdict
+from dit_lora.training import recovery as recovery_module
+from dit_lora.training.checkpoint import drop_optimizer_state, optimizer_state, trainable_state
+from dit_lora.training.recovery import GuardState, RunRecovery
+
+KEYS = {"step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action", "seconds"}
+SAMPLES = [f"{k}.mp4" for k in range(5)]
+
+
+@dataclass
+class FakeFiles:
+    """Notes what recovery does to a run's folder."""
+
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    refuse: DitLoraError | None = None
+
+    def event(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+
+    def rewind(self, step: int, *, other_trajectory: bool) -> None:
+        self.calls.append(("rewind", step, other_trajectory))
+
+    def quarantined(self, quarantine: Quarantine) -> None:
+        self.calls.append(("quarantined", [one.sample_id for one in quarantine.records]))
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
+        self.calls.append(("set_aside_bad", list(samples)))
+        return [f"set aside {sample}" for sample in samples]
+
+    def save(self, step: int) -> None:
+        self.calls.append(("save", step))
+        if self.refuse is not None:
+            raise self.refuse
+
+    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
+        self.calls.append(("bundle", micro_batch.rank, micro_batch.micro_step))
+        return f"bundles/{micro_batch.micro_step}"
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+class Guarded:
+    """A small model in training, and the recovery of its run."""
+
+    def __init__(self, path: Path, **guard: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 1)
+        names = [name for name, _ in self.model.named_parameters()]
+        group = {"name": "adapter", "params": list(self.model.parameters()), "param_names": names}
+        self.optimizer = torch.optim.AdamW([group], lr=0.1, fused=True)
+        self.files = FakeFiles()
+        self.turned_off: list[str] = []
+        name = "attention:flash"
+        turn_off = partial(self.turned_off.append, name)
+        switch = Switch(name, "attention_backend", nullcontext, turn_off, "math")
+        quarantine = Quarantine(path / "quarantine.jsonl")
+        self.recovery = RunRecovery(
+            suspects=Suspects(
+                self.model, lambda: optimizer_state(self.optimizer).items(), [switch]
+            ),
+            policy=Policy(GuardConfig(**guard)),
+            state=GuardState(),
+            quarantine=quarantine,
+            order=Order(SAMPLES, seed=0, quarantine=quarantine),
+            snapshots=Snapshots(self.state, every=2),
+            drop_state=lambda names: drop_optimizer_state(self.optimizer, names),
+            samples_per_step=2,
+            files=self.files,
+        )
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {**trainable_state(self.model), **optimizer_state(self.optimizer)}
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.state().items()}
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.model(torch.full((1, 2), float(step))).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def in_step(self, step: int) -> list[str]:
+        """The samples of a step's two micro-batches."""
+        return [SAMPLES[self.recovery.order.at(p)[1]] for p in range(2 * step - 2, 2 * step)]
+
+    def trip(self, step: int, *verdicts: Verdict, kind: str = "non_finite_loss") -> int:
+        """Let the step trip with these verdicts, one for each of its micro-batches."""
+        micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
+        found = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
+        where = tuple((0, micro) for micro in sorted(m for m in found if m is not None))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recovery_module, "diagnose", lambda one, *_, **__: found[one.micro_step])
+            return self.recovery.recover(Trip(step, kind, where), micro_batches, None)
+
+    def micro_batch(self, step: int, micro_step: int, rank: int = 0) -> MicroBatch:
+        def never(*arguments: Any) -> Any:
+            raise AssertionError("the diagnosis is faked")
+
+        ids = (self.in_step(step)[micro_step],)
+        return MicroBatch(ids, step, micro_step, rank, {}, forward=never, single=never)
+
+
+def verdict(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Verdict:
+    given = {"step": 0, "rank": 0, "micro_step": micro_step, "sample_ids": samples, **facts}
+    return Verdict(cause, f"it is {cause}", **given)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Guarded:
+    return Guarded(tmp_path)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_a_transient_fault_takes_the_step_again_and_changes_nothing(guarded: Guarded) -> None:
+    before = guarded.copy()
+    assert guarded.trip(3, verdict("transient")) == 2
+    assert equal(guarded.state(), before)
+    assert [call[0] for call in guarded.files.calls] == ["bundle"]
+    assert guarded.files.events[0]["action"] == "retry"
+    assert "step 3: non finite loss; taken again" in guarded.files.said[0]
+
+
+def test_a_bad_sample_is_left_out_for_good_from_the_epoch_that_met_it(guarded: Guarded) -> None:
+    sample = guarded.in_step(3)[1]  # position 5, of the second epoch
+    before = [guarded.in_step(step) for step in (1, 2)]
+    assert guarded.trip(3, verdict("data", sample, micro_step=1)) == 2
+    (record,) = guarded.recovery.quarantine.records
+    assert record == LeftOut(sample, 1, None, step=3, cause="data", reason="it is data")
+    assert guarded.files.calls[:2] == [("quarantined", [sample]), ("set_aside_bad", [sample])]
+    assert [guarded.in_step(step) for step in (1, 2)] == before
+    assert all(sample not in guarded.in_step(step) for step in range(3, 12))
+    assert f"{sample} is in quarantine.jsonl\n  - set aside {sample}" in guarded.files.said[0]
+
+
+def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_good(
+    guarded: Guarded,
+) -> None:
+    sample = guarded.in_step(1)[0]
+    assert guarded.trip(1, verdict("inputs", sample)) == 0
+    assert [(r.from_epoch, r.to_epoch) for r in guarded.recovery.quarantine.records] == [(0, 0)]
+    again = next(step for step in range(1, 9) if sample in guarded.in_step(step))
+    micro = guarded.in_step(again).index(sample)
+    guarded.trip(again, verdict("inputs", sample, micro_step=micro))
+    assert [event["action"] for event in guarded.files.events] == ["skip", "quarantine"]
+    assert guarded.recovery.quarantine.is_out(sample, 5)
+
+
+def test_a_bad_backend_is_switched_off_and_stays_off(guarded: Guarded) -> None:
+    found = verdict("attention_backend", switch="attention:flash")
+    assert guarded.trip(3, found) == 2
+    assert guarded.turned_off == ["attention:flash"]
+    assert guarded.recovery.state.switched_off == ["attention:flash"]
+    assert "attention:flash stays off for this run" in guarded.files.said[0]
+
+
+def test_bad_weights_go_back_to_the_newest_snapshot_bit_for_bit(guarded: Guarded) -> None:
+    snapshots = guarded.recovery.snapshots
+    for step in (2, 4):
+        guarded.train(step - 1, step)
+        snapshots.take(step)
+    held = guarded.copy()
+    guarded.train(5, 5)
+    guarded.model.weight.data[0, 0] = torch.nan
+    assert guarded.trip(6, verdict("weights")) == 4
+    assert equal(guarded.state(), held)
+    assert ("rewind", 4, False) in guarded.files.calls
+    assert guarded.recovery.state.lr_scale == 1.0
+    assert "rolled back to step 4" in guarded.files.said[0]
+
+
+def test_going_back_to_before_the_first_update_drops_what_adamw_made_since(
+    guarded: Guarded,
+) -> None:
+    guarded.recovery.snapshots.take(0)
+    held = guarded.copy()
+    guarded.train(1, 1)
+    assert guarded.trip(2, verdict("optimizer")) == 0
+    assert equal(guarded.state(), held)
+    assert not any(guarded.optimizer.state.values())
+
+
+def test_a_rollback_that_did_not_help_goes_further_back_and_lowers_the_rates(
+    guarded: Guarded,
+) -> None:
+    """Steps repeat bit for bit, so what comes back at the same step is no accident."""
+    for step in (2, 4):
+        guarded.train(step - 1, step)
+        guarded.recovery.snapshots.take(step)
+    assert guarded.trip(5, verdict("weights")) == 4
+    assert guarded.trip(5, verdict("weights")) == 2
+    assert guarded.recovery.state.lr_scale == 0.5
+    rewinds = [call for call in guarded.files.calls if call[0] == "rewind"]
+    assert rewinds == [("rewind", 4, False), ("rewind", 2, True)]
+    assert "learning rates are now 0.5 of the recipe's" in guarded.files.said[1]
+
+
+def test_a_learning_rate_that_is_too_high_is_lowered_the_first_time(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path, rollback_lr=0.25)
+    guarded.recovery.snapshots.take(0)
+    assert guarded.trip(2, verdict("learning_rate")) == 0
+    assert guarded.trip(1, verdict("learning_rate")) == 0
+    assert guarded.recovery.state.lr_scale == 0.0625
+
+
+def test_a_snapshot_that_is_not_finite_is_passed_over(guarded: Guarded) -> None:
+    snapshots = guarded.recovery.snapshots
+    snapshots.take(2)
+    guarded.model.bias.data[0] = torch.inf
+    snapshots.take(4)
+    assert guarded.trip(6, verdict("weights")) == 2
+    assert torch.isfinite(guarded.model.bias).all()
+    assert snapshots.steps == [2]
+
+
+def test_a_snapshot_that_is_bad_on_another_rank_is_passed_over_here_too(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gathered(own: list[Any]) -> list[Any]:
+        return own if own and isinstance(own[0], Verdict) else [*own, *others.pop(0)]
+
+    others: list[list[str]] = [["lora_A"], []]
+    monkeypatch.setattr(recovery_module, "gather_object", gathered)
+    for step in (2, 4):
+        guarded.recovery.snapshots.take(step)
+    assert guarded.trip(6, verdict("weights")) == 2
+
+
+def test_without_a_finite_snapshot_it_stops(guarded: Guarded) -> None:
+    guarded.model.bias.data[0] = torch.nan
+    guarded.recovery.snapshots.take(2)
+    with pytest.raises(NonFiniteError, match="stopped: no snapshot that is finite is left"):
+        guarded.trip(3, verdict("weights"))
+    assert guarded.files.events[0]["action"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [
+        ("data", "step 2 is saved: continue with train.resume=auto"),
+        ("transient", "step 2 is saved: continue with train.resume=auto"),
+        ("learning_rate", "start afresh with a lower learning rate (optim.groups)"),
+        ("kernel", "replay the bundle with dit-lora replay"),
+        ("unknown", "replay the bundle with dit-lora replay"),
+    ],
+)
+def test_a_stop_saves_the_last_good_step_and_says_what_helps(
+    tmp_path: Path, cause: str, advice: str
+) -> None:
+    guarded = Guarded(tmp_path, on_nonfinite=["stop"])
+    sample = guarded.in_step(3)[0]
+    samples = [sample] if cause in ("data", "unknown") else []
+    with pytest.raises(NonFiniteError) as error:
+        guarded.trip(3, verdict(cause, *samples))
+    message = str(error.value)
+    assert error.value.exit_code == 3
+    assert message.startswith("step 3: non finite loss; the weights are those of step 2\n")
+    assert f"rank 0): it is {cause}" in message or f"rank 0: it is {cause}" in message
+    assert advice in message
+    assert ("train.resume=auto" in message) == (cause in ("data", "transient"))
+    assert ("save", 2) in guarded.files.calls
+    assert ("set_aside_bad", samples) in guarded.files.calls
+    assert error.value.event == guarded.files.events[0]
+    assert not guarded.files.said  # the error says it
+
+
+def test_a_stop_at_the_first_step_has_nothing_to_save(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path, on_nonfinite=["stop"])
+    with pytest.raises(NonFiniteError, match="the weights are those of step 0"):
+        guarded.trip(1, verdict("data", guarded.in_step(1)[0]))
+    assert "save" not in [call[0] for call in guarded.files.calls]
+
+
+def test_a_stop_whose_checkpoint_cannot_be_written_still_names_the_cause(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path, on_nonfinite=["stop"])
+    guarded.files.refuse = DitLoraError("cannot save the checkpoint of step 2: disk full")
+    with pytest.raises(NonFiniteError) as error:
+        guarded.trip(3, verdict("data", guarded.in_step(3)[0]))
+    assert "it is data" in str(error.value)
+    assert str(error.value).endswith("disk full")
+
+
+@pytest.mark.parametrize("action", ["retry", "quarantine", "rollback", "stop"])
+def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: str) -> None:
+    guarded = Guarded(tmp_path, **({"on_nonfinite": ["stop"]} if action == "stop" else {}))
+    guarded.recovery.snapshots.take(0)
+    sample = guarded.in_step(2)[0]
+    cause, samples = {"retry": ("transient", []), "rollback": ("weights", [])}.get(
+        action, ("data", [sample])
+    )
+    try:
+        guarded.trip(2, verdict(cause, *samples))
+    except NonFiniteError:
+        assert action == "stop"
+    (event,) = guarded.files.events
+    assert set(event) == {*KEYS, "bundle"}
+    assert event["action"] == action
+    assert (event["step"], event["micro_step"], event["rank"]) == (2, 0, 0)
+    assert (event["kind"], event["sample_ids"]) == ("non_finite_loss", samples)
+    assert event["verdict"]["cause"] == cause
+    assert event["seconds"] >= 0
+    assert event["bundle"] == "bundles/0"
+
+
+def joined_by(patch: pytest.MonkeyPatch, *theirs: Verdict) -> None:
+    """Another rank's verdicts on the next trip, gathered beside our own."""
+    waiting = [list(theirs)]
+
+    def gathered(own: list[Any]) -> list[Any]:
+        return own + (waiting.pop() if waiting else [])
+
+    patch.setattr(recovery_module, "gather_object", gathered)
+
+
+def test_a_rank_that_has_nothing_to_say_is_silent_beside_one_that_has(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank leaves out the other's sample; only the rank that ran it keeps the bundle."""
+    sample = guarded.in_step(2)[0]
+    joined_by(monkeypatch, verdict("data", sample, step=2, rank=1))
+    guarded.trip(2, verdict("transient"))
+    (event,) = guarded.files.events
+    assert (event["rank"], event["sample_ids"], event["action"]) == (1, [sample], "quarantine")
+    assert set(event) == KEYS
+    assert [record.sample_id for record in guarded.recovery.quarantine.records] == [sample]
+    assert "bundle" not in [call[0] for call in guarded.files.calls]
+
+
+def test_bad_samples_of_two_ranks_are_left_out_together(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = guarded.in_step(2)
+    joined_by(monkeypatch, verdict("data", theirs, step=2, rank=1))
+    guarded.trip(2, verdict("data", ours))
+    assert [event["rank"] for event in guarded.files.events] == [0, 1]
+    assert [r.sample_id for r in guarded.recovery.quarantine.records] == [ours, theirs]
+    assert guarded.recovery.policy.skips == 1
+    assert [call for call in guarded.files.calls if call[0] == "bundle"] == [("bundle", 0, 0)]
+
+
+def test_weights_outrank_samples_and_when_all_are_transient_one_verdict_is_kept(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded.recovery.snapshots.take(1)
+    joined_by(monkeypatch, verdict("weights", step=2, rank=1))
+    assert guarded.trip(2, verdict("data", guarded.in_step(2)[0])) == 1
+    assert {event["action"] for event in guarded.files.events} == {"rollback"}
+    assert guarded.recovery.quarantine.records == []
+    joined_by(monkeypatch, verdict("transient", step=3, rank=1))
+    guarded.trip(3, verdict("transient"), verdict("transient", micro_step=1))
+    assert [event["action"] for event in guarded.files.events[2:]] == ["retry"]
+
+
+@pytest.mark.parametrize(("value", "cause"), [(torch.nan, "weights"), (2e3, "learning_rate")])
+def test_bad_weights_are_judged_as_they_are_and_no_micro_batch_is_blamed(
+    guarded: Guarded, value: float, cause: str
+) -> None:
+    guarded.recovery.snapshots.take(2)
+    guarded.model.weight.data[0, 0] = value
+    kind = "non_finite_weights" if cause == "weights" else "diverged_weights"
+    assert guarded.trip(3, kind=kind) == 2
+    (event,) = guarded.files.events
+    assert (event["verdict"]["cause"], event["micro_step"]) == (cause, None)
+    assert guarded.recovery.state.lr_scale == (1.0 if cause == "weights" else 0.5)
+
+
+@pytest.mark.xfail(strict=True, reason="policy.py drops the reasons where `stop` is in the ladder")
+def test_a_stop_says_which_budget_is_used_up(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path, max_skips=0)
+    with pytest.raises(NonFiniteError, match=r"stopped: guard\.max_skips=0 is used up"):
+        guarded.trip(2, verdict("data", guarded.in_step(2)[0]))

@@ -1,0 +1,131 @@
+"""Every injected fault gets its verdict and its action, on one rank and on two; and the judge can say no."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from dit_lora.cli import app
+from dit_lora.errors import DitLoraError
+from dit_lora.faults.fault import Expected, Fault, judged
+from dit_lora.faults.suite import catalog, chosen, run_suite, totals
+from dit_lora.faults.world import Observation, World
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(ranks: int) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    results = run_suite(None, ranks)
+    failed = {one.name: one.why for one in results if not one.passed}
+    assert not failed
+    assert len(results) == len(catalog()) >= 60
+    assert totals(results)["poisoned_files"] == 0
+
+
+def test_the_suite_reaches_every_place_and_every_action() -> None:
+    faults = catalog()
+    names = [fault.name for fault in faults]
+    assert len(set(names)) == len(names)
+    actions = Counter(fault.expected.action for fault in faults)
+    assert {"retry", "skip", "quarantine", "fallback", "rollback", "stop"} <= set(actions)
+    causes = {fault.expected.cause for fault in faults}
+    assert causes >= {
+        "data", "labels", "inputs", "precision", "kernel", "attention_backend",
+        "weights", "optimizer", "learning_rate", "transient", "unknown",
+    }  # fmt: skip
+    assert sum(fault.expected.same_as is not None for fault in faults) > 40
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Observation:
+    """A run that quarantined `b.mp4` and saved an adapter."""
+    verdict = {"cause": "data", "words": "1 NaN", "sample_ids": ["b.mp4"], "module": "x.to_q"}
+    event = {"verdict": verdict, "action": "quarantine", "sample_ids": ["b.mp4"]}
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    (run / "adapter").mkdir(parents=True)
+    cache.mkdir()
+    return Observation([event], None, {"w": torch.tensor([1.0, 2.0])}, run, cache, "")
+
+
+EXPECTED = Expected("data", "quarantine", ("1 NaN",), True, "to_q", "without")
+
+
+def judge(seen: Observation, expected: Expected = EXPECTED) -> tuple[bool, bool, int]:
+    fault = Fault("f", "place", "when", expected)
+    result = judged(fault, seen, {"w": torch.tensor([1.0, 2.0])}, "b.mp4")
+    assert result.passed == (not result.why and not result.poisoned_files)
+    return result.named, result.recovered, result.poisoned_files
+
+
+def test_the_judge_accepts_what_is_expected(seen: Observation) -> None:
+    assert judge(seen) == (True, True, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cause": "weights"},
+        {"words": ("2 NaN",)},
+        {"module": "to_k"},
+    ],
+)
+def test_the_judge_refuses_another_verdict(seen: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
+    assert judge(seen, replace(EXPECTED, **wrong)) == (False, True, 0)
+
+
+def test_the_judge_refuses_another_sample(seen: Observation) -> None:
+    seen.events[0]["verdict"]["sample_ids"] = ["b.mp4", "a.mp4"]
+    assert judge(seen) == (False, True, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"action": "rollback"}, {"exit_code": 3}],
+)
+def test_the_judge_refuses_another_ending(seen: Observation, wrong: dict) -> None:  # type: ignore[type-arg]
+    assert judge(seen, replace(EXPECTED, **wrong)) == (True, False, 0)
+
+
+def test_the_judge_refuses_an_adapter_that_differs_in_one_bit(seen: Observation) -> None:
+    assert seen.adapter is not None
+    seen.adapter["w"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
+    assert judge(seen) == (True, False, 0)
+    assert judge(seen, replace(EXPECTED, same_as=None, close_to="clean")) == (True, True, 0)
+
+
+def test_the_judge_counts_poisoned_files_but_not_evidence(seen: Observation) -> None:
+    bad = {"w": torch.tensor([torch.nan])}
+    (seen.folder / "bundles" / "one").mkdir(parents=True)
+    save_file(bad, seen.folder / "bundles" / "one" / "samples.safetensors")
+    assert judge(seen) == (True, True, 0)
+    save_file(bad, seen.folder / "adapter" / "pytorch_lora_weights.safetensors")
+    save_file(bad, seen.cache / "entry.safetensors")
+    assert judge(seen) == (True, True, 2)
+
+
+def test_a_fault_that_is_not_injected_is_not_named(tmp_path: Path) -> None:
+    """A clean run must fail every expectation of a verdict: the suite cannot pass by saying nothing."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    world = World(tmp_path, Accelerator(cpu=True))
+    fault = Fault("nothing", "none", "never", EXPECTED)
+    assert not fault.judge(world).named
+
+
+def test_the_command_prints_json_and_refuses_unknown_names() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    done = CliRunner().invoke(app, ["faults", "--only", "NaN in a cached latent_mean", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    (line,) = found["faults"]
+    assert {"name", "named", "recovered", "poisoned_files"} <= set(line)
+    assert found["totals"] == {"faults": 1, "named": 1, "recovered": 1, "poisoned_files": 0}
+    with pytest.raises(DitLoraError, match="no fault is called 'x'; there are: NaN in a cached"):
+        chosen("x")
