@@ -3,8 +3,9 @@
     python -m benchmarks.step [--pairs 50] [--batch 3]
 
 Bare: the family's losses, backward, torch's `clip_grad_norm_`, AdamW. Ours: `dit_lora.training.loop.train` with
-gate, generators, gather of metrics, metrics.jsonl and progress bar. Both alternate step by step, so that
-whatever else the machine does hits both; the medians are compared.
+gate, generators, gather of metrics, metrics.jsonl, progress bar, and the guard's snapshots and statistics as often
+as by default. Both alternate step by step, so that whatever else the machine does hits both; the medians are
+compared.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,18 +23,41 @@ from tqdm import tqdm
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import GroupConfig, GroupsConfig, LoraConfig, ModelConfig, OptimConfig
+from dit_lora.config import (
+    GroupConfig,
+    GroupsConfig,
+    GuardConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from dit_lora.data.loader import Batch
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
+from dit_lora.numerics.gate import Trip
+from dit_lora.numerics.monitor import Monitor
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
-from dit_lora.training.journal import Journal
+from dit_lora.training.checkpoint import optimizer_state, trainable_state
+from dit_lora.training.journal import Journal, metrics_line
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.runtime import quiet_libraries
+from dit_lora.training.watch import StepWatcher
 
 FAMILY = get_family("cogvideox")
 OPTIM = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=1e-4)))
+GUARD = GuardConfig()
+
+
+class NoRecovery:
+    """A benchmark whose step trips is no benchmark."""
+
+    def recover(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> int:
+        raise RuntimeError(f"{trip}")
 
 
 def build_model() -> tuple[torch.nn.Module, torch.optim.AdamW]:
@@ -69,6 +93,14 @@ def fixed_batches(size: int) -> Iterator[Batch]:
         position += size
 
 
+def watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> StepWatcher:
+    snapshots = Snapshots(
+        lambda: {**trainable_state(model), **optimizer_state(optimizer)},
+        every=GUARD.snapshot_every,
+    )
+    return StepWatcher(snapshots, Monitor(model, every=GUARD.monitor_every))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=50, help="steps of each kind")
@@ -91,6 +123,24 @@ def main() -> None:
     )
 
 
+def bare_step(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    optimizer: torch.optim.AdamW,
+    batches: Iterator[Batch],
+    device: torch.device,
+) -> float:
+    """Seconds of a step without us."""
+    began = time.perf_counter()
+    batch = next(batches).to(device)
+    output = checkpoint.losses(model, batch.tensors, Streams(42, batch.draws))
+    output.losses.mean().backward()
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return time.perf_counter() - began
+
+
 def measure(
     checkpoint: Checkpoint, folder: Path, pairs: int, batch_size: int
 ) -> tuple[list[float], list[float]]:
@@ -104,26 +154,22 @@ def measure(
     warm_up, bare, ours = 3, [], []
     steps = pairs + warm_up
 
-    def bare_step() -> float:
-        began = time.perf_counter()
-        batch = next(bare_batches).to(accelerator.device)
-        output = checkpoint.losses(bare_model, batch.tensors, Streams(42, batch.draws))
-        output.losses.mean().backward()
-        torch.nn.utils.clip_grad_norm_(bare_optimizer.param_groups[0]["params"], 1.0)
-        bare_optimizer.step()
-        bare_optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - began
-
-    journal = Journal(folder, timesteps=checkpoint.train_timesteps, start_step=0)
+    watcher = watching(ours_model, ours_optimizer)
+    journal = Journal(folder, start_step=0)
     bar = tqdm(total=steps, desc="pairs of steps")
     ended = [0.0]
 
     def on_step(result: StepResult) -> None:
-        journal.step(result)
+        modules = watcher.statistics(result.step)
+        journal.step(metrics_line(result, checkpoint.train_timesteps), modules)
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()
+        if watcher.snapshots.due(result.step):
+            watcher.snapshots.take(result.step)
         ours.append(time.perf_counter() - ended[0])
-        bare.append(bare_step())
+        bare.append(
+            bare_step(checkpoint, bare_model, bare_optimizer, bare_batches, accelerator.device)
+        )
         ended[0] = time.perf_counter()
 
     loop = Loop(
@@ -135,10 +181,18 @@ def measure(
         optim=OPTIM,
         accumulate=1,
         seed=42,
+        recovery=NoRecovery(),
+        watcher=watcher,
     )
     ended[0] = time.perf_counter()
-    batches = fixed_batches(batch_size)
-    train(loop, batches, start_step=0, steps=steps, stop_asked=lambda: 0, on_step=on_step)
+    train(
+        loop,
+        lambda step: fixed_batches(batch_size),
+        start_step=0,
+        steps=steps,
+        stop_asked=lambda: 0,
+        on_step=on_step,
+    )
     bar.close()
     return bare[warm_up:], ours[warm_up:]
 

@@ -34,9 +34,9 @@ _ALLOWED: Mapping[str, Callable[[], bool]] = {
     "math": torch.backends.cuda.math_sdp_enabled,
 }
 
-# Largest error over largest value, three times and more what a right backend was measured to err by, over 43
-# calls on a CPU with 1 to 1,300 keys: math, in fp32 inside, errs by 4e-3 in bf16, 5e-4 in fp16, 3e-5 in fp32;
-# flash, which rounds probabilities too, by 1.3e-2, 1.9e-3, 9e-5. A wrong row, head or mask errs by 0.1 to 200.
+# Largest error over largest value: three times what a right backend was measured to err by, over 44 calls on a
+# CPU with 1 to 1,300 keys. Math, in fp32 inside, errs by 3.5e-3 in bf16, 5e-4 in fp16, 2.3e-5 in fp32; flash,
+# which rounds probabilities too, by 1.3e-2, 1.8e-3, 7.4e-5. What was wrong erred by 0.15 to 220.
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.bfloat16: 4e-2,
     torch.float16: 6e-3,

@@ -122,7 +122,7 @@ def autocast_owner(
         _judged(
             "autocast is on",
             off,
-            sound=f"nothing turns the policy, {policy}, off",
+            sound="nothing inside the model turns autocast off",
             wrong=f"the policy is {policy}, but these turn it off",
             fatal=False,
         ),

@@ -354,6 +354,9 @@ def _video_source(path: Path, folder: Path, room: int) -> tuple[str, int]:
 def _event_row(event: Mapping[str, Any]) -> list[str]:
     """The cells of the columns that page.html names."""
     keys = ("step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action")
+    verdict = _mapping(event.get("verdict"))
+    if "cause" in verdict and "words" in verdict:  # the evidence stays in events.jsonl
+        event = {**event, "verdict": f"{verdict['cause']}: {verdict['words']}"}
     seconds = _float(event.get("seconds"))
     return [_words(event.get(key)) for key in keys] + [
         number(seconds, 3) if math.isfinite(seconds) else ""

@@ -1,6 +1,7 @@
 """What a run writes as it goes: metrics.jsonl, held_out.jsonl, events.jsonl and the trackers."""
 
 import json
+import math
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +44,11 @@ class Journal:
         self._samples += line["samples"]
         line = {**line, "samples": self._samples}
         if modules is not None:
-            line["modules"] = modules
+            # JSON has no Inf; a module that reached it has an event of its own.
+            line["modules"] = {
+                name: {key: v if math.isfinite(v) else None for key, v in values.items()}
+                for name, values in modules.items()
+            }
         self._append("metrics.jsonl", line)
 
     def held_out(self, step: int, loss: float) -> None:

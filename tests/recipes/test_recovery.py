@@ -67,6 +67,7 @@ def args(smoke: list[str]) -> list[str]:
     return [
         *smoke,
         "train.steps=9",
+        "train.seed=12",
         "train.batch_size=1",
         "train.accumulate=2",
         "lora.dropout=0.1",
@@ -95,16 +96,17 @@ class WeightFault:
 
     def __init__(self, patch: pytest.MonkeyPatch, steps: Iterable[int]) -> None:
         self.left = list(steps)
-        self.step = 0
         forward, losses = StepWatcher.forward, CogVideoXCheckpoint.losses
+        due: list[int] = []
 
         def begin(watcher: StepWatcher, step: int) -> Any:
-            self.step = step
+            due.append(step)
             return forward(watcher, step)
 
         def faulty(checkpoint: Any, transformer: Any, *arguments: Any) -> LossOutput:
-            if self.step in self.left:
-                self.left.remove(self.step)
+            step = due.pop() if due else 0  # the first micro-step's call, and no replay's
+            if step in self.left:
+                self.left.remove(step)
                 transformer.get_parameter(WEIGHT).data[0, 0] = torch.nan
             return losses(checkpoint, transformer, *arguments)
 
@@ -112,19 +114,24 @@ class WeightFault:
         patch.setattr(CogVideoXCheckpoint, "losses", faulty)
 
 
-def test_a_nan_in_one_cached_latent_ends_as_a_run_on_a_folder_without_the_clip(
-    lora_main: Main, poisoned: list[str], without: str, bad_clip: str, tmp_path: Path
+@pytest.mark.parametrize(("seed", "times"), [(12, 1), (42, 2)])
+def test_a_nan_in_one_cached_latent_ends_as_a_run_on_a_folder_without_the_clip(  # type: ignore[no-untyped-def]
+    lora_main: Main, poisoned, without, bad_clip: str, tmp_path: Path, seed: int, times: int
 ) -> None:
+    """Also where one step holds the clip twice, as the last of an epoch and the first of the next."""
     run, never = tmp_path / "run", tmp_path / "never"
-    lora_main([*poisoned, f"run.dir={run}"])
-    lora_main([*poisoned, without, f"run.dir={never}"])
+    args = [*poisoned, f"train.seed={seed}"]
+    lora_main([*args, f"run.dir={run}"])
+    lora_main([*args, without, f"run.dir={never}"])
     assert same_adapter(run, never)
     assert trajectory(run) == trajectory(never)
     assert not (never / "events.jsonl").exists()
-    (event,) = lines(run, "events.jsonl")
-    assert (event["step"], event["action"], event["sample_ids"]) == (3, "quarantine", [bad_clip])
-    assert event["verdict"]["cause"] == "data"
-    assert "latent_mean has 1 NaN" in event["verdict"]["words"]
+    events = lines(run, "events.jsonl")
+    assert [(e["step"], e["action"]) for e in events] == [(3, "quarantine")] * times
+    for event in events:
+        assert event["sample_ids"] == [bad_clip]
+        assert event["verdict"]["cause"] == "data"
+        assert "latent_mean has 1 NaN" in event["verdict"]["words"]
     (record,) = lines(run, "quarantine.jsonl")
     assert (record["sample_id"], record["from_epoch"], record["to_epoch"]) == (bad_clip, 0, None)
     assert len(list((tmp_path / "cache" / "videos").rglob("*.bad"))) == 1
@@ -173,7 +180,7 @@ def test_without_budget_it_stops_with_exit_code_3_and_the_last_good_step(
     assert lines(run, "events.jsonl")[0]["action"] == "stop"
     assert not (run / "adapter").exists()
     assert not (run / "quarantine.jsonl").exists()
-    lora_main([*poisoned, without, f"run.dir={never}", "train.save_every=2"])
+    lora_main([*poisoned, without, f"run.dir={never}", "train.save_every=2", "train.keep=9"])
     weights = "checkpoints/step_000002/trainable.safetensors"
     assert (run / weights).read_bytes() == (never / weights).read_bytes()
 
@@ -202,10 +209,11 @@ def test_a_weight_that_goes_bad_is_rolled_back_and_no_bit_of_it_stays(
     fault = WeightFault(monkeypatch, [6])
     lora_main([*args, f"run.dir={run}"])
     assert not fault.left
-    (event,) = lines(run, "events.jsonl")
-    assert (event["step"], event["action"]) == (6, "rollback")
-    assert event["verdict"]["cause"] == "weights"
-    assert WEIGHT in event["verdict"]["words"]
+    assert len(lines(run, "events.jsonl")) == 2  # of each micro-batch
+    for event in lines(run, "events.jsonl"):
+        assert (event["step"], event["action"]) == (6, "rollback")
+        assert event["verdict"]["cause"] == "weights"
+        assert WEIGHT in event["verdict"]["words"]
     assert same_adapter(run, clean)
     assert trajectory(run) == trajectory(clean)
     assert [m["samples"] for m in lines(run, "metrics.jsonl")] == list(range(2, 20, 2))
@@ -251,14 +259,26 @@ def test_a_rollback_removes_the_checkpoints_of_the_trajectory_that_it_leaves(
     assert scales == {f"step_{step:06d}": 0.5 for step in range(1, 6)}
 
 
+@pytest.mark.xfail(strict=True, reason="recovery.py saves the lost weights as the step before")
+def test_a_stop_never_saves_weights_that_ran_away_as_those_of_the_step_before(
+    lora_main: Main, args: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    high = ["optim.groups.adapter.lr=1e3", "optim.clip=null", "guard.on_nonfinite=[stop]"]
+    with pytest.raises(NonFiniteError, match="diverged weights"):
+        lora_main([*args, *high, f"run.dir={run}"])
+    for path in (run / "checkpoints").rglob("trainable.safetensors"):
+        assert max(tensor.abs().max().item() for tensor in load_file(path).values()) < 100
+
+
 def broken_flash(patch: pytest.MonkeyPatch) -> None:
     """An attention backend that gives one NaN, as long as it is on."""
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def faulty(*arguments: Any, **options: Any) -> torch.Tensor:
         output = attention(*arguments, **options)
-        if torch.backends.cuda.flash_sdp_enabled():
-            output = output.clone()
+        if output.requires_grad and torch.backends.cuda.flash_sdp_enabled():
+            output = output.contiguous().clone()
             output.view(-1)[0] = torch.nan
         return output
 
@@ -281,8 +301,9 @@ def test_a_backend_that_was_switched_off_stays_off_after_a_resume(
     with kept_attention():
         lora_main([*args, f"run.dir={parts}", "train.resume=auto"])
         assert not torch.backends.cuda.flash_sdp_enabled()
-    (event,) = lines(parts, "events.jsonl")
-    assert (event["action"], event["verdict"]["switch"]) == ("fallback", "attention:flash")
+    for event in lines(parts, "events.jsonl"):
+        assert (event["step"], event["action"]) == (1, "fallback")
+        assert event["verdict"]["switch"] == "attention:flash"
     assert "attention:flash stays off: an earlier verdict" in capsys.readouterr().err
     assert same_adapter(parts, whole)
 
@@ -307,6 +328,18 @@ def test_a_bundle_comes_to_the_recorded_verdict_here_and_elsewhere(
         assert not replayed.notes
     with pytest.raises(DitLoraError, match="cogvideox-5b"):
         replay_bundle(elsewhere)  # its base model is named without its folders
+
+
+@pytest.mark.xfail(strict=True, reason="the bundle is written after the weights were put back")
+def test_a_bundle_of_bad_weights_holds_them(
+    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WeightFault(monkeypatch, [6])
+    lora_main([*args, f"run.dir={tmp_path / 'run'}"])
+    event = lines(tmp_path / "run", "events.jsonl")[0]
+    replayed = replay_bundle(tmp_path / "run" / event["bundle"])
+    assert replayed.verdict is not None
+    assert replayed.verdict.cause == event["verdict"]["cause"] == "weights"
 
 
 def test_a_bundle_on_another_base_model_says_so(

@@ -185,11 +185,7 @@ def test_a_checkpointed_backward_that_fails_is_named_with_its_module() -> None:
     assert_backward(trace, "middle.inner.1")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="probe.py _leave: checkpoint stops a recomputation early, so what the clamp hid in the forward is "
-    "not hidden again and comes before the backward that fails",
-)
+@pytest.mark.xfail(strict=True, reason="probe._leave: not called where a recomputation stops early")
 def test_what_a_checkpointed_module_hides_stays_hidden_in_its_recomputation() -> None:
     inner = nn.Linear(5, 5)
     block = Calls(lambda values: inner(blow_up(values).clamp(-2, 2)), inner=inner)
@@ -391,19 +387,13 @@ def test_a_healthy_run_with_integers_and_empty_tensors_has_no_origin() -> None:
     )
     trace = traced(model, torch.tensor([[1, 10, 4], [7, 0, 0]]))
     assert (trace.origins, trace.hidden, trace.bad_inputs) == ([], [], {})
-    assert trace.origin is None
-    assert not trace.trail
+    assert (trace.origin, trace.trail) == (None, [])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="finite.py has_values: complex tensors, as rotary embeddings use, are not judged",
-)
+@pytest.mark.xfail(strict=True, reason="finite.has_values: complex tensors are not judged")
 def test_nan_that_a_complex_op_makes_is_seen() -> None:
-    def rotate(values: torch.Tensor) -> torch.Tensor:
-        return torch.view_as_real(torch.view_as_complex(values.view(3, 2, 2)) / 0)
-
-    model = Calls(rotate)
-    with Probe(model).watching() as trace:
-        model(rows(3, 4))
+    """As rotary embeddings multiply."""
+    rotate = Calls(lambda values: torch.view_as_real(torch.view_as_complex(values) / 0))
+    with Probe(rotate).watching() as trace:
+        rotate(rows(3, 4, 2))
     assert trace.origin is not None
