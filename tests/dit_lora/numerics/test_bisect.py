@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.numerics.bisect import (
-    Suspects,
-    bad_state,
-    diagnose,
-    has_run_away,
-    run_away,
-    weight_peak,
-)
+from dit_lora.numerics.bisect import Suspects, diagnose, has_run_away, run_away, weight_peak
 from dit_lora.numerics.labels import IGNORE
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.switches import Switch
@@ -383,9 +376,8 @@ def test_facts_come_before_experiments_and_the_smaller_change_before_the_larger(
     assert diagnosed(batch(model), model).cause == "precision"
 
 
-def test_weights_that_ran_away_from_a_healthy_state_are_the_learning_rate(model: Net) -> None:
+def test_weights_that_ran_away_are_the_learning_rate(model: Net) -> None:
     suspects = Suspects(model, lambda: [("adapter/step", torch.tensor(3))], start_peak=0.25)
-    assert bad_state(batch(model), suspects) is None
     with torch.no_grad():
         model.base.weight[0, 0], model.up.weight[0, 0] = 1e9, 500.0
         model.down.weight[0, 0] = torch.nan
