@@ -107,6 +107,8 @@ class Replayed:
     outcome: Outcome
     verdict: Verdict | None
     """None if it was healthy."""
+    ids: tuple[str, ...]
+    """The samples, in the order of the outcome's losses."""
     recorded: dict[str, Any]
     """The event, as the run wrote it."""
     notes: tuple[str, ...]
@@ -117,6 +119,7 @@ class Replayed:
             "healthy": self.verdict is None,
             "verdict": self.verdict.record() if self.verdict else None,
             "recorded": self.recorded,
+            "sample_ids": list(self.ids),
             "losses": [str(loss) for loss in self.outcome.losses],
             "timesteps": list(self.outcome.timesteps),
             "notes": list(self.notes),
@@ -130,10 +133,8 @@ class Replayed:
             lines.append("replayed: healthy; the event does not come back here")
         else:
             lines.append(f"replayed: {self.verdict.cause}: {self.verdict.words}")
-        pairs = zip(self.outcome.losses, self.outcome.timesteps, strict=True)
-        lines += [
-            f"  sample {row}: loss {loss:g} at timestep {t}" for row, (loss, t) in enumerate(pairs)
-        ]
+        rows = zip(self.ids, self.outcome.losses, self.outcome.timesteps, strict=True)
+        lines += [f"  {sample}: loss {loss:g} at timestep {t}" for sample, loss, t in rows]
         trail = self.verdict.evidence.get("trail", []) if self.verdict else []
         return "\n".join([*lines, *(f"  {step}" for step in trail), *self.notes])
 
@@ -153,7 +154,7 @@ def replay_bundle(
     quiet_libraries()
     bundle = read_bundle(folder)
     recipe = _recipe(bundle, folder, model)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _device(device)
     micro_batch, transformer, digest = _rebuild(bundle, recipe, place)
     kind = bundle.facts["event"]["kind"]
     switches: list[Switch] = attention_switches()
@@ -166,7 +167,22 @@ def replay_bundle(
         outcome = run(micro_batch, transformer)
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
-    return Replayed(outcome, verdict, bundle.facts["event"], _notes(bundle, digest))
+    return Replayed(outcome, verdict, micro_batch.ids, bundle.facts["event"], _notes(bundle, digest))
+
+
+def _device(asked: str | None) -> torch.device:
+    """The device asked for, by default the GPU if there is one; never another than that."""
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise DitLoraError(f"--device {asked}: give cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DitLoraError(f"--device {asked}: give cpu, cuda or cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DitLoraError(f"--device {asked}: this machine has {torch.cuda.device_count()} GPUs")
+    return device
 
 
 def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
@@ -185,7 +201,10 @@ def _rebuild(
 ) -> tuple[MicroBatch, nn.Module, str]:
     """The model as it was, and the micro-batch on it."""
     family = get_family(recipe.model.family)
-    checkpoint = family.open(recipe.model)
+    try:
+        checkpoint = family.open(recipe.model)
+    except DitLoraError as error:
+        raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
     digest = Digests(checkpoint.path / "digests.json").component(checkpoint.path / "transformer")
     dtype = DTYPES[bundle.facts["dtype"]]
     transformer = checkpoint.load_transformer(dtype)
@@ -194,6 +213,8 @@ def _rebuild(
     _load(transformer, bundle)
     if recipe.train.checkpointing == "full":
         transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     accelerator = Accelerator(
         cpu=device.type == "cpu", mixed_precision=Precision(dtype, "as recorded").mixed
     )
