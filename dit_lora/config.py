@@ -162,7 +162,9 @@ class ValidationConfig(Section):
 Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
 
 
-class GuardConfig(Section):
+class LadderConfig(Section):
+    """What may be done about a step that tripped."""
+
     on_nonfinite: tuple[Rung, ...] = ("skip", "quarantine", "fallback", "rollback", "stop")
     """What may be done about a step that tripped, in order of preference; the first that fits its cause
     and has budget left is taken, and the run stops where none does. `skip`: take the step again, once without
@@ -176,6 +178,16 @@ class GuardConfig(Section):
     verdict is that they are too high."""
     snapshot_every: Count = 50
     """Steps between snapshots of adapter and optimizer in host memory."""
+
+    @field_validator("on_nonfinite")
+    @classmethod
+    def _a_ladder(cls, rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
+        if not rungs or len(set(rungs)) != len(rungs):
+            raise ValueError("name each rung once, and at least one; [stop] stops at every fault")
+        return rungs
+
+
+class GuardConfig(LadderConfig):
     monitor_every: Annotated[int, Field(ge=0)] = 50
     """Steps between statistics of every module in metrics.jsonl; 0 for none."""
     spike_threshold: Positive | None = None
@@ -192,13 +204,6 @@ class GuardConfig(Section):
     """Events of which a bundle for `dit-lora replay` is kept, per process."""
     bundle_mib: Positive = 512
     """Largest size of one bundle; what does not fit is left out, and said."""
-
-    @field_validator("on_nonfinite")
-    @classmethod
-    def _a_ladder(cls, rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
-        if not rungs or len(set(rungs)) != len(rungs):
-            raise ValueError("name each rung once, and at least one; [stop] stops at every fault")
-        return rungs
 
     @model_validator(mode="after")
     def _clip_needs_a_threshold(self) -> "GuardConfig":

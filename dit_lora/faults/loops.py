@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dit_lora.config import GuardConfig
+from dit_lora.config import LadderConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import Observation, World
@@ -97,7 +97,7 @@ def _toy(
     loss: Callable[[ToyLoop, torch.Tensor, torch.Tensor], torch.Tensor] = _mean_squared,
     change: Callable[[Toy], None] = lambda model: None,
     accumulate: int = 1,
-    config: GuardConfig | None = None,
+    config: LadderConfig | None = None,
 ) -> ToyLoop:
     torch.manual_seed(3)
     model = Toy()
@@ -297,7 +297,7 @@ def _trainer(fault: Fault, world: World) -> Observation:
 
 
 _DATA = Expected("data", "skip", ("1 NaN",))
-_STOP = GuardConfig(max_skips=1)
+_STOP = LadderConfig(max_skips=1)
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a NaN pixel in a stock loop",

@@ -147,6 +147,21 @@ def _op_of_target(change: Change, module: str) -> Arm:
     return arm
 
 
+def _hidden(stage: Stage) -> None:
+    """Inf in the output of a linear layer, which the module around it cuts back: the loss never shows it."""
+
+    def overflow(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        spot = torch.zeros(output.shape, dtype=output.dtype)
+        spot.view(-1)[3] = 3e38
+        return output + spot * 10
+
+    def cut(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.clamp(-10, 10)
+
+    stage.transformer.get_submodule("transformer_blocks.0.ff.net.2").register_forward_hook(overflow)
+    stage.transformer.get_submodule("transformer_blocks.0.ff").register_forward_hook(cut)
+
+
 def _half_schedule(stage: Stage) -> None:
     """1 / (1 - alpha_bar) in the weights' dtype: in bf16 alpha_bar rounds to 1 (N9, N10)."""
     module = stage.transformer.get_submodule("transformer_blocks.1.ff")
@@ -275,6 +290,14 @@ FAULTS: tuple[Fault, ...] = (
         "every time",
         _OP,
         _op_of_target(_divided, "proj_out"),
+    ),
+    Fault(
+        "an Inf that a clamp hides",
+        "precision",
+        "every step",
+        Expected("precision", "report", ("something hides it",), module="ff.net.2"),
+        _hidden,
+        (("guard.monitor_every", 1),),
     ),
     Fault(
         "a schedule that rounds to zero in bf16",

@@ -14,12 +14,12 @@ _WIDE = 240  # characters, in a file or a pipe
 def render(judged: Sequence[Judged]) -> None:
     """One row a fault, then the totals, then what was not as expected."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("fault", "when", "action", "named", "recovered", "poisoned", "verdict"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    for heading in ("fault", "when", "action", "named", "recovered", "poisoned"):
+        longest = max(len(heading), *(len(cells[heading]) for cells in map(_cells, judged)))
+        table.add_column(heading, no_wrap=True, min_width=longest)
+    table.add_column("verdict", no_wrap=True, overflow="ellipsis")
     for one in judged:
-        marks = ["yes" if yes else "NO" for yes in (one.named, one.recovered)]
-        poisoned = str(one.poisoned_files)
-        table.add_row(one.name, one.when, one.action, *marks, poisoned, one.verdict)
+        table.add_row(*_cells(one).values(), one.verdict)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)
@@ -32,3 +32,14 @@ def render(judged: Sequence[Judged]) -> None:
     for one in judged:
         for reason in one.why:
             console.print(f"{one.name}: {reason}", highlight=False, markup=False)
+
+
+def _cells(one: Judged) -> dict[str, str]:
+    return {
+        "fault": one.name,
+        "when": one.when,
+        "action": one.action,
+        "named": "yes" if one.named else "NO",
+        "recovered": "yes" if one.recovered else "NO",
+        "poisoned": str(one.poisoned_files),
+    }

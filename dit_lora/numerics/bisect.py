@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dit_lora.numerics.finite import abs_max, describe_bad, has_values, not_finite
 from dit_lora.numerics.gate import local
@@ -39,6 +40,11 @@ class Suspects:
     """The largest trained weight when training started."""
     limit: float | None = None
     """Samples' values beyond this are bad though finite."""
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether one rank can run the model alone: a sharded one (FSDP2) needs all ranks in step."""
+        return not any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
 
 @dataclass
@@ -83,6 +89,10 @@ def diagnose(
     verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
     if verdict is not None:
         return verdict
+    if not suspects.can_replay:
+        ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
+        words = "not replayed: the model is sharded, and one rank cannot run it alone"
+        return case.found("unknown", words, sample_ids=ids)
     outcome = run(micro_batch, suspects.model)
     if outcome.is_healthy(needs_gradient=kind == "zero_gradient"):
         return case.found(

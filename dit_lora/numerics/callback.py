@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dit_lora.config import GuardConfig
+from dit_lora.config import LadderConfig
 from dit_lora.numerics.guard import Guard
 
 
@@ -16,7 +16,7 @@ class GuardCallback(TrainerCallback):
     schedule alone; its loss still reaches the trainer's log.
     """
 
-    def __init__(self, trainer: Trainer, config: GuardConfig | None = None) -> None:
+    def __init__(self, trainer: Trainer, config: LadderConfig | None = None) -> None:
         self.trainer = trainer
         self.config = config
         self.guard: Guard | None = None
@@ -38,14 +38,14 @@ class GuardCallback(TrainerCallback):
             folder=Path(args.output_dir) if args.output_dir else None,
         )
 
-    def on_save(
+    def on_step_end(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self.guard is not None:
+        if self.guard is not None and control.should_save:  # before it is written
             self.guard.require_finite()
 
     def on_train_end(

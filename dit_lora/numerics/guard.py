@@ -23,7 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
-from dit_lora.config import GuardConfig
+from dit_lora.config import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, weight_peak
 from dit_lora.numerics.captured import Recorder
@@ -47,7 +47,7 @@ class Guard:
         model: nn.Module,
         optimizer: Any,
         *,
-        config: GuardConfig,
+        config: LadderConfig,
         folder: Path | None,
     ) -> None:
         self.accelerator = accelerator
@@ -62,6 +62,7 @@ class Guard:
         self._recorder = Recorder(self._model, self._ids_of_call)
         self._state = LoopState(self._model, optimizer, every=config.snapshot_every)
         self._named: tuple[str, ...] = ()
+        self._warned = False
         self._bad_losses: list[torch.Tensor] = []
         self._bad_gradients: torch.Tensor | None = None
         self._bad_weights: torch.Tensor | None = None
@@ -82,7 +83,7 @@ class Guard:
         *,
         lr_scheduler: Any = None,
         ema: Any = None,
-        config: GuardConfig | None = None,
+        config: LadderConfig | None = None,
         folder: str | Path | None = None,
     ) -> "Guard":
         """Guard a loop whose model and optimizer `accelerator.prepare` has returned.
@@ -96,7 +97,7 @@ class Guard:
             accelerator,
             model,
             optimizer,
-            config=config or GuardConfig(),
+            config=config or LadderConfig(),
             folder=Path(folder) if folder is not None else None,
         )
         guard._require_wide_weights()
@@ -144,7 +145,8 @@ class Guard:
         own = [lr_scheduler] if lr_scheduler else []
         self._state.schedules = [*self.accelerator._schedulers, *own]
         self._recorder.start()
-        self._state.take(0)
+        if not self._under_deepspeed:  # its optimizer state is the engine's
+            self._state.take(0)
 
     def _require_wide_weights(self) -> None:
         """fp16 weights cannot be trained: AdamW's eps of 1e-8 is 0 there, and 0 / 0 is NaN."""
@@ -180,11 +182,16 @@ class Guard:
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
         bad = ~torch.isfinite(loss.detach()).all()
         self._bad_losses.append(bad)
-        if self.accelerator.distributed_type is DistributedType.DEEPSPEED and self._any_rank(bad):
+        if self._under_deepspeed and self._any_rank(bad):
             # Its backward also steps: this is the last moment, and costs a read by the host.
+            self._tripped = True
             self._recover("non_finite_loss")
             return None
         return original(loss, **kwargs)
+
+    @property
+    def _under_deepspeed(self) -> bool:
+        return self.accelerator.distributed_type is DistributedType.DEEPSPEED
 
     def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._note_gradients()
@@ -193,6 +200,8 @@ class Guard:
     def _note_gradients(self) -> None:
         """Before clipping, once a step. With a gradient scaler they are scaled, and its own check decides."""
         if self.accelerator.scaler is not None or not self.accelerator.sync_gradients:
+            return
+        if self._under_deepspeed:  # its engine holds the gradients, and has used them
             return
         if self._bad_gradients is None:
             gradients = [
@@ -205,7 +214,7 @@ class Guard:
             self._bad_gradients = ~torch.isfinite(norms).all() | (norms == 0).all()
 
     def _optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.accelerator.sync_gradients:
+        if not self.accelerator.sync_gradients or self._under_deepspeed:
             return original(*args, **kwargs)
         self._note_gradients()
         kind = self._tripped_by()
@@ -351,6 +360,11 @@ class Guard:
     def _ids_of_call(self, number: int, count: int) -> tuple[str, ...]:
         if len(self._named) == count:
             return self._named
+        if self._named and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "guard.microbatch: %d ids for %d rows; rows are numbered", len(self._named), count
+            )
         return tuple(f"sample {row} of micro-batch {number}" for row in range(count))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dit_lora.config import GuardConfig
+from dit_lora.config import LadderConfig
 from dit_lora.numerics.verdict import Verdict
 
 # Causes that lie with the samples of the step: without them it is healthy.
@@ -31,7 +31,7 @@ class Action:
 class Policy:
     """Chooses an action; the counts are a run's, and go into its checkpoints."""
 
-    config: GuardConfig
+    config: LadderConfig
     skips: int = 0
     rollbacks: int = 0
     last_rollback_step: int = 0

@@ -167,7 +167,9 @@ def replay_bundle(
         outcome = run(micro_batch, transformer)
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
-    return Replayed(outcome, verdict, micro_batch.ids, bundle.facts["event"], _notes(bundle, digest))
+    return Replayed(
+        outcome, verdict, micro_batch.ids, bundle.facts["event"], _notes(bundle, digest)
+    )
 
 
 def _device(asked: str | None) -> torch.device:

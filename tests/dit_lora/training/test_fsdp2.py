@@ -1,0 +1,222 @@
+"""The loop over parameters that FSDP2 shards, on two gloo ranks that torchrun starts.
+
+As a script, `torchrun test_fsdp2.py MODEL OUT SPOILED`: one run; what each rank saw goes to OUT/rank_N.pt.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.groups import recipe_groups
+from dit_lora.config import GroupConfig, GroupsConfig, LoraConfig, ModelConfig, OptimConfig
+from dit_lora.data.loader import Batch, collate
+from dit_lora.families import get_family
+from dit_lora.numerics.gate import Trip, local
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.streams import Streams
+from dit_lora.objectives import LossOutput
+from dit_lora.training.checkpoint import optimizer_state, trainable_state
+from dit_lora.training.loop import Loop, StepResult, train
+from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.watch import StepWatcher
+
+STEPS, RANKS, ACCUMULATE = 4, 2, 2
+SPOILED = 3  # the step in which rank 1 meets a loss that is NaN, once
+OPTIM = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=1e-2)), clip=0.005)
+
+Tensors = dict[str, torch.Tensor]
+
+
+def sample(number: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    tensors = {
+        "latent_mean": torch.randn(1, 4, 3, 4, 6, generator=generator),
+        "latent_logvar": torch.full((1, 4, 3, 4, 6), -6.0),
+        "prompt_embeds": torch.randn(1, 226, 32, generator=generator),
+    }
+    return Batch((str(number),), (number,), tensors)
+
+
+def micro_batches(rank: int, ranks: int) -> list[Batch]:
+    """The micro-batches of a rank: of two samples on one process, of one each on two."""
+    samples = [sample(number) for number in range(STEPS * ACCUMULATE * RANKS)]
+    if ranks == 1:
+        return [collate(samples[k : k + RANKS]) for k in range(0, len(samples), RANKS)]
+    return samples[rank::ranks]
+
+
+class Recorder:
+    """Recovery that takes the step again, and notes how it found weights and optimizer."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.trips: list[Trip] = []
+        self.found: list[Tensors] = []
+
+    def recover(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> int:
+        self.trips.append(trip)
+        self.found.append(self.state())
+        return trip.step - 1
+
+
+def sharded(path: Path, accelerator: Accelerator) -> tuple[Any, nn.Module, torch.optim.AdamW]:
+    """A tiny CogVideoX with LoRA, its blocks and the rest sharded over the ranks, if there are several."""
+    family = get_family("cogvideox")
+    checkpoint = family.open(ModelConfig(family="cogvideox", path=str(path)))
+    model = checkpoint.load_transformer(torch.float32)
+    attach_lora(model, LoraConfig(rank=4), family.lora_targets, seed=0)
+    if accelerator.num_processes > 1:
+        for block in model.transformer_blocks:
+            fully_shard(block)
+        fully_shard(model)
+    groups = recipe_groups(model, OPTIM.groups, family.group_patterns)
+    return checkpoint, model, build_optimizer(groups, OPTIM)
+
+
+def run(path: Path, spoiled: bool) -> dict[str, Any]:
+    """Train; what this rank saw. Nothing is prepared by Accelerate."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    checkpoint, model, optimizer = sharded(path, accelerator)
+    pending = [spoiled and rank == 1]
+
+    def state() -> Tensors:
+        live = {**trainable_state(model), **optimizer_state(optimizer)}
+        return {name: local(tensor).clone() for name, tensor in live.items()}
+
+    def losses(module: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+        output = checkpoint.losses(module, batch.tensors, streams)
+        first = (SPOILED - 1) * ACCUMULATE * RANKS
+        if pending[0] and batch.draws == (first + rank,):
+            pending[0] = False
+            return output._replace(losses=output.losses * torch.nan)
+        return output
+
+    results: list[StepResult] = []
+    states: dict[int, Tensors] = {}
+
+    def note(result: StepResult) -> None:
+        results.append(result)
+        states[result.step] = state()
+
+    recovery, given = Recorder(state), micro_batches(rank, ranks)
+    loop = Loop(
+        accelerator=accelerator,
+        model=model,
+        losses=losses,
+        optimizer=optimizer,
+        schedule=build_schedule(OPTIM, STEPS),
+        optim=OPTIM,
+        accumulate=ACCUMULATE,
+        seed=7,
+        recovery=recovery,
+        watcher=StepWatcher(Snapshots(state, every=10)),
+    )
+    train(
+        loop,
+        lambda step: given[step * ACCUMULATE :],
+        start_step=0,
+        steps=STEPS,
+        stop_asked=lambda: 0,
+        on_step=note,
+    )
+    return {
+        "ranks": ranks,
+        "sharded": sum(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad),
+        "trained": len(trainable_state(model)),
+        "results": [(r.step, r.loss, r.grad_norm, sorted(r.losses)) for r in results],
+        "states": states,
+        "trips": [(trip.step, trip.kind, trip.micro_batches) for trip in recovery.trips],
+        "found": recovery.found,
+    }
+
+
+def main(path: str, out: str, spoiled: str) -> None:
+    torch.set_num_threads(1)
+    seen = run(Path(path), spoiled == "True")
+    accelerator = Accelerator(cpu=True)
+    torch.save(seen, Path(out) / f"rank_{accelerator.process_index}.pt")
+    accelerator.wait_for_everyone()
+    time.sleep(0.1)  # gloo lets go of its tensors (docs/log.md)
+    accelerator.end_training()
+
+
+def on_two_ranks(path: Path, out: Path, *, spoiled: bool) -> list[dict[str, Any]]:
+    from launching import launch_environment  # on pytest's path, not on the script's
+
+    out.mkdir()
+    head = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    command = [sys.executable, "-m", *head, __file__, str(path), str(out), str(spoiled)]
+    done = subprocess.run(
+        command, env=launch_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def clean(
+    tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("fsdp2") / "clean"
+    return on_two_ranks(tiny_checkpoints["cogvideox-5b"], out, spoiled=False)
+
+
+def equal(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_sharded_weights_train_as_one_process_without(
+    clean: list[dict[str, Any]], tiny_checkpoints: dict[str, Path]
+) -> None:
+    """Same samples: same losses and gradient norms, and the optimizer's steps are seen in them."""
+    one = run(tiny_checkpoints["cogvideox-5b"], spoiled=False)
+    assert (one["ranks"], one["sharded"]) == (1, 0)
+    for seen in clean:
+        assert seen["ranks"] == RANKS
+        assert seen["sharded"] == seen["trained"] == 16
+        assert not seen["trips"]
+        assert [row[0] for row in seen["results"]] == list(range(1, STEPS + 1))
+        for (_, loss, norm, losses), (_, loss_1, norm_1, losses_1) in zip(
+            seen["results"], one["results"], strict=True
+        ):
+            assert losses == pytest.approx(losses_1, rel=1e-5)
+            assert (loss, norm) == pytest.approx((loss_1, norm_1), rel=1e-5)
+    assert all(row[2] > OPTIM.clip for row in one["results"])  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_a_nan_loss_on_one_rank_moves_no_ranks_shard_and_all_recover(
+    clean: list[dict[str, Any]], tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """And the step that is taken again is that of the run without it, to the last bit."""
+    path = tiny_checkpoints["cogvideox-5b"]
+    for seen, healthy in zip(
+        on_two_ranks(path, tmp_path / "out", spoiled=True), clean, strict=True
+    ):
+        assert seen["ranks"] == RANKS
+        assert seen["trips"] == [(SPOILED, "non_finite_loss", ((1, 0),))]
+        assert equal(seen["found"][0], seen["states"][SPOILED - 1])
+        assert len(seen["found"][0]) == 4 * seen["trained"]  # weights, and AdamW's three of each
+        assert seen["results"] == healthy["results"]
+        assert equal(seen["states"][STEPS], healthy["states"][STEPS])
+    assert not equal(clean[0]["states"][1], clean[1]["states"][1])  # they hold different shards
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
