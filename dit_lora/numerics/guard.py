@@ -187,7 +187,11 @@ class Guard:
             self._tripped = True
             self._recover("non_finite_loss")
             return None
-        return original(loss, **kwargs)
+        result = original(loss, **kwargs)
+        if self._under_deepspeed:
+            self._tripped = False
+            self._next_step()
+        return result
 
     @property
     def _under_deepspeed(self) -> bool:

@@ -42,14 +42,18 @@ class Policy:
     ) -> Action:
         """The first rung of `guard.on_nonfinite` that fits every cause; counts it."""
         causes: set[str] = {verdict.cause for verdict in verdicts}
-        reasons = []
+        reasons: list[str] = []
         for rung in self.config.on_nonfinite:
+            if rung == "stop":
+                break
             action = self._try(rung, step, verdicts, causes, skipped_before)
             if isinstance(action, Action):
                 return self._counted(action, step)
             if action:
                 reasons.append(action)
-        return Action("stop", why="; ".join(reasons) or "no rung of guard.on_nonfinite fits")
+        ladder = ", ".join(self.config.on_nonfinite)
+        why = "; ".join(dict.fromkeys(reasons))
+        return Action("stop", why=why or f"no rung of guard.on_nonfinite [{ladder}] fits")
 
     def _try(
         self,
@@ -61,8 +65,6 @@ class Policy:
     ) -> Action | str:
         """The rung's action, or why it does not fit, or an empty string where it is out of the question."""
         # Two faults at once: state first, then switches, then samples; what is left trips again.
-        if rung == "stop":
-            return Action("stop", why="guard.on_nonfinite says so")
         if causes & set(_OF_STATE):
             return self._rollback(step, verdicts) if rung == "rollback" else ""
         if causes & set(_OF_SWITCHES):

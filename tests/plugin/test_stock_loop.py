@@ -55,7 +55,9 @@ def test_one_nan_sample_ruins_every_tensor_without_the_guard_and_none_with_it(
     assert {event["verdict"]["cause"] for event in events} == {"data"}
     assert all("hidden_states has 1 NaN" in event["verdict"]["words"] for event in events)
     assert all(event["action"] == "skip" for event in events)
-    assert all(tensor.any() for name, tensor in adapter(tmp_path / "guarded").items() if "B" in name)
+    assert all(
+        tensor.any() for name, tensor in adapter(tmp_path / "guarded").items() if "B" in name
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

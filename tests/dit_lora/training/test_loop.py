@@ -346,19 +346,20 @@ def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
 ) -> None:
     loop, order = build(accumulate=2), []
 
-    def note(name: str) -> Callable:
-        inner = getattr(loop.watcher, name)
+    def note(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
 
         def called(*arguments: Any) -> Any:
             order.append(name)
             return inner(*arguments)
 
-        return called
+        monkeypatch.setattr(owner, name, called)
 
     for name in ("forward", "gradients", "clip", "before_update", "after_update"):
-        monkeypatch.setattr(loop.watcher, name, note(name))
+        note(loop.watcher, name)
+    note(loop.optimizer.optimizer, "step")  # type: ignore[attr-defined]
     run(loop, 1, batches(2))
-    assert order == ["forward", "gradients", "clip", "before_update", "after_update"]
+    assert order == ["forward", "gradients", "clip", "before_update", "step", "after_update"]
 
 
 def test_a_stop_code_reaches_the_result() -> None:
