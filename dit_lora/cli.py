@@ -197,7 +197,7 @@ def replay(
     fp32: Annotated[bool, typer.Option("--fp32", help="Weights and compute in fp32.")] = False,
     without: Annotated[
         list[str] | None,
-        typer.Option(help="Switch this off: attention:flash, compile, or a kernel; repeatable."),
+        typer.Option(help="Switch this off, for instance attention:flash; repeatable."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

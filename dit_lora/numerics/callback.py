@@ -45,7 +45,30 @@ class GuardCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self.guard is not None and control.should_save:  # before it is written
+        self._before_save(control)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        self._before_save(control)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self.guard is not None:  # save_strategy="best" decides to save right after this
+            self.guard.require_finite()
+
+    def _before_save(self, control: TrainerControl) -> None:
+        """The trainer writes its checkpoint after these callbacks, if they leave `should_save` set."""
+        if self.guard is not None and control.should_save:
             self.guard.require_finite()
 
     def on_train_end(

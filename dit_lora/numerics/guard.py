@@ -283,7 +283,8 @@ class Guard:
             self._write(verdict, kind, action, time.perf_counter() - began)
         head = f"guard: step {self.step}: {kind.replace('_', ' ')}"
         if action.kind == "stop":
-            message = f"{head}; the weights are those of the step before; stopped: {action.why}"
+            state = "not to be used" if kind == "non_finite_weights" else "those of the step before"
+            message = f"{head}; the weights are {state}; stopped: {action.why}"
             raise NonFiniteError(listed(message, lines), self.events[-1])
         done = self._act(action)
         if self.accelerator.is_main_process:
@@ -356,7 +357,7 @@ class Guard:
     def _next_step(self) -> None:
         if isinstance(self.optimizer, AcceleratedOptimizer) and self.accelerator.scaler is None:
             self.optimizer._is_overflow = self._tripped  # Accelerate's word for a step not taken
-        self.step += 1
+        self.step += int(self.accelerator.sync_gradients)  # DeepSpeed's micro-steps count as one
         self._recorder.calls.clear()
         self._bad_losses.clear()
         self._bad_gradients = None

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from dit_lora.config import LadderConfig
 from dit_lora.numerics.verdict import Verdict
 
-# Causes that lie with the samples of the step: without them it is healthy.
-_OF_SAMPLES = ("data", "labels", "inputs", "precision", "unknown")
 # Data that is bad where it is stored will be bad again; a draw of noise or timestep will not.
 _FOR_GOOD = ("data", "labels")
 _OF_STATE = ("weights", "optimizer", "learning_rate")

@@ -234,6 +234,7 @@ class _Files:
             run.recipe,
             run.runtime.precision,
             run.encoded.transformer_digest,
+            run.guard.state.switched_off,
         )
         return f"bundles/{folder.name}"
 

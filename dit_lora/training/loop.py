@@ -1,7 +1,7 @@
 """The loop: one function over a family's losses. No family can override the step, so none can lose the gate.
 
-Order in a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> one flag over all ranks ->
-clip -> optimizer, gated on the device -> one gather of metrics and flags, the step's only read by the host.
+Order in a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> clip -> one flag over all
+ranks -> optimizer, gated on the device -> one gather of metrics and flags, the step's only read by the host.
 """
 
 import time

@@ -85,11 +85,11 @@ class RunRecovery:
         skipped = [v.sample_id for v in self.quarantine.records]
         action = self.policy.choose(trip.step, verdicts, skipped)
         action, target = self._feasible(action, trip.step)
-        notes = self._act(action, trip, verdicts, target)
         events = [
             _event(trip, verdict, action, time.perf_counter() - began) for verdict in verdicts
         ]
-        self._keep_bundles(own, events)
+        self._keep_bundles(own, events)  # with the weights as they are, before a rollback
+        notes = self._act(action, trip, verdicts, target)
         lines = [f"{_place(verdict)}{verdict.words}" for verdict in verdicts]
         for event in events:
             self.files.event(event)
@@ -190,15 +190,17 @@ class RunRecovery:
         notes: Sequence[str],
     ) -> NonFiniteError:
         good, kind = trip.step - 1, trip.kind.replace("_", " ")
+        of_weights = trip.kind in _OF_WEIGHTS
         samples = [sample for event in events for sample in event["sample_ids"]]
         notes = [*notes, *self.files.set_aside_bad(samples)]
         try:
-            if good > 0:
+            if good > 0 and not of_weights:
                 self.files.save(good)
                 notes.append(f"step {good} is saved: {_advice(events)}")
         except DitLoraError as error:
             notes.append(f"{error}")
-        message = listed(f"step {trip.step}: {kind}; the weights are those of step {good}", lines)
+        state = "not to be used; checkpoints are good" if of_weights else f"those of step {good}"
+        message = listed(f"step {trip.step}: {kind}; the weights are {state}", lines)
         return NonFiniteError("\n".join([message, f"stopped: {action.why}", *notes]), events[0])
 
 

@@ -24,7 +24,14 @@ from dit_lora.numerics.bundle import Bundle, read_bundle, write_bundle
 from dit_lora.numerics.precision import DTYPES, Precision
 from dit_lora.numerics.replay import MicroBatch, Outcome, run
 from dit_lora.numerics.streams import Streams, fold
-from dit_lora.numerics.switches import Switch, attention_switches, find_switch, in_fp32
+from dit_lora.numerics.switches import (
+    Switch,
+    attention_switches,
+    compile_switches,
+    find_switch,
+    in_fp32,
+    kept_attention,
+)
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import LossOutput
 from dit_lora.training.runtime import quiet_libraries
@@ -78,6 +85,7 @@ def keep_bundle(
     recipe: Recipe,
     precision: Precision,
     transformer_digest: str,
+    switched_off: Sequence[str],
 ) -> list[str]:
     """Write a bundle of a micro-batch; returns what did not fit."""
     facts = {
@@ -91,6 +99,7 @@ def keep_bundle(
             "draws": micro_batch.draws,
             "faults": dict(micro_batch.faults),
         },
+        "switched_off": list(switched_off),
         "dtype": next(name for name, dtype in DTYPES.items() if dtype is precision.dtype),
         "transformer_digest": transformer_digest,
         "packages": dict(probe_environment().versions),
@@ -157,11 +166,14 @@ def replay_bundle(
     place = _device(device)
     micro_batch, transformer, digest = _rebuild(bundle, recipe, place)
     kind = bundle.facts["event"]["kind"]
-    switches: list[Switch] = attention_switches()
-    suspects = Suspects(transformer, lambda: [], switches, limit=MAX_ABS)
     with ExitStack() as stack:
-        for name in without:
+        stack.enter_context(kept_attention())
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as runs do
+        switches: list[Switch] = [*attention_switches(), *compile_switches(transformer)]
+        known = {switch.name for switch in switches}
+        for name in [*(n for n in bundle.facts["switched_off"] if n in known), *without]:
             stack.enter_context(find_switch(switches, name).off())
+        suspects = Suspects(transformer, lambda: [], switches, limit=MAX_ABS)
         if fp32:
             stack.enter_context(in_fp32(transformer))
         outcome = run(micro_batch, transformer)

@@ -121,9 +121,10 @@ def test_what_a_clamp_hides_in_its_module_is_hidden_and_not_the_origin(where: st
 def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
     hide = Calls(lambda values: blow_up(values).clamp(-2, 2))
     spoil = Calls(lambda values: (values - 9).log())
-    trace = traced(chain(nn.Sequential(hide, spoil, nn.Linear(5, 5))), rows(3, 5))
-    assert trace.hidden == [Origin("aten.mul.Tensor", "middle.0", "forward", "float32", "inf")]
-    assert trace.origins[0] == Origin("aten.log.default", "middle.1", "forward", "float32", "nan")
+    both = Calls(lambda values: spoil(values) + hide(values), spoil=spoil, hide=hide)
+    trace = traced(chain(both), rows(3, 5))
+    assert trace.hidden == [Origin("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")]
+    assert (trace.origins[0].op, trace.origins[0].module) == ("aten.log.default", "middle.spoil")
 
 
 def mask_of(kind: str) -> torch.Tensor:
@@ -149,6 +150,7 @@ MASKED: dict[str, Op] = {
     "filled": lambda scores: scores.masked_fill(~mask_of("bool")[:, 0], -torch.inf),
     "in place": lambda scores: scores.clone().masked_fill_(~mask_of("bool")[:, 0], -torch.inf),
     "where": lambda scores: torch.where(mask_of("bool")[:, 0], scores, torch.tensor(-torch.inf)),
+    "NaN": lambda s: s.masked_fill(~mask_of("bool")[:, 0], torch.nan).nan_to_num(-torch.inf),
     "triangle": lambda scores: scores + torch.full((5, 5), -torch.inf).triu(1),
 }
 
@@ -166,17 +168,14 @@ def test_a_row_that_is_masked_whole_is_named_at_its_softmax() -> None:
         return (values @ values.mT + empty).softmax(-1) @ values
 
     trace = traced(chain(Calls(attend)), rows(3, 5, 5))
-    assert trace.origins[0] == Origin(
-        "aten._softmax.default", "middle", "forward", "float32", "nan"
-    )
+    softmax = Origin("aten._softmax.default", "middle", "forward", "float32", "nan")
+    assert trace.origins[0] == softmax
 
 
 def test_a_checkpointed_forward_that_fails_is_named_once_in_the_forward() -> None:
     model = chain(Checkpointed(nn.Sequential(nn.Linear(5, 5), Calls(blow_up))))
-    trace = traced(model, rows(3, 5))
-    assert trace.origins[0] == Origin(
-        "aten.mul.Tensor", "middle.inner.1", "forward", "float32", "inf"
-    )
+    found = traced(model, rows(3, 5)).origins[0]
+    assert found == Origin("aten.mul.Tensor", "middle.inner.1", "forward", "float32", "inf")
 
 
 def test_a_checkpointed_backward_that_fails_is_named_with_its_module() -> None:
@@ -308,6 +307,14 @@ def test_memory_that_nothing_was_written_to_is_no_origin() -> None:
     assert (trace.origins, trace.hidden) == ([], [])
 
 
+def test_a_cast_into_new_memory_that_overflows_is_named() -> None:
+    """Whatever was in that memory before."""
+    there = torch.full((3, 5), torch.nan, dtype=torch.float16)
+    with Probe(nn.Identity()).watching() as trace:
+        there.copy_(rows(3, 5) * 1e30)
+    assert [o.op for o in trace.origins] == ["aten.copy_.default"]
+
+
 def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
     values = torch.tensor([[3.0, -7.0], [0.5, 2.0], [1.0, -0.25]], dtype=torch.float16)
     grow = Calls(lambda given: given * 100 * 80, inner=nn.Identity())
@@ -327,15 +334,15 @@ def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
 
 
 def test_the_trail_ends_at_the_first_origin_and_is_twelve_long() -> None:
-    def climb(values: torch.Tensor) -> torch.Tensor:
+    """Of an op with two outputs the larger counts."""
+    values = torch.tensor([1.0, -0.5])
+    with Probe(nn.Identity()).watching() as trace:
         for _ in range(20):
             values = values * 10
-        return (values * 1e30) * 1e-30
-
-    model = Calls(climb)
-    with Probe(model).watching() as trace:
-        model(torch.tensor([1.0, -0.5]))
-    assert [s.peak for s in trace.trail] == pytest.approx([10.0**n for n in range(9, 21)])
+        torch.aminmax(values)
+        values * 1e30 * 1e-30
+    expected = [*(10.0**n for n in range(10, 21)), 1e20]
+    assert [s.peak for s in trace.trail] == pytest.approx(expected)
 
 
 def hooks_of(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ NAMES = ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
 class Unstable(torch.autograd.Function):
-    """Right in the forward; its gradient is not finite."""
+    """Right in the forward; one value of its gradient is not finite."""
 
     @staticmethod
     def forward(context: object, values: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,9 @@ class Unstable(torch.autograd.Function):
 
     @staticmethod
     def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / 0
+        factors = torch.ones_like(gradient)
+        factors[1, 4] = 0
+        return gradient / factors
 
 
 @pytest.fixture
@@ -154,6 +156,14 @@ def test_one_loss_that_is_not_finite_is_kept_at_its_row(model: nn.Module, value:
     assert [loss - loss == 0 for loss in outcome.losses] == [True, True, False]
     assert str(outcome.losses[2]) == str(value)
     assert list(outcome.bad_gradients) == NAMES
+    assert not outcome.finite_losses
+    assert not outcome.is_healthy(needs_gradient=False)
+
+
+def test_a_loss_is_bad_though_its_gradients_are_finite(model: nn.Module) -> None:
+    shift = torch.tensor([0.0, torch.inf, 0.0])
+    outcome = run(micro_batch(model, lambda losses: losses + shift), model)
+    assert outcome.bad_gradients == ()
     assert not outcome.finite_losses
     assert not outcome.is_healthy(needs_gradient=False)
 

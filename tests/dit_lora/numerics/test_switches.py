@@ -134,6 +134,8 @@ def test_a_switch_is_found_by_its_name_and_an_unknown_one_lists_those_there_are(
         find_switch(switches, "attention:sage")
     assert "'attention:sage'" in str(error.value)
     assert all(switch.name in str(error.value) for switch in switches)
+    with pytest.raises(DitLoraError, match="'attention'"):
+        find_switch(switches, "attention")
     with pytest.raises(DitLoraError, match="known: none on this device"):
         find_switch([], "compile")
 
@@ -195,6 +197,7 @@ class Net(nn.Module):
         self.bias = nn.Parameter(torch.randn(4))
         self.register_buffer("scale", torch.full((4,), 3e4, dtype=dtype))
         self.register_buffer("table", torch.randn(7))
+        self.register_buffer("order", torch.tensor([6, 5, 4, 3, 2, 1, 0]))
         self.seen: list[torch.dtype] = []
 
     def forward(
@@ -203,8 +206,8 @@ class Net(nn.Module):
         hidden = self.linear(values)
         self.seen.append(hidden.dtype)
         assert ids.dtype is torch.int64
-        skipped = 0 if skip is None else skip * 0.3
-        return hidden * self.scale + self.bias + self.table[ids][:, None] + skipped
+        skipped = 0 if skip is None else skip * 3e4
+        return hidden * self.scale + self.bias + self.table[self.order[ids]][:, None] + skipped
 
 
 def given(dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +236,8 @@ def test_an_fp16_overflow_is_finite_in_fp32_and_every_tensor_comes_back(raising:
         if raising:
             stack.enter_context(pytest.raises(RuntimeError, match="out of memory"))
         with in_fp32(model):
-            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            floats = [*model.parameters(), model.scale, model.table]
+            assert {tensor.dtype for tensor in floats} == {torch.float32}
             assert model.bias.data_ptr() == before[0][2]  # not copied: it was wide
             output = model(values, ids, skip=values[:, :4])
             output.square().mean().backward()
@@ -245,6 +249,24 @@ def test_an_fp16_overflow_is_finite_in_fp32_and_every_tensor_comes_back(raising:
     assert_same_tensors(model, before)
     assert not model._forward_pre_hooks
     assert model(values, ids).isinf().any()
+
+
+def test_every_tensor_comes_back_where_the_wide_copy_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, widened = Net(), []
+    before = tensors_of(model)
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        widened.append(tensor)
+        if len(widened) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tensor.to(torch.float32)
+
+    monkeypatch.setattr(torch.Tensor, "float", widen)
+    with pytest.raises(torch.OutOfMemoryError), in_fp32(model):
+        pytest.fail("the third tensor did not fit")
+    assert_same_tensors(model, before)
 
 
 @pytest.fixture
