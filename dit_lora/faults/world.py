@@ -34,7 +34,7 @@ from dit_lora.training.precompute import precompute
 from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
 
-CLIPS, STEPS, PER_STEP = 6, 6, 4
+CLIPS, STEPS = 6, 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
 
 Overrides = tuple[tuple[str, Any], ...]

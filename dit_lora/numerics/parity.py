@@ -1,6 +1,6 @@
 """Whether a fused kernel computes what its reference does: on the user's own model, shapes and samples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,55 +37,80 @@ def first_difference(
     """Where outputs or gradients with the kernel differ from those without it; None if nowhere.
 
     Give a micro-batch of several different samples: OpenDiT's fused modulation used the first sample's
-    scale and shift for all of them, and was right for a batch of one.
+    scale and shift for all of them, and was right for a batch of one. Outputs of whole blocks are compared
+    first, in host memory; those inside the first block that differs then say where.
     """
-    fused, fused_gradients = _values(micro_batch, model)
-    with switch.off():
-        reference, reference_gradients = _values(micro_batch, model)
-    for values, references in ((fused, reference), (fused_gradients, reference_gradients)):
-        for name, expected in references.items():
-            error = _error(values[name], expected)
-            if not error <= _TOLERANCE.get(expected.dtype, 1e-3):  # NaN differs too
-                return Difference(switch.name, name, error)
-    return None
+    found = _compare(switch, micro_batch, model, _blocks(model))
+    if found is None or found.module.startswith(_GRADIENT):
+        return found
+    block = found.module.partition(" ")[0]
+    inside = [name for name, _ in model.named_modules() if name.startswith(f"{block}.")]
+    return _compare(switch, micro_batch, model, inside) or found
 
 
+_GRADIENT = "the gradient of "
 Values = dict[str, torch.Tensor]
 
 
-def _values(micro_batch: MicroBatch, model: nn.Module) -> tuple[Values, Values]:
-    """Every module's output in order of execution, and every trained parameter's gradient."""
-    outputs: Values = {}
+def _compare(
+    switch: Switch, micro_batch: MicroBatch, model: nn.Module, modules: Sequence[str]
+) -> Difference | None:
+    with switch.off():
+        references = _values(micro_batch, model, modules)
+    fused = _values(micro_batch, model, modules)
+    for name, expected in references.items():  # outputs in order of execution, then gradients
+        error = _error(fused[name], expected)
+        if not error <= _TOLERANCE.get(expected.dtype, 1e-3):  # NaN differs too
+            return Difference(switch.name, name, error)
+    return None
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The repeated blocks of a transformer, and what stands beside them."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    beside = [name for name, _ in model.named_children() if name not in outermost]
+    inside = [
+        f"{name}.{child}"
+        for name in outermost
+        for child, _ in model.get_submodule(name).named_children()
+    ]
+    return [*beside, *inside]
+
+
+def _values(micro_batch: MicroBatch, model: nn.Module, modules: Sequence[str]) -> Values:
+    """These modules' outputs in order of execution, then every trained parameter's gradient; on the CPU."""
+    values: Values = {}
     parameters = dict(model.named_parameters())
     kept = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     try:
-        with _recording(model, outputs), torch.random.fork_rng(devices=[]):
+        with _recording(model, modules, values), torch.random.fork_rng(devices=[]):
             micro_batch.forward().losses.mean().backward()
-        gradients = {
-            f"the gradient of {name}": parameter.grad.clone()
+        values |= {
+            f"{_GRADIENT}{name}": parameter.grad.cpu().clone()
             for name, parameter in parameters.items()
             if parameter.grad is not None
         }
     finally:
         for name, parameter in parameters.items():
             parameter.grad = kept[name]
-    return outputs, gradients
+    return values
 
 
 @contextmanager
-def _recording(model: nn.Module, outputs: Values) -> Iterator[None]:
+def _recording(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
             for index, tensor in enumerate(tensors):
                 key = f"{name} (output {index})" if index else name
-                outputs.setdefault(key, tensor.detach().clone())
+                values.setdefault(key, tensor.detach().cpu().clone())
 
         return hook
 
-    handles = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if n]
+    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in modules]
     try:
         yield
     finally:
@@ -94,7 +119,7 @@ def _recording(model: nn.Module, outputs: Values) -> Iterator[None]:
 
 
 def _error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Of the worst sample where there is one a row: an average over the batch would hide one bad row."""
+    """Largest difference over largest reference: an average over the batch would hide one bad row."""
     if not reference.numel():
         return 0.0
     difference = (value.float() - reference.float()).abs()

@@ -1,7 +1,7 @@
 """The checks before a run's first step, on its own model, shapes and samples; what is wrong is said or refused."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from dit_lora.numerics.preflight import (
     wrong_backends,
 )
 from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.replay import run as replay
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import attention_switches
 from dit_lora.objectives import LossOutput
@@ -34,7 +35,8 @@ from dit_lora.training.runtime import agree
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
 
-_SAMPLES = 2  # different ones: a kernel that mixes rows is right for one
+
+_TRIES = 3  # micro-batches
 
 
 def preflight(run: "Run") -> list[dict[str, Any]]:
@@ -67,17 +69,32 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
 
 
 def _first_samples(run: "Run") -> MicroBatch | None:
-    """The first samples whose data is good, as a micro-batch that no step has; None if all are bad."""
-    clips = run.encoded.clips
+    """Samples that train: the first micro-batch that is healthy, else the first; None if all data is bad.
+
+    A sample that is at fault is for the guard to leave out, not a reason to refuse the run. No more samples
+    than training takes at once: a check must not need more memory than a step.
+    """
+    tried = [_micro_batch(run, samples) for samples in _good_samples(run)]
+    healthy = (one for one in tried if replay(one, run.transformer).finite)
+    return next(healthy, None) or next(iter(tried), None)
+
+
+def _good_samples(run: "Run") -> list[list[Batch]]:
+    """The first few micro-batches of samples whose data is good and that the run does not leave out."""
+    clips, size = run.encoded.clips, run.recipe.train.batch_size
     samples: list[Batch] = []
     for entry in clips.entries:
+        if len(samples) == _TRIES * size:
+            break
+        if run.guard.quarantine.is_out(entry.id, epoch=0):
+            continue
         sample = clips.read(entry, entry.text_key, len(samples))
         if not sample.faults:
             samples.append(sample)
-        if len(samples) == _SAMPLES:
-            break
-    if not samples:
-        return None
+    return [samples[first : first + size] for first in range(0, len(samples), size)]
+
+
+def _micro_batch(run: "Run", samples: Sequence[Batch]) -> MicroBatch:
     batch = collate(samples).to(run.runtime.accelerator.device)
     place = Place(run.recipe.train.seed, 0, 0, run.runtime.accelerator.process_index)
 
