@@ -27,6 +27,13 @@ class LeftOut:
     reason: str
 
 
+def _record(line: str) -> LeftOut:
+    one = LeftOut(**json.loads(line))
+    if not isinstance(one.from_epoch, int) or not isinstance(one.to_epoch, int | None):
+        raise TypeError(f"epochs are numbers; got {one.from_epoch!r} and {one.to_epoch!r}")
+    return one
+
+
 class Quarantine:
     """What a run leaves out. Every rank holds equal records; the main process keeps them in `path`."""
 
@@ -41,7 +48,7 @@ class Quarantine:
             return cls(path)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-            return cls(path, [LeftOut(**json.loads(line)) for line in lines])
+            return cls(path, [_record(line) for line in lines])
         except (OSError, ValueError, TypeError) as error:
             raise DitLoraError(f"{path} is not a quarantine list: {error}") from error
 

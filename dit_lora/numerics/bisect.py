@@ -220,7 +220,8 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
         rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
         timesteps = tuple(outcome.timesteps[row] for row in rows)
     # What the forward hid may still be what the backward chokes on.
-    origin = trace.origin or next(iter(trace.hidden), None)
+    hidden = None if trace.bad_inputs else next(iter(trace.hidden), None)
+    origin = trace.origin or hidden
     ids = verdict.sample_ids
     if verdict.cause == "unknown" and not outcome.gradient_is_zero:
         ids = micro_batch.ids  # nothing else is left: the weights were healthy a step ago

@@ -22,7 +22,8 @@ _FACTS, _SAMPLES, _WEIGHTS = "bundle.json", "samples.safetensors", "trained.safe
 FORMAT = 1
 
 # An absolute path, on POSIX or Windows: what is kept of it is the last part.
-_ABSOLUTE = re.compile(r"(?:(?<![\w.~])~?/|[A-Za-z]:\\)(?:[^\s:;,'\"()]+[/\\])*([^\s:;,'\"()/\\]+)")
+_ROOT = r"(?:(?<![\w.])~[\w.-]*[/\\]|(?<![\w.~])/+|\b[A-Za-z]:[/\\]|\\\\)"
+_ABSOLUTE = re.compile(_ROOT + r"(?:[^:;,'\"()\n/\\]+[/\\]+)*([^\s:;,'\"()/\\]+)")
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_)[A-Za-z0-9_-]{8,}")
 
 
@@ -87,7 +88,7 @@ def scrubbed(value: Any) -> Any:
     if isinstance(value, str):
         return _SECRET.sub("[token]", _ABSOLUTE.sub(r"\1", value))
     if isinstance(value, Mapping):
-        return {key: scrubbed(item) for key, item in value.items()}
+        return {scrubbed(key): scrubbed(item) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [scrubbed(item) for item in value]
     return value

@@ -4,7 +4,8 @@ What is kept is what the model was given, the state of the random generators, an
 back. Running the model on these gives the same activations and gradients without knowing the loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +59,10 @@ class CapturedCall:
         def row(value: Any) -> Any:
             return value[index : index + 1] if _has_rows(value, self.batch_size) else value
 
+        args, kwargs = tree_map(row, (self.args, self.kwargs))
         return CapturedCall(
-            tuple(map(row, self.args)),
-            {name: row(value) for name, value in self.kwargs.items()},
+            args,
+            kwargs,
             (self.ids[index],),
             self.random_state,
             self.cuda_random_state,
@@ -74,16 +76,28 @@ class CapturedCall:
         torch.set_rng_state(self.random_state)
         if self.cuda_random_state is not None:
             torch.cuda.set_rng_state(self.cuda_random_state)
-        if self.generator is not None:
-            generator, state = self.generator
-            generator.set_state(state)
-        output = main_output(model(*self.args, **self.kwargs))
+        with self._generator_as_it_was():
+            output = main_output(model(*self.args, **self.kwargs))
         gradient = self.output_gradient
         # The gradient that came back to a bad output is bad whatever the model does now.
         usable = gradient if self.output_is_finite else None
         weighted = output.float() if usable is None else output.float() * usable.float()
         losses = weighted.flatten(1).sum(1) if weighted.ndim else weighted[None]
         return LossOutput(losses, self._timesteps(len(losses)))
+
+    @contextmanager
+    def _generator_as_it_was(self) -> Iterator[None]:
+        """The loop's generator in the state of the call; afterwards where the loop has it."""
+        if self.generator is None:
+            yield
+            return
+        generator, state = self.generator
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            generator.set_state(now)
 
     def micro_batch(self, model: nn.Module, *, step: int, micro_step: int, rank: int) -> MicroBatch:
         def of(call: CapturedCall) -> MicroBatch:
@@ -97,6 +111,7 @@ class CapturedCall:
             tensors=self.tensors(),
             forward=lambda: self.run(model),
             single=lambda index: of(self.single(index)),
+            loss_is_sum=True,
         )
 
     def _timesteps(self, count: int) -> torch.Tensor:

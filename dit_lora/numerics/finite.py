@@ -7,7 +7,8 @@ import torch
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether NaN and Inf are possible in it and it holds anything."""
-    return tensor.is_floating_point() and tensor.numel() > 0 and tensor.device.type != "meta"
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -100,10 +100,14 @@ def gated_step(optimizer: torch.optim.Optimizer | AcceleratedOptimizer, bad: tor
 
 
 def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can leave out a step by a flag on the device: torch's fused ones can."""
+    """Whether the optimizer can leave out a step by a flag on the device: torch's fused Adam and AdamW can.
+
+    Fused SGD too, but a first step that it leaves out leaves its momentum unwritten memory.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
+    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    return is_adam and fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:

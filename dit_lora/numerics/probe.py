@@ -87,7 +87,8 @@ class Probe(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[Trace]:
         """Within it every op and every module of the model is seen."""
-        names = {module: name for name, module in self.model.named_modules()}
+        # The model itself by its class: no name means outside it.
+        names = {m: name or type(m).__name__ for name, m in self.model.named_modules()}
         handles = [self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)]
         for module, name in names.items():
             handles += [
@@ -162,12 +163,19 @@ class Probe(TorchDispatchMode):
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         frame = self._stack.pop()
         frame.end = torch.autograd._get_sequence_nr()
+        here = self.trace.origins[frame.first_origin :]
+        if output is None:
+            # A recomputation that stops as soon as it has what it needs: the first time tells what is hidden.
+            self.trace.origins[frame.first_origin :] = [
+                origin for origin in here if origin not in self.trace.hidden
+            ]
+            return
         with _disable_current_modes():
             state = _state(tree_leaves(output))
         if state is None or not state.finite:
             return
         # What the module hid again (a clamp, a mask) is not what went wrong.
-        self.trace.hidden += self.trace.origins[frame.first_origin :]
+        self.trace.hidden += here
         del self.trace.origins[frame.first_origin :]
 
     def _check_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:

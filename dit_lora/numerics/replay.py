@@ -30,6 +30,8 @@ class MicroBatch:
     """The micro-batch of one of its samples alone."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """What reading the samples found wrong, by id."""
+    loss_is_sum: bool = False
+    """Whether the step's loss is the sum of these losses, and not their mean."""
     draws: tuple[int, ...] = ()
     """What seeds the samples' random draws, where that is known."""
     redrawn: Callable[[int], "MicroBatch"] | None = None
@@ -63,9 +65,7 @@ class Outcome:
 def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
     """Forward and backward once; gradients and random state are afterwards as before."""
     with _kept_gradients(model), torch.random.fork_rng(_cuda_devices(model)):
-        output = micro_batch.forward()
-        if output.losses.requires_grad:
-            output.losses.mean().backward()
+        output = _forward_backward(micro_batch)
         gradients = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         bad = [name for name, grad in gradients if not torch.isfinite(grad).all()]
         zero = not any(bool(grad.any()) for _, grad in gradients)
@@ -84,10 +84,16 @@ def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
         torch.random.fork_rng(_cuda_devices(model)),
         Probe(model).watching() as trace,
     ):
-        output = micro_batch.forward()
-        if output.losses.requires_grad:
-            output.losses.mean().backward()
+        _forward_backward(micro_batch)
     return trace
+
+
+def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
+    output = micro_batch.forward()
+    if output.losses.requires_grad:
+        loss = output.losses.sum() if micro_batch.loss_is_sum else output.losses.mean()
+        loss.backward()
+    return output
 
 
 @contextmanager

@@ -86,12 +86,9 @@ def _attention(names: tuple[str, ...]) -> Switch:
 
     @contextmanager
     def off() -> Iterator[None]:
-        turn_off()
-        try:
+        with kept_attention():  # what a verdict turned off for good stays off
+            turn_off()
             yield
-        finally:
-            for enable in setters:
-                enable(True)
 
     return Switch(
         f"attention:{'+'.join(names)}",
@@ -115,7 +112,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     Needs memory for a second, fp32 copy of the weights.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    kept = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in _HALVES]
+    kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in _HALVES]
     wrapped = model.__dict__.get("forward")
     bare = model.__dict__.get(
         "_original_forward"
@@ -124,13 +121,16 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         model.__dict__["forward"] = bare
     device = next(iter(tensors)).device.type
     try:
-        for tensor, data in kept:
+        for tensor, data, _ in kept:
+            tensor.grad = None  # of the dtype that it has no longer
             tensor.data = data.float()
         with torch.autocast(device, enabled=False), _fp32_arguments(model):
             yield
     finally:
-        for tensor, data in kept:
+        for tensor, data, grad in kept:
+            tensor.grad = None
             tensor.data = data
+            tensor.grad = grad
         if bare is not None:
             model.__dict__["forward"] = wrapped
 

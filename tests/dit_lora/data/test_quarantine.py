@@ -214,11 +214,6 @@ def test_a_file_that_is_no_list_is_an_error_that_names_it(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="quarantine.py load: the types of the values are not checked, and an epoch that is no number fails "
-    "with a TypeError at the first comparison",
-)
 @pytest.mark.parametrize("key", ["from_epoch", "to_epoch"])
 def test_a_file_whose_epochs_are_no_numbers_is_refused(tmp_path: Path, key: str) -> None:
     path = tmp_path / "quarantine.jsonl"

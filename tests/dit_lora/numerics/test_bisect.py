@@ -312,7 +312,6 @@ def test_bad_noise_for_good_samples_is_the_inputs(model: Net) -> None:
     assert "argument 0 has 3 NaN among 18 values" in verdict.words
 
 
-@pytest.mark.xfail(strict=True, reason="bisect._located: what was hidden before bad inputs")
 def test_bad_noise_is_the_inputs_though_a_module_hid_an_infinity_of_its_own(model: Net) -> None:
     model.mask = Block()
     model.mask.fault = lambda values: values.log().clamp(-1, 0)
@@ -337,7 +336,6 @@ def test_a_loss_that_fails_by_itself_is_told_to_be_outside_the_model(model: Net)
     assert verdict.words.endswith("aten.div.Tensor outside the model, in the loss")
 
 
-@pytest.mark.xfail(strict=True, reason="probe._where: the model's own name is empty too")
 def test_an_op_of_the_model_itself_is_not_told_to_be_in_the_loss(model: Net) -> None:
     model.register_forward_hook(lambda _module, _args, output: output / 0)
     assert "in the loss" not in diagnosed(batch(model), model).words

@@ -189,11 +189,6 @@ class Conditioned(Net):
         return self.out(torch.cat([self.project(latents), self.text(conditions["pooled"])])[:3])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="captured.py single: tensors within a dict, list or tuple keep all their rows, so the single sample "
-    "is run with the others' conditions, or does not run",
-)
 def test_a_single_sample_has_its_own_row_of_tensors_within_containers() -> None:
     model = Conditioned()
     recorded = recorder(model)
@@ -253,11 +248,6 @@ def test_a_loops_own_generator_is_put_back_to_where_it_was_at_the_call() -> None
     assert_same_bits(replayed(recorded.calls[0], model), original)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="captured.py run: nothing puts the loop's generator back after the replay, so the loop draws the same "
-    "noise again",
-)
 def test_a_replay_leaves_the_loops_own_generator_where_the_loop_has_it() -> None:
     generator = torch.Generator().manual_seed(40)
     model = Draws(generator)
@@ -321,11 +311,6 @@ def test_a_bad_gradient_for_a_good_output_is_the_samples() -> None:
     assert verdict.words == f"{OUTPUT_GRADIENT} has 1 NaN among 6 values"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="replay.py run: the mean over B samples divides the recorded gradient by B, so an fp16 backward that "
-    "overflowed does not overflow again and the cause is `transient`",
-)
 def test_an_overflow_of_the_backward_comes_back_at_the_recorded_gradients_size() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).half()
     with torch.no_grad():

@@ -132,11 +132,6 @@ def test_open_steps_around_a_shut_one_are_those_of_an_optimizer_without_a_gate(
     assert not torch.equal(gated.bits()["weight 2"], start["weight 2"])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="gate.py gates_on_device: torch's fused SGD makes its momentum with empty_like and leaves it "
-    "unwritten when found_inf is set on the first step",
-)
 def test_a_shut_first_step_of_fused_sgd_leaves_no_momentum_that_nothing_was_written_to() -> None:
     run = Training(lambda groups: torch.optim.SGD(groups, momentum=0.9, fused=True))
     run.backward(1, torch.nan)

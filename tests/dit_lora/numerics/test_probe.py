@@ -183,7 +183,6 @@ def test_a_checkpointed_backward_that_fails_is_named_with_its_module() -> None:
     assert_backward(trace, "middle.inner.1")
 
 
-@pytest.mark.xfail(strict=True, reason="probe._leave: not called where a recomputation stops early")
 def test_what_a_checkpointed_module_hides_stays_hidden_in_its_recomputation() -> None:
     inner = nn.Linear(5, 5)
     block = Calls(lambda values: inner(blow_up(values).clamp(-2, 2)), inner=inner)
@@ -391,7 +390,6 @@ def test_a_healthy_run_with_integers_and_empty_tensors_has_no_origin() -> None:
     assert (trace.origins, trace.hidden, trace.bad_inputs) == ([], [], {})
 
 
-@pytest.mark.xfail(strict=True, reason="finite.has_values: complex tensors are not judged")
 def test_nan_that_a_complex_op_makes_is_seen() -> None:
     rotate = Calls(lambda values: torch.view_as_real(torch.view_as_complex(values) / 0))
     with Probe(rotate).watching() as trace:

@@ -96,11 +96,6 @@ def test_a_backend_that_is_turned_off_stays_off(name: str) -> None:
     assert enabled() == ((True, False, True) if name == "attention:flash" else (False,) * 3)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="switches.py _attention.off: it enables its backends afterwards whether or not they were on, so the "
-    "next diagnosis undoes a fallback",
-)
 @pytest.mark.parametrize("tried", ["attention:flash", ALL])
 def test_trying_a_switch_again_leaves_a_backend_off_that_was_turned_off(tried: str) -> None:
     switches = attention_switches()
@@ -304,12 +299,6 @@ def test_autocast_around_it_is_off_within() -> None:
     assert model.seen == [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="replay.py _kept_gradients: a bf16 gradient cannot be given back to a parameter that in_fp32 holds "
-    "wide; Guard.attach allows bf16 trained weights",
-)
 def test_a_replay_in_fp32_gives_half_precision_gradients_back() -> None:
     model, (values, ids) = Net(torch.bfloat16), given(torch.bfloat16)
     model(values, ids).square().mean().backward()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.watch import StepWatcher
 
 STEPS, RANKS, ACCUMULATE = 4, 2, 2
-SPOILED = 3  # the step in which rank 1 meets a loss that is NaN, once
+UNREAD, SPOILED = 2, 3  # the steps in which rank 1 reads bad data, and meets a NaN loss; each once
 OPTIM = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=1e-2)), clip=0.005)
 
 Tensors = dict[str, torch.Tensor]
@@ -49,12 +50,16 @@ def sample(number: int) -> Batch:
     return Batch((str(number),), (number,), tensors)
 
 
-def micro_batches(rank: int, ranks: int) -> list[Batch]:
+def micro_batches(rank: int, ranks: int, spoiled: bool) -> list[Batch]:
     """The micro-batches of a rank: of two samples on one process, of one each on two."""
     samples = [sample(number) for number in range(STEPS * ACCUMULATE * RANKS)]
     if ranks == 1:
         return [collate(samples[k : k + RANKS]) for k in range(0, len(samples), RANKS)]
-    return samples[rank::ranks]
+    own = samples[rank::ranks]
+    if spoiled and rank == 1:
+        bad = (UNREAD - 1) * ACCUMULATE
+        own[bad] = replace(own[bad], faults={own[bad].ids[0]: "torn"})  # its loss is finite
+    return own
 
 
 class Recorder:
@@ -113,7 +118,11 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
         results.append(result)
         states[result.step] = state()
 
-    recovery, given = Recorder(state), micro_batches(rank, ranks)
+    def given(step: int) -> list[Batch]:
+        is_torn = spoiled and not recovery.trips
+        return micro_batches(rank, ranks, is_torn)[step * ACCUMULATE :]
+
+    recovery = Recorder(state)
     loop = Loop(
         accelerator=accelerator,
         model=model,
@@ -128,7 +137,7 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
     )
     train(
         loop,
-        lambda step: given[step * ACCUMULATE :],
+        given,
         start_step=0,
         steps=STEPS,
         stop_asked=lambda: 0,
@@ -201,18 +210,22 @@ def test_two_ranks_with_sharded_weights_train_as_one_process_without(
 
 
 @pytest.mark.slow
-def test_a_nan_loss_on_one_rank_moves_no_ranks_shard_and_all_recover(
+def test_bad_data_or_a_nan_loss_on_one_rank_moves_no_ranks_shard_and_all_recover(
     clean: list[dict[str, Any]], tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """And the step that is taken again is that of the run without it, to the last bit."""
+    """And the steps that are taken again are those of the run without it, to the last bit."""
     path = tiny_checkpoints["cogvideox-5b"]
     for seen, healthy in zip(
         on_two_ranks(path, tmp_path / "out", spoiled=True), clean, strict=True
     ):
         assert seen["ranks"] == RANKS
-        assert seen["trips"] == [(SPOILED, "non_finite_loss", ((1, 0),))]
-        assert equal(seen["found"][0], seen["states"][SPOILED - 1])
-        assert len(seen["found"][0]) == 4 * seen["trained"]  # weights, and AdamW's three of each
+        assert seen["trips"] == [
+            (UNREAD, "bad_data", ((1, 0),)),
+            (SPOILED, "non_finite_loss", ((1, 0),)),
+        ]
+        for found, step in zip(seen["found"], (UNREAD, SPOILED), strict=True):
+            assert equal(found, seen["states"][step - 1])
+            assert len(found) == 4 * seen["trained"]  # weights, and AdamW's three of each
         assert seen["results"] == healthy["results"]
         assert equal(seen["states"][STEPS], healthy["states"][STEPS])
     assert not equal(clean[0]["states"][1], clean[1]["states"][1])  # they hold different shards
