@@ -63,7 +63,7 @@ class CachedClips:
         texts = [(self.texts, key, text_spec) for key in keys]
         aside = []
         for cache, key, spec in [*videos, *texts]:
-            if cache.read(key, spec)[1]:
+            if cache.path(key).exists() and cache.read(key, spec)[1]:
                 aside.append(cache.set_aside(key))
         return aside
 

@@ -28,7 +28,12 @@ class LeftOut:
 
 
 def _record(line: str) -> LeftOut:
-    one = LeftOut(**json.loads(line))
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise TypeError(f"a line is an object; got {line!r}")
+    one = LeftOut(**values)
+    if not isinstance(one.sample_id, str):
+        raise TypeError(f"sample_id is a name; got {one.sample_id!r}")
     if not isinstance(one.from_epoch, int) or not isinstance(one.to_epoch, int | None):
         raise TypeError(f"epochs are numbers; got {one.from_epoch!r} and {one.to_epoch!r}")
     return one

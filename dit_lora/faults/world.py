@@ -22,7 +22,7 @@ from dit_lora.adapters.groups import recipe_groups
 from dit_lora.adapters.store import ADAPTER_FILE
 from dit_lora.config import Recipe, parse_recipe
 from dit_lora.data.shapes import write_shapes
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Family
 from dit_lora.numerics.precision import choose_precision
@@ -230,6 +230,8 @@ class World:
                     before_start(cache)
                 self.accelerator.wait_for_everyone()
                 self._train(recipe, arm)
+            except InterruptedRunError as stopped:  # by the user, not by the fault
+                raise KeyboardInterrupt from stopped
             except DitLoraError as problem:
                 error = problem
         self.accelerator.wait_for_everyone()

@@ -95,6 +95,9 @@ def diagnose(
         return case.found("unknown", words, sample_ids=ids)
     outcome = run(micro_batch, suspects.model)
     if outcome.is_healthy(needs_gradient=kind == "zero_gradient"):
+        trained = [p.detach() for p in suspects.model.parameters() if p.requires_grad]
+        if has_run_away(weight_peak(trained), suspects.start_peak):
+            return run_away(micro_batch, suspects)
         return case.found(
             "transient", "finite when it was run again: it did not come from the data"
         )

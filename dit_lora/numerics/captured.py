@@ -78,6 +78,7 @@ class CapturedCall:
             torch.cuda.set_rng_state(self.cuda_random_state)
         with self._generator_as_it_was():
             output = main_output(model(*self.args, **self.kwargs))
+        assert output is not None  # the recorded call had one
         gradient = self.output_gradient
         # The gradient that came back to a bad output is bad whatever the model does now.
         usable = gradient if self.output_is_finite else None
@@ -184,7 +185,11 @@ class Recorder:
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not _is_training():
             return
-        call, tensor = self.calls[-1], main_output(output)
+        tensor = main_output(output)
+        if tensor is None:
+            self.calls.pop()  # an output that is no tensor and holds none: there is nothing to replay
+            return
+        call = self.calls[-1]
         call.output = tensor.detach()
         if tensor.requires_grad:
 
@@ -194,11 +199,18 @@ class Recorder:
             tensor.register_hook(keep)
 
 
-def main_output(output: Any) -> torch.Tensor:
-    """The tensor that the loss is made of: the first with a gradient, in a tuple or a ModelOutput."""
-    values = list(output.values()) if isinstance(output, Mapping) else output
+def main_output(output: Any) -> torch.Tensor | None:
+    """The tensor that the loss is made of: the first with a gradient, in a tuple, a ModelOutput or an object."""
+    values: Any = output
+    if isinstance(output, Mapping):
+        values = list(output.values())
+    elif not isinstance(output, (torch.Tensor, list, tuple)):
+        try:
+            values = list(vars(output).values())
+        except TypeError:
+            return None  # a plain number, say
     tensors = [leaf for leaf in _tensors(values) if leaf.is_floating_point()]
-    return next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
+    return next((t for t in tensors if t.requires_grad), tensors[0] if tensors else None)
 
 
 def _is_training() -> bool:

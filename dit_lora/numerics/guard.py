@@ -7,7 +7,6 @@ a step whose loss or gradient is not finite on any rank is not taken, and `lr_sc
 Only then the micro-batch is replayed, and the cause named.
 """
 
-import functools
 import json
 import logging
 import time
@@ -29,13 +28,17 @@ from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, weight_peak
 from dit_lora.numerics.captured import Recorder
 from dit_lora.numerics.gate import NonFiniteError, local, weights_are_bad
 from dit_lora.numerics.loop_state import LoopState
+from dit_lora.numerics.patches import Patches
 from dit_lora.numerics.policy import Action, Policy
+from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.switches import attention_switches, compile_switches, find_switch
 from dit_lora.numerics.verdict import Verdict
 
 _LOG = logging.getLogger("dit_lora")
 # Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
 _SCALE_FLOOR = 1.0
+# Steps over which `max_skips` counts: a bad sample comes back in every epoch of a loop that is not ours.
+_WINDOW = 100
 
 
 class Guard:
@@ -59,12 +62,15 @@ class Guard:
         self.events: list[dict[str, Any]] = []
         self._model = accelerator.unwrap_model(model)
         self._policy = Policy(config)
+        self._patches = Patches()
         self._recorder = Recorder(self._model, self._ids_of_call)
         self._state = LoopState(self._model, optimizer, every=config.snapshot_every)
         self._named: tuple[str, ...] = ()
         self._warned = False
         self._bad_losses: list[torch.Tensor] = []
         self._bad_gradients: torch.Tensor | None = None
+        self._zero_gradients: torch.Tensor | None = None
+        self._skipped_steps: list[int] = []
         self._bad_weights: torch.Tensor | None = None
         self._tripped = False
         self.suspects = Suspects(
@@ -130,18 +136,18 @@ class Guard:
     def detach(self) -> None:
         """Give the loop its own methods back."""
         self._recorder.stop()
-        for owner, name, original in reversed(self._patched):
-            setattr(owner, name, original)
+        self._patches.undo()
 
     def _watch(self, lr_scheduler: Any, ema: Any) -> None:
-        self._patched: list[tuple[Any, str, Any]] = []
-        self._patch(self.accelerator, "backward", self._backward)
-        self._patch(self.accelerator, "clip_grad_norm_", self._clip)
-        self._patch(self.accelerator, "clip_grad_value_", self._clip)
-        self._patch(self.optimizer, "step", self._optimizer_step)
+        self._patches.method(self.accelerator, "backward", self._backward)
+        self._patches.method(self.accelerator, "end_training", self._end)
+        self._patches.method(self.accelerator, "clip_grad_norm_", self._clip)
+        self._patches.method(self.accelerator, "clip_grad_value_", self._clip)
+        self._patches.method(self.optimizer, "step", self._optimizer_step)
         for owner in (lr_scheduler, ema):
             if owner is not None:
-                self._patch(owner, "step", self._unless_tripped)
+                self._patches.gated_step(owner, lambda: self._tripped)
+        self._state.ema = ema
         own = [lr_scheduler] if lr_scheduler else []
         self._state.schedules = [*self.accelerator._schedulers, *own]
         self._recorder.start()
@@ -165,19 +171,11 @@ class Guard:
                 "guard: trained parameters are bf16: small updates round to nothing; use fp32"
             )
 
-    def _patch(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        self._patched.append((owner, name, original))
-
-        # With the marks that torch's schedulers leave on `optimizer.step`.
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        setattr(owner, name, wrapped)
-
-    def _unless_tripped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return None if self._tripped else original(*args, **kwargs)
+    def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        left = len(self._skipped_steps)
+        if left and self.accelerator.is_main_process:
+            _LOG.warning("guard: %d of %d optimizer steps were not taken", left, self.step - 1)
+        return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
         bad = ~torch.isfinite(loss.detach()).all()
@@ -212,10 +210,12 @@ class Guard:
                 local(p.grad) for p in self._state.trainables().values() if p.grad is not None
             ]
             if not gradients:
-                self._bad_gradients = torch.tensor(True, device=self.accelerator.device)
+                self._bad_gradients = torch.tensor(False, device=self.accelerator.device)
+                self._zero_gradients = ~self._bad_gradients
                 return
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
-            self._bad_gradients = ~torch.isfinite(norms).all() | (norms == 0).all()
+            self._bad_gradients = ~torch.isfinite(norms).all()
+            self._zero_gradients = (norms == 0).all()
 
     def _optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.accelerator.sync_gradients or self._under_deepspeed:
@@ -230,9 +230,11 @@ class Guard:
         result = original(*args, **kwargs)
         self._check_scaler()
         self._bad_weights = weights_are_bad(self.optimizer)
-        self._next_step()
-        if self._state.snapshots.due(self.step - 1):
+        due = self._state.snapshots.due(self.step)
+        if due or self._state.ema is not None:  # an average that took in NaN has it for good
             self.require_finite()
+        self._next_step()
+        if due and not self._tripped:
             self._state.take(self.step - 1)
         return result
 
@@ -242,15 +244,18 @@ class Guard:
         losses = torch.stack(self._bad_losses).any() if self._bad_losses else false
         weights = false if self._bad_weights is None else self._bad_weights
         gradients = false if self._bad_gradients is None else self._bad_gradients
-        flags = torch.stack([losses, weights, gradients]).float()
+        zero = false if self._zero_gradients is None else self._zero_gradients
+        flags = torch.stack([losses, weights, gradients, zero]).float()
         if self.accelerator.num_processes > 1:
             flags = self.accelerator.reduce(flags, reduction="sum")
-        bad_losses, bad_weights, bad_gradients = (flags > 0).tolist()
+        bad_losses, bad_weights, bad_gradients, no_gradient = (flags > 0).tolist()
         if bad_weights:
             return "non_finite_weights"
         if bad_losses:
             return "non_finite_loss"
-        return "non_finite_gradient" if bad_gradients else None
+        if bad_gradients:
+            return "non_finite_gradient"
+        return "zero_gradient" if no_gradient else None
 
     def _any_rank(self, flag: torch.Tensor) -> bool:
         return bool(self.accelerator.reduce(flag.float(), reduction="sum"))
@@ -270,12 +275,15 @@ class Guard:
     def require_finite(self) -> None:
         """Raise if a trained weight is not finite on any rank; call it before saving what was trained."""
         if self._any_rank(weights_are_bad(self.optimizer)):
+            self._tripped = True
             self._recover("non_finite_weights")
 
     def _recover(self, kind: str) -> None:
         """Name the cause and act; raises `NonFiniteError` on every rank if nothing fits."""
         began = time.perf_counter()
         verdicts = self._agreed_verdicts(kind)
+        recent = [step for step in self._skipped_steps if step > self.step - _WINDOW]
+        self._policy.skips = len(recent)
         action = self._feasible(self._policy.choose(self.step, verdicts, self._skipped()))
         self._forget_gradients()
         lines = [f"{', '.join(v.sample_ids) or 'rank ' + str(v.rank)}: {v.words}" for v in verdicts]
@@ -286,6 +294,8 @@ class Guard:
             state = "not to be used" if kind == "non_finite_weights" else "those of the step before"
             message = f"{head}; the weights are {state}; stopped: {action.why}"
             raise NonFiniteError(listed(message, lines), self.events[-1])
+        if action.kind == "skip":
+            self._skipped_steps.append(self.step)
         done = self._act(action)
         if self.accelerator.is_main_process:
             _LOG.warning("%s", listed(f"{head}; {done}", lines))
@@ -299,7 +309,7 @@ class Guard:
         ]
         self._recorder.stop()  # replays are not to be recorded
         found = [diagnose(batch, self.suspects, kind=kind) for batch in batches]
-        if batches and (verdict := bad_state(batches[-1], self.suspects)):
+        if verdict := bad_state(_nothing_run(self.step, rank), self.suspects):
             found = [verdict]
         self._recorder.start()
         verdicts = gather_object(found)
@@ -360,7 +370,7 @@ class Guard:
         self.step += int(self.accelerator.sync_gradients)  # DeepSpeed's micro-steps count as one
         self._recorder.calls.clear()
         self._bad_losses.clear()
-        self._bad_gradients = None
+        self._bad_gradients = self._zero_gradients = None
 
     def _ids_of_call(self, number: int, count: int) -> tuple[str, ...]:
         if len(self._named) == count:
@@ -371,6 +381,15 @@ class Guard:
                 "guard.microbatch: %d ids for %d rows; rows are numbered", len(self._named), count
             )
         return tuple(f"sample {row} of micro-batch {number}" for row in range(count))
+
+
+def _nothing_run(step: int, rank: int) -> MicroBatch:
+    """Stands for a step between whose bounds only the state is in question."""
+
+    def refused(*_: Any) -> Any:
+        raise DitLoraError("there is nothing to replay")
+
+    return MicroBatch((), step, 0, rank, {}, forward=refused, single=refused)
 
 
 def _unseen(step: int, rank: int) -> Verdict:

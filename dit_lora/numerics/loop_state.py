@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from diffusers.training_utils import EMAModel
 from torch import nn
 
 from dit_lora.numerics.snapshot import Snapshots
@@ -17,6 +18,8 @@ class LoopState:
         self.model = model
         self.optimizer = optimizer
         self.schedules: list[Any] = []
+        self.ema: EMAModel | None = None
+        self._ema_steps: dict[int, int] = {}
         self.snapshots = Snapshots(self.tensors, every=every)
         self._schedule_states: dict[int, list[dict[str, Any]]] = {}
 
@@ -35,7 +38,9 @@ class LoopState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         weights = {name: parameter.detach() for name, parameter in self.trainables().items()}
-        return {**weights, **self.optimizer_tensors()}
+        shadow = self.ema.shadow_params if self.ema is not None else []
+        averages = {f"ema/{number}": tensor for number, tensor in enumerate(shadow)}
+        return {**weights, **self.optimizer_tensors(), **averages}
 
     def take(self, step: int) -> None:
         """Hold the state of now as that of `step`."""
@@ -43,6 +48,8 @@ class LoopState:
         held = {s: v for s, v in self._schedule_states.items() if s in self.snapshots.steps}
         held[step] = [dict(schedule.state_dict()) for schedule in self.schedules]
         self._schedule_states = held
+        if self.ema is not None:
+            self._ema_steps[step] = self.ema.optimization_step
 
     def forget_bad(self) -> list[int]:
         """Drop snapshots that are not finite on any rank; the steps that are left. Collective."""
@@ -56,6 +63,8 @@ class LoopState:
         self._drop(self.snapshots.restore(step))
         for schedule, state in zip(self.schedules, self._schedule_states[step], strict=True):
             schedule.load_state_dict(state)
+        if self.ema is not None:
+            self.ema.optimization_step = self._ema_steps[step]
 
     def lower_rates(self, factor: float) -> None:
         """Multiply every learning rate, now and in the schedules."""

@@ -108,18 +108,6 @@ def test_detaching_gives_the_loop_its_own_methods_back() -> None:
     assert loop.guard.events == []
 
 
-def test_a_replay_puts_the_loops_own_generator_back() -> None:
-    loop = Loop()
-    generator = torch.Generator().manual_seed(5)
-    torch.rand(3, generator=generator)
-    expected = generator.get_state()
-    with loop.guard.microbatch(["a", "b", "c"], generator):
-        loop.model(good())
-    torch.rand(7, generator=generator)
-    loop.guard._recorder.calls[0].run(loop.model)
-    assert torch.equal(generator.get_state(), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_weights_are_refused_in_fp16_and_warned_of_in_bf16(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
@@ -158,6 +146,87 @@ def test_under_deepspeed_a_bad_loss_never_reaches_backward_and_gradients_are_not
         assert [event["verdict"]["cause"] for event in guard.events] == ["data"]
         assert guard._recorder.calls == []  # nothing piles up
         guard.detach()
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "epoch"])
+def test_a_trainer_with_the_callback_saves_its_checkpoints_and_trains_alike(
+    tmp_path: Path, save_strategy: str
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+    rows = torch.randint(0, 32, (6, 8), generator=torch.Generator().manual_seed(1))
+    weights = []
+    for guarded in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / str(guarded)),
+            per_device_train_batch_size=2,
+            max_steps=6,
+            use_cpu=True,
+            report_to=[],
+            save_strategy=save_strategy,
+            save_steps=2,
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": row, "labels": row.clone()} for row in rows]
+        trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
+        if guarded:
+            trainer.add_callback(dit_lora.GuardCallback(trainer))
+        trainer.train()
+        weights.append([p.detach().clone() for p in trainer.model.parameters()])
+        assert len(list((tmp_path / str(guarded)).glob("checkpoint-*/scheduler.pt"))) >= 2
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_a_schedules_state_can_be_saved_while_it_is_gated_and_after(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.step(good())
+    torch.save(loop.schedule.state_dict(), tmp_path / "schedule.pt")
+    loop.guard.detach()
+    assert type(loop.schedule) is torch.optim.lr_scheduler.ExponentialLR
+    assert "step" not in vars(loop.schedule)
+
+
+def test_a_bad_weight_never_reaches_an_average_that_was_given() -> None:
+    from diffusers.training_utils import EMAModel
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True), nn.Linear(4, 2)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    ema = EMAModel(model.parameters())
+    guard = Guard.attach(accelerator, model, optimizer, ema=ema)
+    for number in range(4):
+        accelerator.backward(model(good()).square().mean())
+        if number == 2:
+            next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.nan
+        optimizer.step()
+        ema.step(model.parameters())
+        optimizer.zero_grad()
+    assert [event["verdict"]["cause"] for event in guard.events] == ["optimizer"]
+    assert [event["action"] for event in guard.events] == ["rollback"]
+    assert all(torch.isfinite(tensor).all() for tensor in [*ema.shadow_params, *model.parameters()])
+    assert ema.optimization_step == 1  # back to the start, then one step more
+
+
+def test_a_model_that_returns_an_object_is_recorded_and_one_that_returns_no_tensor_is_not() -> None:
+    class Output:
+        def __init__(self, sample: torch.Tensor) -> None:
+            self.sample = sample
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
+            return Output(super().forward(x))
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True), Model(4, 2)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    guard = Guard.attach(accelerator, model, optimizer)
+    accelerator.backward(model(bad()).sample.square().mean())
+    optimizer.step()
+    assert [event["verdict"]["cause"] for event in guard.events] == ["data"]
 
 
 def test_the_public_names_are_there() -> None:
