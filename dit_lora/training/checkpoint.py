@@ -88,7 +88,17 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     if resume == "none":
         return None
     if resume == "auto":
-        return newest_checkpoint(run_dir)
+        found = newest_checkpoint(run_dir)
+        damaged = damaged_checkpoints(run_dir)
+        if found is None and damaged:
+            raise DitLoraError(
+                listed(
+                    "train.resume=auto: none of this run's checkpoints is whole; start afresh with "
+                    "train.resume=none in another run.dir",
+                    [f"{path} is torn or altered" for path in damaged],
+                )
+            )
+        return found
     path = Path(resume)
     if not is_whole(path):
         found = newest_checkpoint(run_dir)
@@ -102,6 +112,11 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest whole checkpoint; torn ones, left by a killed process, are passed over."""
     candidates = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
     return next((path for path in candidates if is_whole(path)), None)
+
+
+def damaged_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints whose files are not what their manifest says; a resumed run passes them over."""
+    return [p for p in sorted((run_dir / "checkpoints").glob("step_*")) if not is_whole(p)]
 
 
 def load_checkpoint(

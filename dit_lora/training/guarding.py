@@ -157,7 +157,10 @@ def _quarantine(run: "Run") -> Quarantine:
     own = run.runtime.dir / QUARANTINE
     given = run.recipe.guard.quarantine
     quarantine = Quarantine.load(own)
-    if given is None or own.exists():
+    if given is None:
+        return quarantine
+    if own.exists():
+        run.runtime.say(f"guard.quarantine is not read: the run has its own list, {own}")
         return quarantine
     if not Path(given).exists():
         raise DitLoraError(f"guard.quarantine: {given} does not exist")
@@ -166,7 +169,12 @@ def _quarantine(run: "Run") -> Quarantine:
     quarantine.add(
         [type(one)(**{**asdict(one), "from_epoch": 0}) for one in earlier if one.sample_id in known]
     )
-    run.runtime.say(f"guard: {len(quarantine.records)} sample(s) left out, by {given}")
+    left = known - {one.sample_id for one in quarantine.records}
+    if not left:
+        raise DitLoraError(f"guard.quarantine: {given} leaves out all {len(known)} samples")
+    run.runtime.say(
+        f"guard: {len(quarantine.records)} of {len(known)} samples left out, by {given}"
+    )
     if run.runtime.is_main:
         quarantine.save()
     return quarantine
@@ -225,7 +233,9 @@ class _Files:
             return None
         self._bundles += 1
         place = f"rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
-        folder = run.runtime.dir / "bundles" / f"step_{micro_batch.step:06d}_{place}"
+        name = f"step_{micro_batch.step:06d}_{place}"
+        earlier = len(list((run.runtime.dir / "bundles").glob(f"{name}*")))  # of the same step
+        folder = run.runtime.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
         keep_bundle(
             folder,
             micro_batch,
@@ -235,6 +245,7 @@ class _Files:
             run.runtime.precision,
             run.encoded.transformer_digest,
             run.guard.state.switched_off,
+            run.guard.suspects.start_peak,
         )
         return f"bundles/{folder.name}"
 

@@ -18,6 +18,7 @@ from dit_lora.numerics.switches import find_switch
 from dit_lora.numerics.verdict import Verdict
 
 _OF_WEIGHTS = ("non_finite_weights", "diverged_weights")
+_OF_STATE = ("weights", "optimizer", "learning_rate")
 _DONE = {
     "retry": "taken again",
     "skip": "taken again without it, this once",
@@ -171,7 +172,9 @@ class RunRecovery:
         self.order.forget()
         self.files.quarantined(self.quarantine)
         notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
-        return notes + self.files.set_aside_bad(action.samples)
+        # Skipped only, a sample is read again in the next epoch, and must say the same of itself.
+        for_good = action.kind == "quarantine"
+        return notes + (self.files.set_aside_bad(action.samples) if for_good else [])
 
     def _keep_bundles(
         self, own: Sequence[tuple[MicroBatch, Verdict]], events: Sequence[dict[str, Any]]
@@ -190,7 +193,8 @@ class RunRecovery:
         notes: Sequence[str],
     ) -> NonFiniteError:
         good, kind = trip.step - 1, trip.kind.replace("_", " ")
-        of_weights = trip.kind in _OF_WEIGHTS
+        causes = {event["verdict"]["cause"] for event in events}
+        of_weights = trip.kind in _OF_WEIGHTS or bool(causes & set(_OF_STATE))
         samples = [sample for event in events for sample in event["sample_ids"]]
         notes = [*notes, *self.files.set_aside_bad(samples)]
         try:
@@ -199,7 +203,9 @@ class RunRecovery:
                 notes.append(f"step {good} is saved: {_advice(events)}")
         except DitLoraError as error:
             notes.append(f"{error}")
-        state = "not to be used; checkpoints are good" if of_weights else f"those of step {good}"
+        if of_weights:
+            notes.append(f"nothing was saved at this step: {_advice(events)}")
+        state = "not to be used" if of_weights else f"those of step {good}"
         message = listed(f"step {trip.step}: {kind}; the weights are {state}", lines)
         return NonFiniteError("\n".join([message, f"stopped: {action.why}", *notes]), events[0])
 
@@ -235,5 +241,9 @@ def _advice(events: Sequence[dict[str, Any]]) -> str:
     if causes <= {"data", "transient"}:
         return "continue with train.resume=auto"
     if "learning_rate" in causes:
-        return "start afresh with a lower learning rate (optim.groups)"
+        return (
+            "start afresh, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
+        )
+    if causes & {"weights", "optimizer"}:
+        return "train.resume=auto goes on from the newest whole checkpoint, if there is one"
     return "the same step would come out the same; see events.jsonl, replay the bundle with dit-lora replay"

@@ -19,7 +19,13 @@ from dit_lora.data.digest import Digests
 from dit_lora.data.loader import Batch
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
-from dit_lora.numerics.bisect import Suspects, diagnose
+from dit_lora.numerics.bisect import (
+    Suspects,
+    diagnose,
+    has_run_away,
+    run_away,
+    weight_peak,
+)
 from dit_lora.numerics.bundle import Bundle, read_bundle, write_bundle
 from dit_lora.numerics.precision import DTYPES, Precision
 from dit_lora.numerics.replay import MicroBatch, Outcome, run
@@ -86,6 +92,7 @@ def keep_bundle(
     precision: Precision,
     transformer_digest: str,
     switched_off: Sequence[str],
+    start_peak: float,
 ) -> list[str]:
     """Write a bundle of a micro-batch; returns what did not fit."""
     facts = {
@@ -100,6 +107,7 @@ def keep_bundle(
             "faults": dict(micro_batch.faults),
         },
         "switched_off": list(switched_off),
+        "start_peak": start_peak,
         "dtype": next(name for name, dtype in DTYPES.items() if dtype is precision.dtype),
         "transformer_digest": transformer_digest,
         "packages": dict(probe_environment().versions),
@@ -173,12 +181,15 @@ def replay_bundle(
         known = {switch.name for switch in switches}
         for name in [*(n for n in bundle.facts["switched_off"] if n in known), *without]:
             stack.enter_context(find_switch(switches, name).off())
-        suspects = Suspects(transformer, lambda: [], switches, limit=MAX_ABS)
+        start = bundle.facts["start_peak"]
+        suspects = Suspects(transformer, lambda: [], switches, start_peak=start, limit=MAX_ABS)
         if fp32:
             stack.enter_context(in_fp32(transformer))
         outcome = run(micro_batch, transformer)
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
+        if verdict is None and has_run_away(weight_peak(bundle.weights.values()), start):
+            verdict = run_away(micro_batch, suspects)
     return Replayed(
         outcome, verdict, micro_batch.ids, bundle.facts["event"], _notes(bundle, digest)
     )

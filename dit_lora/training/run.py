@@ -21,6 +21,7 @@ from dit_lora.families.base import Checkpoint, Family
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 from dit_lora.training.checkpoint import (
+    damaged_checkpoints,
     load_checkpoint,
     optimizer_state,
     save_checkpoint,
@@ -106,6 +107,8 @@ def prepare(
             run.ema.tensors() if run.ema else None,
         )
         runtime.say(f"resumed at step {run.start_step} from {resume_from}")
+        for path in damaged_checkpoints(runtime.dir):
+            runtime.say(f"warning: passed over {path}: it is torn or altered")
     elif recipe.train.resume == "auto":
         runtime.say(f"no checkpoint in {runtime.dir} yet: starting at step 0")
     if run.start_step > recipe.train.steps:

@@ -232,6 +232,49 @@ def test_a_resolution_that_does_not_fit(refused: Callable[..., str]) -> None:
     assert "data.frames must be 4n + 1; got 12, nearest 9 and 13" in message
 
 
+@pytest.fixture
+def everyone_out(shape_clips: Path, tmp_path: Path) -> Path:
+    """A quarantine list with every clip in it."""
+    record = {"from_epoch": 0, "to_epoch": None, "step": 1, "cause": "data", "reason": "x"}
+    lines = [json.dumps({"sample_id": p.name, **record}) for p in shape_clips.glob("*.mp4")]
+    path = tmp_path / "everyone.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_quarantine_list_that_is_missing_or_is_none(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    assert refused("guard.quarantine=nowhere") == "guard.quarantine: nowhere does not exist"
+    (tmp_path / "list.txt").write_text("a.mp4\n")
+    message = refused(f"guard.quarantine={tmp_path / 'list.txt'}")
+    assert f"{tmp_path / 'list.txt'} is not a quarantine list" in message
+
+
+@pytest.mark.xfail(strict=True, reason="prepare opens the run's folder before it reads the list")
+def test_a_quarantine_list_is_read_before_anything_is_written(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    refused("guard.quarantine=nowhere")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        "0",
+        pytest.param(
+            "2", marks=pytest.mark.xfail(strict=True, reason="the worker's traceback is shown")
+        ),
+    ],
+)
+def test_every_sample_left_out(
+    refused: Callable[..., str], everyone_out: Path, workers: str
+) -> None:
+    message = refused(f"guard.quarantine={everyone_out}", f"data.workers={workers}")
+    assert message.startswith("no sample is left: all 5 are in ")
+
+
 def test_from_the_shell_it_is_a_message_and_exit_code_2(
     launch, smoke: list[str], tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
