@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from diffusers.training_utils import EMAModel
 from torch import nn
 
 from dit_lora.config import LadderConfig
@@ -42,7 +43,7 @@ class ToyLoop:
     guard: Guard
     optimizer: Any
     schedule: Any
-    ema: "CountingEMA"
+    ema: EMAModel
     spoil: Callable[["ToyLoop", int, dict[str, torch.Tensor]], None]
     loss: Callable[["ToyLoop", torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -61,16 +62,6 @@ class ToyLoop:
                 self.ema.step(bare.parameters())
                 self.optimizer.zero_grad()
         self.guard.require_finite()
-
-
-class CountingEMA:
-    """Counts its steps, as `EMAModel` does."""
-
-    def __init__(self) -> None:
-        self.optimization_step = 0
-
-    def step(self, parameters: Iterator[nn.Parameter]) -> None:
-        self.optimization_step += 1
 
 
 def _batch(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -107,7 +98,7 @@ def _toy(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     prepared = accelerator.prepare(model, optimizer, schedule)
-    ema = CountingEMA()
+    ema = EMAModel(model.parameters())
     guard = Guard.attach(accelerator, prepared[0], prepared[1], ema=ema, config=config)
     return ToyLoop(accelerator, prepared[0], guard, prepared[1], prepared[2], ema, spoil, loss)
 

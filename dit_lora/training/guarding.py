@@ -175,8 +175,6 @@ def _quarantine(run: "Run") -> Quarantine:
     run.runtime.say(
         f"guard: {len(quarantine.records)} of {len(known)} samples left out, by {given}"
     )
-    if run.runtime.is_main:
-        quarantine.save()
     return quarantine
 
 

@@ -116,10 +116,12 @@ def prepare(
             f"train.steps is {recipe.train.steps}, and {resume_from} is beyond it; raise train.steps or "
             "resume an earlier checkpoint"
         )
+    run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step))
     open_run_folder(runtime)
+    if runtime.is_main and run.guard.quarantine.records:
+        run.guard.quarantine.save()
     if runtime.is_main:
         run.journal = Journal(runtime.dir, start_step=run.start_step)
-    run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step))
     prime_spikes(run)
     for group in groups:
         count = sum(p.numel() for p in group["params"])

@@ -86,3 +86,19 @@ def test_a_divergence_says_what_to_change_and_never_saves_what_is_not_finite(
     assert "train.resume=auto" not in message
     for weights in (run / "checkpoints").rglob("*.safetensors"):
         assert all(torch.isfinite(tensor).all() for tensor in load_file(weights).values())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_whose_every_sample_is_bad_ends_with_one_message_that_says_so(
+    lora_main: Main, smoke: list[str], tmp_path: Path, workers: int
+) -> None:
+    args = [*smoke, "train.batch_size=1", f"data.workers={workers}"]
+    lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
+    for path in (tmp_path / "cache" / "videos").rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-2:] = b"\xc0\x7f"  # the last fp32 value becomes NaN
+        path.write_bytes(data)
+    with pytest.raises(DitLoraError, match="no sample is left") as error:
+        lora_main([*args, "train.steps=6", f"run.dir={tmp_path / 'run'}"])
+    assert "Traceback" not in str(error.value)
+    assert error.value.exit_code == 3

@@ -375,11 +375,14 @@ def test_facts_come_before_experiments_and_the_smaller_change_before_the_larger(
 
 
 def test_weights_that_ran_away_are_the_learning_rate(model: Net) -> None:
-    suspects = Suspects(model, lambda: [("adapter/step", torch.tensor(3))], start_peak=0.25)
+    """Also where the step itself is healthy when it is run again."""
     with torch.no_grad():
         model.base.weight[0, 0], model.up.weight[0, 0] = 1e9, 500.0
+    assert diagnosed(batch(model), model, start_peak=0.25).cause == "learning_rate"
+    assert diagnosed(batch(model), model, start_peak=0.6).cause == "transient"
+    with torch.no_grad():
         model.down.weight[0, 0] = torch.nan
-    verdict = run_away(batch(model), suspects)
+    verdict = run_away(batch(model), Suspects(model, list, start_peak=0.25))
     assert (verdict.cause, verdict.step, verdict.rank) == ("learning_rate", 12, 2)
     assert "trained weights reach 500, from 0.25 at the start" in verdict.words
 
@@ -389,5 +392,5 @@ def test_weights_are_lost_by_their_largest_magnitude_and_by_what_they_started_at
     assert weight_peak(weights) == torch.inf
     assert weight_peak(weights, finite_only=True) == 7.5
     assert weight_peak(iter([torch.tensor([3, 4])])) == 0.0
-    given = [(99.0, 0.1), (101.0, 0.1), (900.0, 1.0), (1100.0, 1.0)]
+    given = [(99.0, 0.01), (101.0, 0.1), (900.0, 1.0), (1100.0, 1.0)]
     assert [has_run_away(peak, start) for peak, start in given] == [False, True, False, True]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,9 +30,15 @@ class Net(nn.Module):
         self.spoil: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(
-        self, latents: torch.Tensor, *, text: torch.Tensor, timestep: torch.Tensor, scale: float
+        self,
+        latents: torch.Tensor,
+        *,
+        text: torch.Tensor,
+        timestep: torch.Tensor,
+        rotary: torch.Tensor,
+        scale: float,
     ) -> tuple[torch.Tensor]:
-        hidden = self.project(latents) + self.text(text) * scale + self.time(timestep)
+        hidden = (self.project(latents) + self.text(text) * scale + self.time(timestep)) * rotary
         output = self.out(self.dropout(hidden.tanh()))
         return (output if self.spoil is None else self.spoil(output),)
 
@@ -41,6 +48,7 @@ def inputs(seed: int = 3) -> tuple[torch.Tensor, dict[str, Any]]:
     keywords = {
         "text": torch.randn(3, 5, generator=draws),
         "timestep": torch.tensor([999, 0, 37]),
+        "rotary": torch.randn(8, generator=draws),  # of no sample
         "scale": 0.7,
     }
     return torch.randn(3, 6, generator=draws), keywords
@@ -168,6 +176,7 @@ def test_a_single_samples_gradients_are_those_of_its_row(index: int) -> None:
         latents[row],
         text=keywords["text"][row],
         timestep=keywords["timestep"][row],
+        rotary=keywords["rotary"],
         scale=keywords["scale"],
     )[0]
     assert call.output_gradient is not None
@@ -268,6 +277,16 @@ def test_the_output_of_the_loss_is_the_first_with_a_gradient() -> None:
     assert main_output({"aux": plain, "sample": good}) is good
     assert main_output(Transformer2DModelOutput(sample=good)) is good
     assert main_output([ids, plain]) is plain
+    assert main_output(SimpleNamespace(aux=plain, sample=good)) is good
+    assert main_output([ids]) is None
+    assert main_output(0.3) is None
+
+
+def test_a_call_whose_output_is_no_tensor_is_not_kept() -> None:
+    model = nn.Identity()
+    recorded = recorder(model)
+    model([inputs()[0].long()])
+    assert recorded.calls == []
 
 
 def verdict_of(model: nn.Module, recorded: Recorder, *switches: Switch) -> Any:

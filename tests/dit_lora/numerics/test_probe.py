@@ -352,6 +352,7 @@ def hooks_of(model: nn.Module) -> int:
 
 def test_hooks_and_mode_are_gone_afterwards_and_after_a_run_that_raises() -> None:
     def fail(values: torch.Tensor) -> torch.Tensor:
+        blow_up(values)
         raise RuntimeError("out of memory")
 
     model = chain(Checkpointed(nn.Linear(5, 5)))
@@ -364,8 +365,8 @@ def test_hooks_and_mode_are_gone_afterwards_and_after_a_run_that_raises() -> Non
         model(rows(3, 5))
     assert hooks_of(model) == 0
     blow_up(rows(3, 5))
-    for one in (trace, other):
-        assert (one.origins, one.hidden, one.bad_inputs) == ([], [], {})
+    assert (trace.origins, trace.hidden, trace.bad_inputs) == ([], [], {})
+    assert [(o.module, o.op) for o in other.origins] == [("middle", "aten.mul.Tensor")]
 
 
 def test_a_probed_run_computes_the_same_bits() -> None:

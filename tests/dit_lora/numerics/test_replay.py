@@ -1,6 +1,7 @@
 """A replay gives the same bits every time and leaves gradients and random state as they were."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,6 +138,15 @@ def test_a_run_is_the_backward_of_the_mean_loss(model: nn.Module) -> None:
     assert outcome.bad_gradients == ()
     assert not outcome.gradient_is_zero
     assert outcome.is_healthy(needs_gradient=True)
+
+
+def test_a_loss_that_is_a_sum_has_as_many_times_the_gradient_as_there_are_samples(
+    model: nn.Module,
+) -> None:
+    _, mean = seen_gradients(model, micro_batch(model))
+    _, total = seen_gradients(model, replace(micro_batch(model), loss_is_sum=True))
+    for name in NAMES:
+        torch.testing.assert_close(total[name], mean[name] * 3)
 
 
 def test_only_parameters_upstream_of_a_bad_backward_have_bad_gradients(model: nn.Module) -> None:

@@ -167,6 +167,7 @@ def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_go
     sample = guarded.in_step(1)[0]
     assert guarded.trip(1, verdict("inputs", sample)) == 0
     assert [(r.from_epoch, r.to_epoch) for r in guarded.recovery.quarantine.records] == [(0, 0)]
+    assert guarded.files.calls[1:] == [("quarantined", [sample])]  # its entry will be read again
     again = next(step for step in range(1, 9) if sample in guarded.in_step(step))
     micro = guarded.in_step(again).index(sample)
     guarded.trip(again, verdict("inputs", sample, micro_step=micro))
@@ -262,41 +263,39 @@ def test_without_a_finite_snapshot_it_stops(guarded: Guarded) -> None:
     assert guarded.files.events[0]["action"] == "stop"
 
 
-@pytest.mark.parametrize(
-    ("cause", "advice"),
-    [
-        ("data", "step 2 is saved: continue with train.resume=auto"),
-        ("transient", "step 2 is saved: continue with train.resume=auto"),
-        ("learning_rate", "start afresh with a lower learning rate (optim.groups)"),
-        ("kernel", "replay the bundle with dit-lora replay"),
-        ("unknown", "replay the bundle with dit-lora replay"),
-    ],
-)
-def test_a_stop_saves_the_last_good_step_and_says_what_helps(
-    tmp_path: Path, cause: str, advice: str
-) -> None:
+@pytest.mark.parametrize("cause", ["data", "transient", "kernel", "unknown"])
+def test_a_stop_saves_the_last_good_step_and_says_what_helps(tmp_path: Path, cause: str) -> None:
     guarded = Guarded(tmp_path, on_nonfinite=["stop"])
     sample = guarded.in_step(3)[0]
     samples = [sample] if cause in ("data", "unknown") else []
     with pytest.raises(NonFiniteError) as error:
         guarded.trip(3, verdict(cause, *samples))
     message = str(error.value)
-    assert error.value.exit_code == 3
     assert message.startswith("step 3: non finite loss; the weights are those of step 2\n")
-    assert f"rank 0): it is {cause}" in message or f"rank 0: it is {cause}" in message
-    assert advice in message
+    assert f": it is {cause}" in message
+    assert ("replay the bundle" in message) == (cause in ("kernel", "unknown"))
     assert ("train.resume=auto" in message) == (cause in ("data", "transient"))
     assert ("save", 2) in guarded.files.calls
     assert ("set_aside_bad", samples) in guarded.files.calls
     assert error.value.event == guarded.files.events[0]
-    assert not guarded.files.said  # the error says it
 
 
-def test_a_stop_at_the_first_step_has_nothing_to_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "cause", "words"),
+    [
+        (3, "learning_rate", "nothing was saved at this step: start afresh"),
+        (3, "weights", "nothing was saved at this step: train.resume=auto goes on from the newest"),
+        (1, "transient", "the weights are those of step 0"),
+    ],
+)
+def test_a_stop_saves_nothing_where_nothing_is_good(
+    tmp_path: Path, step: int, cause: str, words: str
+) -> None:
     guarded = Guarded(tmp_path, on_nonfinite=["stop"])
-    with pytest.raises(NonFiniteError, match="the weights are those of step 0"):
-        guarded.trip(1, verdict("data", guarded.in_step(1)[0]))
+    with pytest.raises(NonFiniteError) as error:
+        guarded.trip(step, verdict(cause))
     assert "save" not in [call[0] for call in guarded.files.calls]
+    assert words in str(error.value)
 
 
 def test_a_stop_whose_checkpoint_cannot_be_written_still_names_the_cause(tmp_path: Path) -> None:
@@ -325,9 +324,7 @@ def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: st
     assert event["action"] == action
     assert (event["step"], event["micro_step"], event["rank"]) == (2, 0, 0)
     assert (event["kind"], event["sample_ids"]) == ("non_finite_loss", samples)
-    assert event["verdict"]["cause"] == cause
-    assert event["seconds"] >= 0
-    assert event["bundle"] == "bundles/0"
+    assert (event["verdict"]["cause"], event["bundle"]) == (cause, "bundles/0")
 
 
 def joined_by(patch: pytest.MonkeyPatch, *theirs: Verdict) -> None:
