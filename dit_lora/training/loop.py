@@ -7,6 +7,7 @@ ranks -> optimizer, gated on the device -> one gather of metrics and flags, the 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -108,6 +109,11 @@ class Loop:
     recovery: Recovery
     watcher: Watcher
 
+    @cached_property
+    def bare(self) -> nn.Module:
+        """The model as replays run it, without DDP."""
+        return self.accelerator.unwrap_model(self.model)
+
 
 def train(
     loop: Loop,
@@ -165,8 +171,7 @@ def _micro_step(
     batch = next(stream).to(loop.accelerator.device)
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, loop.accelerator.process_index)
-    bare = loop.accelerator.unwrap_model(loop.model)
-    step.micro_batches.append(replayable(loop.losses, bare, batch, place))
+    step.micro_batches.append(replayable(loop.losses, loop.bare, batch, place))
     # A module, never a list: a list disables no_sync and all-reduces in every micro-step.
     with loop.accelerator.accumulate(loop.model):
         output = forward(loop.losses, loop.model, batch, place)
