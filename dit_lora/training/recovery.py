@@ -122,7 +122,8 @@ class RunRecovery:
     def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
         """The action with the step to go on after; a rollback needs a snapshot that is finite."""
         if action.kind in ("skip", "quarantine"):
-            out = {one.sample_id for one in self.quarantine.records} | set(action.samples)
+            lost = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
+            out = lost | set(action.samples)
             if not set(self.order.ids) - out:
                 return Action("stop", why="no sample is left: every one was at fault"), step - 1
         if action.kind != "rollback":

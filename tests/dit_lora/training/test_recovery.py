@@ -175,7 +175,6 @@ def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_go
     assert guarded.recovery.quarantine.is_out(sample, 5)
 
 
-@pytest.mark.xfail(strict=True, reason="recovery._feasible counts skips of past epochs as out")
 def test_samples_that_were_out_for_an_epoch_that_is_over_are_not_lost(guarded: Guarded) -> None:
     past = [LeftOut(one, 0, 0, step=1, cause="inputs", reason="") for one in SAMPLES[1:]]
     guarded.recovery.quarantine.add(past)
