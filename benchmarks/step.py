@@ -1,20 +1,28 @@
-"""Our training step against a bare loop, as a ratio, on the same model and batch in one process.
+"""What our training step costs: a bare loop, our loop without its gate, and our loop, in one process.
 
-    python -m benchmarks.step [--pairs 50] [--batch 3]
+    python -m benchmarks.step [--rounds 50] [--batch 3]
 
 Bare: the family's losses, backward, torch's `clip_grad_norm_`, AdamW. Ours: `dit_lora.training.loop.train` with
-gate, generators, gather of metrics, metrics.jsonl, progress bar, and the guard's snapshots and statistics as often
-as by default. Both alternate step by step, so that whatever else the machine does hits both; the medians are
-compared.
+generators, gather of metrics, metrics.jsonl, progress bar, gate and replayable micro-batches. Without gate: the same
+loop with the last two replaced by nothing. Each round takes one step of each, in random order, so that whatever else
+the machine does hits all three. What snapshots and statistics cost is timed by itself and spread over the steps
+between them.
 """
 
 import argparse
+import io
+import math
 import platform
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -39,6 +47,7 @@ from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
+from dit_lora.training import loop as training_loop
 from dit_lora.training.checkpoint import optimizer_state, trainable_state
 from dit_lora.training.journal import Journal, metrics_line
 from dit_lora.training.loop import Loop, StepResult, train
@@ -49,6 +58,10 @@ from dit_lora.training.watch import StepWatcher
 FAMILY = get_family("cogvideox")
 OPTIM = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=1e-4)))
 GUARD = GuardConfig()
+WARM_UP = 3
+WATCHED = math.lcm(GUARD.snapshot_every, GUARD.monitor_every)
+Step = Callable[[int], float]
+"""Takes the step of a number; the seconds it took."""
 
 
 class NoRecovery:
@@ -93,108 +106,167 @@ def fixed_batches(size: int) -> Iterator[Batch]:
         position += size
 
 
-def watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> StepWatcher:
+def bare_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int) -> Step:
+    model, optimizer = build_model()
+    model.to(accelerator.device)
+    batches = fixed_batches(size)
+
+    def step(number: int) -> float:
+        began = time.perf_counter()
+        batch = next(batches).to(accelerator.device)
+        output = checkpoint.losses(model, batch.tensors, Streams(42, batch.draws))
+        output.losses.mean().backward()
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - began
+
+    return step
+
+
+def our_loop(
+    checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder: Path, *, guarded: bool
+) -> Step:
+    model, optimizer = build_model()
+    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
     snapshots = Snapshots(
         lambda: {**trainable_state(model), **optimizer_state(optimizer)},
         every=GUARD.snapshot_every,
     )
-    return StepWatcher(snapshots, Monitor(model, every=GUARD.monitor_every))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=50, help="steps of each kind")
-    parser.add_argument("--batch", type=int, default=3)
-    arguments = parser.parse_args()
-    quiet_libraries()
-    with tempfile.TemporaryDirectory() as folder:
-        FAMILY.build_tiny("cogvideox-2b", Path(folder) / "model", 0)
-        checkpoint = FAMILY.open(ModelConfig(family="cogvideox", path=f"{folder}/model"))
-        bare, ours = measure(checkpoint, Path(folder), arguments.pairs, arguments.batch)
-    mean_bare, mean_ours = statistics.median(bare), statistics.median(ours)
-    ratios = [one / other for one, other in zip(ours, bare, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}")
-    print(f"bare loop: {1e3 * mean_bare:.1f} ms a step (median of {arguments.pairs})")
-    print(f"dit-lora:  {1e3 * mean_ours:.1f} ms a step")
-    print(f"ratio of medians: {mean_ours / mean_bare:.4f}")
-    print(
-        f"ratio pair by pair: median {quartiles[1]:.4f}, quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}"
-    )
-
-
-def bare_step(
-    checkpoint: Checkpoint,
-    model: torch.nn.Module,
-    optimizer: torch.optim.AdamW,
-    batches: Iterator[Batch],
-    device: torch.device,
-) -> float:
-    """Seconds of a step without us."""
-    began = time.perf_counter()
-    batch = next(batches).to(device)
-    output = checkpoint.losses(model, batch.tensors, Streams(42, batch.draws))
-    output.losses.mean().backward()
-    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return time.perf_counter() - began
-
-
-def measure(
-    checkpoint: Checkpoint, folder: Path, pairs: int, batch_size: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of each bare and each of our steps, alternating; the first three of each are dropped."""
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    bare_model, bare_optimizer = build_model()
-    bare_model.to(accelerator.device)
-    ours_model, ours_optimizer = build_model()
-    model, optimizer = accelerator.prepare(ours_model, ours_optimizer)
-    bare_batches = fixed_batches(batch_size)
-    warm_up, bare, ours = 3, [], []
-    steps = pairs + warm_up
-
-    watcher = watching(ours_model, ours_optimizer)
-    journal = Journal(folder, start_step=0)
-    bar = tqdm(total=steps, desc="pairs of steps")
-    ended = [0.0]
+    watcher = StepWatcher(snapshots, Monitor(model, every=GUARD.monitor_every if guarded else 0))
+    folder.mkdir()
+    journal, bar = Journal(folder, start_step=0), tqdm(file=io.StringIO(), position=0)
+    batches = fixed_batches(size)
 
     def on_step(result: StepResult) -> None:
-        modules = watcher.statistics(result.step)
-        journal.step(metrics_line(result, checkpoint.train_timesteps), modules)
+        line = metrics_line(result, checkpoint.train_timesteps)
+        journal.step(line, watcher.statistics(result.step))
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()
-        if watcher.snapshots.due(result.step):
-            watcher.snapshots.take(result.step)
-        ours.append(time.perf_counter() - ended[0])
-        bare.append(
-            bare_step(checkpoint, bare_model, bare_optimizer, bare_batches, accelerator.device)
-        )
-        ended[0] = time.perf_counter()
+        if guarded and snapshots.due(result.step):
+            snapshots.take(result.step)
 
     loop = Loop(
         accelerator=accelerator,
-        model=model,
+        model=prepared,
         losses=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
-        optimizer=optimizer,
-        schedule=build_schedule(OPTIM, steps),
+        optimizer=prepared_optimizer,
+        schedule=build_schedule(OPTIM, 1_000_000),
         optim=OPTIM,
         accumulate=1,
         seed=42,
         recovery=NoRecovery(),
         watcher=watcher,
     )
-    ended[0] = time.perf_counter()
-    train(
-        loop,
-        lambda step: fixed_batches(batch_size),
-        start_step=0,
-        steps=steps,
-        stop_asked=lambda: 0,
-        on_step=on_step,
+
+    def step(number: int) -> float:
+        with nullcontext() if guarded else without_gate():
+            began = time.perf_counter()
+            train(
+                loop,
+                lambda done: batches,
+                start_step=number - 1,
+                steps=number,
+                stop_asked=lambda: 0,
+                on_step=on_step,
+            )
+            return time.perf_counter() - began
+
+    return step
+
+
+class OpenGate:
+    """A gate that checks nothing."""
+
+    def losses(self, losses: torch.Tensor, *, bad_data: bool) -> None:
+        return
+
+    def gradients(self, norms: Mapping[str, torch.Tensor]) -> None:
+        return
+
+    def agreed(self) -> None:
+        return
+
+
+@contextmanager
+def without_gate() -> Iterator[None]:
+    """Inside, the loop neither checks anything nor keeps what a replay needs."""
+    healthy = torch.zeros((), dtype=torch.bool)
+    instead: dict[str, Callable[..., Any]] = {
+        "Gate": lambda accelerator: OpenGate(),
+        "gated_step": lambda optimizer, bad: optimizer.step(),
+        "weights_are_bad": lambda optimizer: healthy,
+        "replayable": lambda losses, model, batch, place: None,
+    }
+    with ExitStack() as stack:
+        for name, function in instead.items():
+            stack.enter_context(mock.patch.object(training_loop, name, function))
+        yield
+
+
+@dataclass
+class Times:
+    """Seconds of steps, by round."""
+
+    bare: list[float] = field(default_factory=list)
+    unguarded: list[float] = field(default_factory=list)
+    guarded: list[float] = field(default_factory=list)
+    watched: list[float] = field(default_factory=list)
+    """Of guarded steps with a snapshot and statistics; every fifth round has one."""
+
+
+def measure(checkpoint: Checkpoint, folder: Path, rounds: int, size: int) -> Times:
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    bare = bare_loop(checkpoint, accelerator, size)
+    unguarded = our_loop(checkpoint, accelerator, size, folder / "unguarded", guarded=False)
+    guarded = our_loop(checkpoint, accelerator, size, folder / "guarded", guarded=True)
+    for number in range(1, WARM_UP + 1):
+        for step in (bare, unguarded, guarded):
+            step(number)
+    guarded(WATCHED)
+    times, order = Times(), random.Random(0)
+    for turn in tqdm(range(rounds), desc="rounds", position=0):
+        number = (turn + 1) * WATCHED + 1
+        kinds = [(bare, times.bare), (unguarded, times.unguarded), (guarded, times.guarded)]
+        for step, seconds in order.sample(kinds, 3):
+            seconds.append(step(number))
+        if turn % 5 == 4:
+            times.watched.append(guarded(number - 1 + WATCHED))
+    return times
+
+
+def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
+    """Of medians; and of the steps of each round, their median with its standard error."""
+    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    # 1.349 sigma lie between the quartiles of a normal; its median's error is 1.253 sigma / sqrt(n).
+    error = 1.253 * (high - low) / 1.349 / math.sqrt(len(ratios))
+    return f"{statistics.median(ones) / statistics.median(others):.4f} (by round {middle:.4f} +- {error:.4f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=50, help="steps of each kind")
+    parser.add_argument("--batch", type=int, default=3)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILY.build_tiny("cogvideox-2b", Path(folder) / "model", 0)
+        checkpoint = FAMILY.open(ModelConfig(family="cogvideox", path=f"{folder}/model"))
+        times = measure(checkpoint, Path(folder), arguments.rounds, arguments.batch)
+    bare, guarded = statistics.median(times.bare), statistics.median(times.guarded)
+    watched = (statistics.median(times.watched) - guarded) / WATCHED
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}")
+    print(
+        f"bare loop {1e3 * bare:.1f} ms a step, ours {1e3 * guarded:.1f} ms (medians of {arguments.rounds})"
     )
-    bar.close()
-    return bare[warm_up:], ours[warm_up:]
+    print(f"ours over bare:              {ratio(times.guarded, times.bare)}")
+    print(f"ours over ours without gate: {ratio(times.guarded, times.unguarded)}")
+    print(f"ours without gate over bare: {ratio(times.unguarded, times.bare)}")
+    print(
+        f"a snapshot and statistics every {WATCHED} steps: {1e3 * watched:.2f} ms a step, "
+        f"a further {watched / guarded:.4f}"
+    )
 
 
 if __name__ == "__main__":

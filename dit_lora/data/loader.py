@@ -40,11 +40,20 @@ class CachedClips:
         )
         return video, text
 
+    @cached_property
+    def empty_text(self) -> tuple[dict[str, torch.Tensor], str | None]:
+        """What dropout puts in place, and its fault. Read once: gone bad later, it would be the fault of every sample."""
+        tensors, fault = self.texts.read(self.empty_text_key, self.specs[1])
+        return {name: tensor.clone() for name, tensor in tensors.items()}, fault  # off the file
+
     def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
         """One sample as a batch of one; what is wrong with it is in `faults`."""
         video_spec, text_spec = self.specs
         tensors, video_fault = self.videos.read(entry.video_key, video_spec)
-        embeddings, text_fault = self.texts.read(text_key, text_spec)
+        is_empty = text_key == self.empty_text_key
+        embeddings, text_fault = (
+            self.empty_text if is_empty else self.texts.read(text_key, text_spec)
+        )
         faults = [fault for fault in (video_fault, text_fault) if fault]
         return Batch(
             ids=(entry.id,),
@@ -58,9 +67,7 @@ class CachedClips:
         video_spec, text_spec = self.specs
         bad = [entry for entry in self.entries if entry.id in samples]
         videos = [(self.videos, entry.video_key, video_spec) for entry in bad]
-        # The empty caption too: dropout may have put it in place of the sample's own.
-        keys = dict.fromkeys([*(entry.text_key for entry in bad), self.empty_text_key])
-        texts = [(self.texts, key, text_spec) for key in keys]
+        texts = [(self.texts, key, text_spec) for key in {entry.text_key: None for entry in bad}]
         aside = []
         for cache, key, spec in [*videos, *texts]:
             if cache.path(key).exists() and cache.read(key, spec)[1]:
@@ -104,7 +111,7 @@ class ClipDataset(Dataset):
         self.clips = clips
         self.seed = seed
         self.caption_dropout = caption_dropout
-        _ = clips.specs  # read now: in a worker process an error would have no one to tell
+        _ = clips.empty_text  # read now: in a worker process an error would have no one to tell
         self.order = Order([e.id for e in clips.entries], seed=seed, quarantine=quarantine)
 
     def clip_at(self, position: int) -> tuple[int, Entry]:

@@ -67,6 +67,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     captions = dict.fromkeys(["", *(clip.caption for clip in clips), *prompts])
     text_jobs = {caption: _text_job(caption, text_facts) for caption in captions}
 
+    _set_aside_bad(runtime, texts, [text_jobs[shared] for shared in ("", *prompts)])
     missing_texts = _missing(runtime, texts, list(text_jobs.values()))
     missing_videos = _missing(runtime, videos, video_jobs)
     _check_headers(clips, video_jobs, missing_videos, runtime)
@@ -77,12 +78,25 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         Entry(clip.id, video.key, text_jobs[clip.caption].key)
         for clip, video in zip(clips, video_jobs, strict=True)
     )
+    cached = CachedClips(entries, text_jobs[""].key, videos, texts)
+    fault = cached.empty_text[1]
+    agree(runtime.accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return Precomputed(
-        clips=CachedClips(entries, text_jobs[""].key, videos, texts),
+        clips=cached,
         prompt_keys=tuple(text_jobs[prompt].key for prompt in prompts),
         data_digest=entry_key({"entries": [[e.id, e.video_key, e.text_key] for e in entries]}),
         transformer_digest=transformer_digest,
     )
+
+
+def _set_aside_bad(runtime: Runtime, cache: TensorCache, jobs: Sequence[_Job]) -> None:
+    """Read whole what all samples share, so that it is encoded anew now rather than blamed on a sample later."""
+    for job in jobs if runtime.is_main else ():
+        if cache.is_whole(job.key):
+            _, fault = cache.read(job.key, {})
+            if fault:
+                cache.set_aside(job.key)
+                runtime.say(f"{job.sample} is encoded anew: {fault}")
 
 
 def _missing(runtime: Runtime, cache: TensorCache, jobs: Sequence[_Job]) -> list[_Job]:

@@ -113,3 +113,23 @@ def test_what_is_cached_is_not_encoded_again(encode: Encode, tmp_path: Path) -> 
     encode()
     after = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")}
     assert {p for p in stamps if stamps[p] != after[p]} == {victim}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
+    encode: Encode, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"validation__prompts": ["a cat"], "model__dtype": dtype}
+    encoded = encode(**changes)
+    texts, shared = encoded.clips.texts, [encoded.clips.empty_text_key, *encoded.prompt_keys]
+    good = [texts.read(key, {})[0]["prompt_embeds"].clone() for key in shared]
+    for key in shared:
+        path = texts.path(key)
+        path.write_bytes(path.read_bytes()[:-4] + b"\x00\x00\xc0\x7f")  # a NaN, or two odd values
+    again = encode(**changes)
+    for key, embeds in zip(shared, good, strict=True):
+        assert torch.equal(texts.read(key, {})[0]["prompt_embeds"], embeds)
+    assert again.clips.empty_text[1] is None
+    said = capsys.readouterr().err
+    assert "caption '' is encoded anew" in said
+    assert "caption 'a cat' is encoded anew" in said
