@@ -100,7 +100,7 @@ def one_round(state: dict[str, torch.Tensor], device: torch.device) -> dict[str,
     snapshots.take(2)
     timed("take, into used buffers", lambda: snapshots.take(3))
     timed("torch.clone", lambda: [tensor.detach().clone() for tensor in state.values()])
-    timed("finite", lambda: snapshots.finite(3))
+    timed("not_finite", lambda: snapshots.not_finite(3))
     timed("restore", lambda: snapshots.restore(3))
     return seconds
 

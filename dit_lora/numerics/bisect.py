@@ -6,6 +6,7 @@ makes the replayed micro-batch finite is the cause.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ class Suspects:
     model: nn.Module
     """Bare, as replays run it."""
     optimizer_state: NamedTensors
-    switches: Sequence[Switch] = ()
+    switches: list[Switch] = field(default_factory=list)
     start_peak: float = 0.0
     """The largest trained weight when training started."""
     limit: float | None = None
@@ -57,7 +58,7 @@ class _Case:
     control: MicroBatch | None = None
     evidence: dict[str, object] = field(default_factory=dict)
 
-    def found(self, cause: Cause, words: str, **facts: object) -> Verdict:
+    def found(self, cause: Cause, words: str, **facts: Any) -> Verdict:
         batch = self.micro_batch
         return Verdict(
             cause,
@@ -66,7 +67,7 @@ class _Case:
             rank=batch.rank,
             micro_step=batch.micro_step,
             evidence=self.evidence,
-            **facts,  # type: ignore[arg-type]
+            **facts,
         )
 
     def healthy(self, batch: MicroBatch | None = None) -> bool:

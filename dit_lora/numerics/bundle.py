@@ -24,7 +24,10 @@ FORMAT = 1
 # An absolute path, on POSIX or Windows: what is kept of it is the last part.
 _ROOT = r"(?:(?<![\w.])~[\w.-]*[/\\]|(?<![\w.~])/+|\b[A-Za-z]:[/\\]|\\\\)"
 _ABSOLUTE = re.compile(_ROOT + r"(?:[^:;,'\"()\n/\\]+[/\\]+)*([^\s:;,'\"()/\\]+)")
-_SECRET = re.compile(r"\b(hf_|sk-|ghp_)[A-Za-z0-9_-]{8,}")
+# Hugging Face, OpenAI, GitHub, Weights & Biases (new keys, then old ones).
+_SECRET = re.compile(
+    r"\b(?:(?:hf_|sk-|gh[pousr]_|github_pat_|wandb_v\d+_)[A-Za-z0-9_-]{8,}|[0-9a-f]{40}\b)"
+)
 
 
 @dataclass(frozen=True)

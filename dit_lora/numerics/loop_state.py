@@ -54,7 +54,7 @@ class LoopState:
     def forget_bad(self) -> list[int]:
         """Drop snapshots that are not finite on any rank; the steps that are left. Collective."""
         for held in self.snapshots.steps:
-            if gather_object(self.snapshots.finite(held)):
+            if gather_object(self.snapshots.not_finite(held)):
                 self.snapshots.forget(held)
         return self.snapshots.steps
 

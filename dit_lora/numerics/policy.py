@@ -72,13 +72,14 @@ class Policy:
             return ""
         if self.skips >= self.config.max_skips:
             return f"guard.max_skips={self.config.max_skips} is used up"
-        samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
         if causes == {"transient"}:
             return Action("retry")
+        samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
         if not samples:
             return ""
-        again = any(sample in skipped_before for sample in samples)
-        best = "quarantine" if causes & set(_FOR_GOOD) or again else "skip"
+        bad = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}
+        for_good = tuple(s for s in samples if s in bad or s in skipped_before)
+        best, samples = ("quarantine", for_good) if for_good else ("skip", samples)
         ladder = self.config.on_nonfinite
         return Action(rung, samples=samples) if rung == best or best not in ladder else ""
 

@@ -88,8 +88,8 @@ class Snapshots:
             self.forget(later)
         return [name for name in live if name not in held]
 
-    def finite(self, step: int) -> list[str]:
-        """The tensors of a held snapshot that are NOT finite; a step to go back to has none."""
+    def not_finite(self, step: int) -> list[str]:
+        """The tensors of a held snapshot that are not finite; a step to go back to has none."""
         return [name for name, buffer in self._read(step).items() if not is_finite(buffer)]
 
     def forget(self, step: int) -> None:

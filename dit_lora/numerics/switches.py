@@ -141,8 +141,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 @contextmanager
 def _fp32_arguments(model: nn.Module) -> Iterator[None]:
     def widen(value: object) -> object:
-        is_half = isinstance(value, torch.Tensor) and value.dtype in _HALVES
-        return value.float() if is_half else value  # type: ignore[attr-defined]
+        if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
+            return value.float()
+        return value
 
     def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple:
         return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}

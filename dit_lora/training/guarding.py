@@ -1,5 +1,6 @@
 """Puts a run's guard together: what it may suspect and switch off, its snapshots, its files."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
+from tqdm import tqdm
 
 from dit_lora.data.cache import MAX_ABS
 from dit_lora.data.quarantine import Order, Quarantine
@@ -234,17 +236,21 @@ class _Files:
         name = f"step_{micro_batch.step:06d}_{place}"
         earlier = len(list((run.runtime.dir / "bundles").glob(f"{name}*")))  # of the same step
         folder = run.runtime.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
-        keep_bundle(
-            folder,
-            micro_batch,
-            event,
-            run.transformer,
-            run.recipe,
-            run.runtime.precision,
-            run.encoded.transformer_digest,
-            run.guard.state.switched_off,
-            run.guard.suspects.start_peak,
-        )
+        try:
+            keep_bundle(
+                folder,
+                micro_batch,
+                event,
+                run.transformer,
+                run.recipe,
+                run.runtime.precision,
+                run.encoded.transformer_digest,
+                run.guard.state.switched_off,
+                run.guard.suspects.start_peak,
+            )
+        except OSError as error:  # a run is worth more than a bundle
+            tqdm.write(f"warning: cannot write {folder}: {error.strerror}", file=sys.stderr)
+            return None
         return f"bundles/{folder.name}"
 
     def say(self, line: str) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from dit_lora.config import OptimConfig
 from dit_lora.numerics.gate import local
 
-Groups = Sequence[Mapping[str, Any]]
+Groups = Sequence[dict[str, Any]]
 Schedule = Callable[[str, int], float]
 """(group name, step counted from 1) to learning rate."""
 
@@ -53,7 +53,7 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
     """Set each group's learning rate for this step and return them by name."""
     rates = {}
     for group in groups:
-        group["lr"] = rates[group["name"]] = schedule(group["name"], step)  # type: ignore[index]
+        group["lr"] = rates[group["name"]] = schedule(group["name"], step)
     return rates
 
 

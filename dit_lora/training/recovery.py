@@ -129,7 +129,7 @@ class RunRecovery:
         if action.kind != "rollback":
             return action, step - 1
         for held in reversed(self.snapshots.steps):
-            if gather_object(self.snapshots.finite(held)):  # bad on any rank
+            if gather_object(self.snapshots.not_finite(held)):  # bad on any rank
                 self.snapshots.forget(held)
         steps = self.snapshots.steps
         if not steps:
@@ -184,10 +184,16 @@ class RunRecovery:
     def _keep_bundles(
         self, own: Sequence[tuple[MicroBatch, Verdict]], events: Sequence[dict[str, Any]]
     ) -> None:
+        """Each rank writes its own; the events name them all."""
+        by_place = {(event["rank"], event["micro_step"]): event for event in events}
+        names = {}
         for micro_batch, verdict in own:
-            for event in events:
-                if (event["rank"], event["micro_step"]) == (verdict.rank, verdict.micro_step):
-                    event["bundle"] = self.files.bundle(micro_batch, event)
+            place = (verdict.rank, verdict.micro_step)
+            if place in by_place:
+                names[place] = self.files.bundle(micro_batch, by_place[place])
+        for theirs in gather_object([names]):
+            for place, name in theirs.items():
+                by_place[place]["bundle"] = name
 
     def _stopped(
         self,

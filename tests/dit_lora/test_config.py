@@ -128,6 +128,8 @@ def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> Non
         ({"rollback_lr": 1.0}, "less than 1"),
         ({"spike_window": 19}, "greater than or equal to 20"),
         ({"monitor_every": -1}, "greater than or equal to 0"),
+        ({"max_skips": True}, "should be a number, not true"),
+        ({"spike_threshold": False}, "should be a number, not false"),
     ],
 )
 def test_a_guard_that_cannot_work_is_refused(

@@ -192,6 +192,9 @@ PRIVATE: list[tuple[str, str]] = [
     ("Bearer hf_AbCdEfGhIjKlMnOp.", "Bearer [token]."),
     ("HF_TOKEN=hf_AbCdEfGhIjKlMnOp", "HF_TOKEN=[token]"),
     ("ghp_0123456789abcdef and sk-proj-0123456789", "[token] and [token]"),
+    ("github_pat_0123456789_abcdef, gho_0123456789", "[token], [token]"),
+    ("WANDB_API_KEY=" + "0123456789abcdef0123" * 2, "WANDB_API_KEY=[token]"),
+    ("wandb_v1_0123456789", "[token]"),
 ]
 
 
@@ -217,6 +220,7 @@ def test_paths_are_cut_to_their_last_part_and_tokens_blanked(text: str, public: 
         "first inf in the forward: aten.addmm.default at blocks.3.ff",
         "2.7e+04, 2.43 times below the limit",
         "hf_ tokens",
+        "0123456789abcdef" * 4,
         "NaN in 3 / 4 of them",
         "",
     ],

@@ -146,7 +146,7 @@ def test_what_training_does_after_a_snapshot_does_not_reach_it(
     snapshots.take(1)
     for tensor in run.state().values():
         tensor.detach().fill_(torch.nan)
-    assert snapshots.finite(1) == []
+    assert snapshots.not_finite(1) == []
     snapshots.restore(1)
     assert_same_bits(run.values(), before)
 
@@ -212,12 +212,12 @@ def test_a_buffer_of_another_shape_or_dtype_is_not_used_again() -> None:
 def test_a_step_that_is_not_held_is_refused_naming_those_held(
     run: Run, snapshots: Snapshots
 ) -> None:
-    for action in (snapshots.restore, snapshots.finite, snapshots.forget):
+    for action in (snapshots.restore, snapshots.not_finite, snapshots.forget):
         with pytest.raises(DitLoraError, match="no snapshot of step 7 is held; held: none"):
             action(7)
     snapshots.take(20)
     snapshots.take(10)
-    for action in (snapshots.restore, snapshots.finite, snapshots.forget):
+    for action in (snapshots.restore, snapshots.not_finite, snapshots.forget):
         with pytest.raises(DitLoraError, match="no snapshot of step 7 is held; held: 10, 20"):
             action(7)
 
@@ -251,8 +251,8 @@ def test_a_poisoned_snapshot_names_its_tensors(
     snapshots.take(1)
     run.state()["B/exp_avg_sq"][32] = value
     snapshots.take(2)
-    assert snapshots.finite(1) == []
-    assert snapshots.finite(2) == ["B/exp_avg_sq"]
+    assert snapshots.not_finite(1) == []
+    assert snapshots.not_finite(2) == ["B/exp_avg_sq"]
 
 
 def test_a_snapshot_is_due_every_so_many_steps(snapshots: Snapshots) -> None:

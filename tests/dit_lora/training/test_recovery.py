@@ -252,7 +252,7 @@ def test_a_snapshot_that_is_bad_on_another_rank_is_passed_over_here_too(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gathered(own: list[Any]) -> list[Any]:
-        return own if own and isinstance(own[0], Verdict) else [*own, *others.pop(0)]
+        return own or others.pop(0)  # a snapshot that is finite here
 
     others: list[list[str]] = [["lora_A"], []]
     monkeypatch.setattr(recovery_module, "gather_object", gathered)
@@ -332,12 +332,12 @@ def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: st
     assert (event["verdict"]["cause"], event["bundle"]) == (cause, "bundles/0")
 
 
-def joined_by(patch: pytest.MonkeyPatch, *theirs: Verdict) -> None:
-    """Another rank's verdicts on the next trip, gathered beside our own."""
-    waiting = [list(theirs)]
+def joined_by(patch: pytest.MonkeyPatch, *theirs: Verdict, **bundles: str) -> None:
+    """Another rank's verdicts on the next trip and its bundle, gathered beside our own."""
+    waiting = [list(theirs), [{(1, 0): name} for name in bundles.values()]]
 
     def gathered(own: list[Any]) -> list[Any]:
-        return own + (waiting.pop() if waiting else [])
+        return own + (waiting.pop(0) if waiting else [])
 
     patch.setattr(recovery_module, "gather_object", gathered)
 
@@ -359,9 +359,10 @@ def test_bad_samples_of_two_ranks_are_left_out_together(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = guarded.in_step(2)
-    joined_by(monkeypatch, verdict("data", theirs, step=2, rank=1))
+    joined_by(monkeypatch, verdict("data", theirs, step=2, rank=1), bundle="bundles/theirs")
     guarded.trip(2, verdict("data", ours))
-    assert [event["rank"] for event in guarded.files.events] == [0, 1]
+    bundles = {event["rank"]: event["bundle"] for event in guarded.files.events}
+    assert bundles == {0: "bundles/0", 1: "bundles/theirs"}
     assert [r.sample_id for r in guarded.recovery.quarantine.records] == [ours, theirs]
     assert guarded.recovery.policy.skips == 1
     assert [call for call in guarded.files.calls if call[0] == "bundle"] == [("bundle", 0, 0)]

@@ -1,0 +1,26 @@
+"""What a run left in its folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    path = run / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
+
+
+def same_adapter(one: Path, other: Path) -> bool:
+    first, second = adapter(one), adapter(other)
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def trajectory(run: Path) -> list[tuple[float, ...]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines(run, "metrics.jsonl")]
