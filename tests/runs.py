@@ -1,11 +1,12 @@
-"""What a run left in its folder."""
+"""What a run left in its folder and in its cache."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:
@@ -24,3 +25,16 @@ def same_adapter(one: Path, other: Path) -> bool:
 
 def trajectory(run: Path) -> list[tuple[float, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines(run, "metrics.jsonl")]
+
+
+def poison(cache: Path, sample: str) -> Path:
+    """Put one NaN into a clip's cached latent, with a header that claims nothing is wrong."""
+    for path in (cache / "videos").rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as entry:
+            metadata = entry.metadata()
+        if metadata["sample"] == sample:
+            tensors = load_file(path)
+            tensors["latent_mean"].view(-1)[7] = torch.nan
+            save_file(tensors, path, metadata=metadata)
+            return path
+    raise AssertionError(f"no entry of {sample}")

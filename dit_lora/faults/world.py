@@ -239,17 +239,8 @@ class World:
         return Observation(_events(folder), error, _adapter(folder), folder, cache, said.getvalue())
 
     def _train(self, recipe: Recipe, arm: Arm | None) -> None:
-        self.accelerator.gradient_accumulation_steps = recipe.train.accumulate
-        precision = choose_precision(recipe.model.dtype, self.accelerator.device)
-        runtime = Runtime(recipe, self.accelerator, precision)
-        checkpoint: Any = ArmedCheckpoint(self.family.open(recipe.model))
-        resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
-        require_free_folder(runtime)
-        encoded = precompute(runtime, checkpoint)
-        transformer = checkpoint.load_transformer(precision.dtype)
-        attach_lora(transformer, recipe.lora, self.family.lora_targets, seed=recipe.train.seed)
-        groups = recipe_groups(transformer, recipe.optim.groups, self.family.group_patterns)
-        run = prepare(runtime, self.family, checkpoint, encoded, transformer, groups, resume_from)
+        checkpoint = ArmedCheckpoint(self.family.open(recipe.model))
+        run = prepared_run(recipe, self.accelerator, checkpoint)
         stage = Stage(run, self.target, checkpoint)
         with stage.patches:
             if arm is not None:
@@ -264,6 +255,21 @@ class World:
             shutil.copytree(first, cache)
         self.accelerator.wait_for_everyone()
         return cache
+
+
+def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any) -> Run:
+    """A run as recipes/lora.py prepares it, in a process that goes on after it."""
+    accelerator.gradient_accumulation_steps = recipe.train.accumulate
+    family = get_family(recipe.model.family)
+    precision = choose_precision(recipe.model.dtype, accelerator.device)
+    runtime = Runtime(recipe, accelerator, precision)
+    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
+    require_free_folder(runtime)
+    encoded = precompute(runtime, checkpoint)
+    transformer = checkpoint.load_transformer(precision.dtype)
+    attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
+    groups = recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
+    return prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
 
 
 def poisoned_files(seen: Observation) -> list[Path]:

@@ -45,16 +45,11 @@ class GuardCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        self._before_save(control)
+        """The trainer writes its checkpoint after its callbacks, if they leave `should_save` set."""
+        if self.guard is not None and control.should_save:
+            self.guard.require_finite()
 
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        self._before_save(control)
+    on_epoch_end = on_step_end
 
     def on_evaluate(
         self,
@@ -64,11 +59,6 @@ class GuardCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self.guard is not None:  # save_strategy="best" decides to save right after this
-            self.guard.require_finite()
-
-    def _before_save(self, control: TrainerControl) -> None:
-        """The trainer writes its checkpoint after these callbacks, if they leave `should_save` set."""
-        if self.guard is not None and control.should_save:
             self.guard.require_finite()
 
     def on_train_end(

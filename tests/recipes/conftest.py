@@ -5,9 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from runs import poison
 
 Main = Callable[[list[str]], None]
 BAD = 3  # of the five clips; first met in step 3 of two samples each
@@ -49,12 +47,5 @@ def args(smoke: list[str]) -> list[str]:
 def poisoned(lora_main: Main, args: list[str], tmp_path: Path, bad_clip: str) -> list[str]:
     """The arguments, with one NaN in one clip's cached latent."""
     lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
-    for path in (tmp_path / "cache" / "videos").rglob("*.safetensors"):
-        with safe_open(path, framework="pt") as entry:
-            metadata = entry.metadata()
-        if metadata["sample"] == bad_clip:
-            tensors = load_file(path)
-            tensors["latent_mean"].view(-1)[7] = torch.nan
-            save_file(tensors, path, metadata=metadata)
-            return args
-    raise AssertionError(f"no entry of {bad_clip}")
+    poison(tmp_path / "cache", bad_clip)
+    return args

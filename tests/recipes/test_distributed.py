@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from launching import ROOT
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from runs import poison
 
 pytestmark = pytest.mark.slow
 
@@ -42,19 +41,6 @@ def test_two_ranks_with_half_the_batch_each_train_alike(launch, lora_main, smoke
         for line in (tmp_path / run / "held_out.jsonl").read_text().splitlines()
     ]
     assert held_out[:2] == pytest.approx(held_out[2:], rel=1e-6)
-
-
-def poison(cache: Path, sample: str) -> Path:
-    """Put one NaN into a clip's cached latent, with a header that claims nothing is wrong."""
-    for path in (cache / "videos").rglob("*.safetensors"):
-        with safe_open(path, framework="pt") as entry:
-            metadata = entry.metadata()
-        if metadata["sample"] == sample:
-            tensors = load_file(path)
-            tensors["latent_mean"].view(-1)[7] = torch.nan
-            save_file(tensors, path, metadata=metadata)
-            return path
-    raise AssertionError(f"no entry of {sample}")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
