@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dit_lora.config import parse_recipe
 from dit_lora.data.shapes import write_shapes
 from dit_lora.families import get_family
+from dit_lora.recipe import parse_recipe
 
 
 def main() -> None:

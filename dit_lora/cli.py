@@ -121,7 +121,7 @@ def shapes(
 @app.command()
 def sample(
     target: Annotated[Path, typer.Argument(help="A run's folder, or an adapter.")],
-    prompt: Annotated[list[str], typer.Option(help="Repeat for several videos.")],
+    prompt: Annotated[list[str], typer.Option(help="Or a class's name. Repeat for several.")],
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the run's.")
     ] = None,
@@ -134,9 +134,10 @@ def sample(
     ] = None,
     inference_steps: Annotated[int, typer.Option(min=1)] = 50,
     guidance_scale: Annotated[float, typer.Option(min=1)] = 6.0,
+    image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video.")] = None,
     out: Annotated[Path | None, typer.Option(help="By default beside the adapter.")] = None,
 ) -> None:
-    """Sample one mp4 a prompt with an adapter in the stock pipeline."""
+    """Sample one mp4 (or image) a prompt with an adapter, or a trained model, in the stock pipeline."""
     from dit_lora.training.sample import SampleRequest
     from dit_lora.training.sample import sample as run_sample
 
@@ -151,6 +152,7 @@ def sample(
         fps=fps,
         inference_steps=inference_steps,
         guidance_scale=guidance_scale,
+        image=image,
         out=out,
     )
     for path in run_sample(request):
@@ -213,6 +215,6 @@ def replay(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of recipes, with which editors complete and check them."""
-    from dit_lora.config import recipe_schema
+    from dit_lora.recipe import recipe_schema
 
     typer.echo(json.dumps(recipe_schema(), indent=2))

@@ -1,22 +1,17 @@
-"""Typed recipes: YAML values, `key.path=value` overrides, unknown keys refused by name."""
+"""What a recipe says, typed; `dit_lora.recipe` reads it."""
 
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-
-from dit_lora.errors import DitLoraError, listed
 
 Schedule = Literal["constant", "linear", "cosine"]
 Positive = Annotated[float, Field(gt=0)]
@@ -57,6 +52,10 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
 
+    from_scratch: dict[str, Any] | None = None
+    """Start from random weights: the checkpoint's transformer config with these values changed, `{}` for none
+    changed. Needs `train.mode: full`."""
+
     @field_validator("dtype", mode="before")
     @classmethod
     def _explain_fp16(cls, value: Any) -> Any:
@@ -70,23 +69,42 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str
-    """A folder: metadata.jsonl, metadata.csv, prompts.txt + videos.txt, or clips each with a .txt."""
+    """A folder: metadata.jsonl, metadata.csv, prompts.txt + videos.txt, clips or images each with a .txt, or
+    one folder a class; or a dataset with an image column (`save_to_disk`, or a name on the Hub)."""
     caption_column: str | None = None
-    """Column of the caption in metadata files; by default the one present of text, caption, prompt."""
-    frames: Count
-    """Frames per clip."""
+    """Column of the caption in metadata files and datasets; by default the one present of text, caption,
+    prompt, label."""
+    image_column: str | None = None
+    """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
+    first frame."""
+    frames: Count = 1
+    """Frames per clip; 1 trains on images."""
     height: Count
     """Pixels."""
     width: Count
     """Pixels."""
-    fps: Positive
-    """Clips are resampled to this rate by their time stamps."""
+    fps: Positive | None = None
+    """Clips are resampled to this rate by their time stamps. Images have none."""
+    flip: bool = False
+    """Train on each image's mirror image too, in half of the epochs by chance. For images only."""
     caption_dropout: Probability = 0.0
-    """Share of samples trained with an empty caption, for classifier-free guidance."""
+    """Share of samples trained with an empty caption (or the null class), for classifier-free guidance."""
+    image_dropout: Probability = 0.0
+    """Image-to-video: share of samples trained without their first image."""
+    image_noise: bool = True
+    """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with."""
     cache: str | None = None
     """Folder of encoded clips and captions, shared by runs; by default `cache` beside the run's folder."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Processes that read the cache ahead of the training step."""
+
+    @model_validator(mode="after")
+    def _rate_of_clips(self) -> "DataConfig":
+        if self.frames > 1 and self.fps is None:
+            raise ValueError("fps is missing: clips of several frames are resampled to it")
+        if self.frames > 1 and self.flip:
+            raise ValueError("flip is for images (frames: 1)")
+        return self
 
 
 class LoraConfig(Section):
@@ -148,6 +166,9 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
+    mode: Literal["lora", "full"] = "lora"
+    """`lora`: an adapter, and what `optim.groups` names of the base. `full`: every weight of the transformer,
+    in fp32, with no adapter; the result is a whole pipeline."""
     steps: Count
     """Optimizer steps."""
     batch_size: Count = 1
@@ -170,7 +191,10 @@ class TrainConfig(Section):
 
 class ValidationConfig(Section):
     prompts: tuple[str, ...] = ()
-    """Videos are sampled for these at the same seed, before and after training."""
+    """Videos or images are sampled for these at the same seed, before and after training; of a model with
+    classes, their names."""
+    images: tuple[str, ...] = ()
+    """Image-to-video: one file a prompt, its first frame."""
     every: Count | None = None
     """Steps between samples during training; by default only before and after."""
     inference_steps: Count = 50
@@ -256,111 +280,23 @@ class Recipe(Section):
     guard: GuardConfig = GuardConfig()
     run: RunConfig
 
+    @model_validator(mode="after")
+    def _one_mode(self) -> "Recipe":
+        given, groups = self.model_fields_set, self.optim.groups
+        if self.train.mode == "lora":
+            if self.model.from_scratch is not None:
+                raise ValueError(
+                    "model.from_scratch needs train.mode: full; a LoRA needs a trained base"
+                )
+            return self
+        if "lora" in given:
+            raise ValueError("lora does not apply to train.mode: full")
+        if {"adapter", "adapter_b"} & groups.model_fields_set:
+            raise ValueError("optim.groups: train.mode: full has no adapter; give backbone")
+        if groups.backbone is None:
+            raise ValueError("optim.groups.backbone is missing: train.mode: full trains it")
+        return self
+
     @property
     def cache_dir(self) -> Path:
         return Path(self.data.cache) if self.data.cache else Path(self.run.dir).parent / "cache"
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that refuses a key given twice, where YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"given twice: {', '.join(twice)}", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file with `key.path=value` overrides applied, checked as a whole.
-
-    Every unknown key, missing key and wrong type is listed in one `DitLoraError`.
-    """
-    path = Path(path)
-    try:
-        values = yaml.load(
-            path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader
-        )  # a SafeLoader
-    except (OSError, UnicodeDecodeError) as error:
-        raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise DitLoraError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise DitLoraError(f"{path} must hold sections such as model: and data:; got {values!r}")
-    for override in overrides:
-        _apply_override(values, override)
-    return parse_recipe(values, source=str(path))
-
-
-def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
-    """A checked `Recipe` from plain values; `source` names them in errors."""
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        raise DitLoraError(
-            listed(f"{source}: correct these values", list(_problems(error)))
-        ) from error
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load_recipe` reads back to an equal one."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def recipe_schema() -> dict[str, Any]:
-    """JSON Schema of a recipe, for editors."""
-    return Recipe.model_json_schema()
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise DitLoraError(
-            f"an override reads key.path=value, for instance train.steps=20; got {override!r}"
-        )
-    *parents, leaf = key.split(".")
-    section = values
-    for parent in parents:
-        if not isinstance(section.get(parent), dict):
-            section[parent] = {}  # absent, or null in the YAML
-        section = section[parent]
-    try:
-        section[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DitLoraError(f"the value of {key} is not valid YAML: {text!r}") from error
-
-
-def _problems(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors():
-        name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            yield f"{name}: unknown key{_suggestion(problem['loc'])}"
-        elif problem["type"] == "missing":
-            yield f"{name}: missing"
-        else:
-            yield f"{name}: {problem['msg'].removeprefix('Value error, ')}; got {problem['input']!r}"
-
-
-def _suggestion(location: tuple[int | str, ...]) -> str:
-    """The same key elsewhere in the recipe, else the nearest one in the same section."""
-    known = list(_key_paths(Recipe))
-    parent = [str(part) for part in location[:-1]]
-    siblings = [path[-1] for path in known if path[:-1] == parent]
-    elsewhere = [".".join(path) for path in known if path[-1] == str(location[-1])]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    near = difflib.get_close_matches(str(location[-1]), siblings, n=1)
-    if near:
-        return f"; did you mean {'.'.join([*parent, near[0]])}?"
-    return f"; known here: {', '.join(siblings)}"
-
-
-def _key_paths(section: type[BaseModel], parent: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    for name, field in section.model_fields.items():
-        yield [*parent, name]
-        for option in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(option, type) and issubclass(option, BaseModel):
-                yield from _key_paths(option, (*parent, name))

@@ -1,4 +1,4 @@
-"""LoRA fine-tuning of a diffusion transformer: one script, the recipe's YAML says which.
+"""Fine-tuning of a diffusion transformer: one script, the recipe's YAML says which.
 
 accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips run.dir=runs/kitten
 """
@@ -6,17 +6,16 @@ accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips 
 import contextlib
 import sys
 
-from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import load_recipe
 from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint, Family, VideoShape
+from dit_lora.families.base import Checkpoint, Family
+from dit_lora.recipe import load_recipe
 from dit_lora.report.run_report import write_report
 from dit_lora.training.checkpoint import find_checkpoint
 from dit_lora.training.precompute import precompute
 from dit_lora.training.run import finish, fit, prepare, summary
 from dit_lora.training.runtime import Runtime, require_free_folder, running
+from dit_lora.training.trainable import load_trainable
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -30,7 +29,7 @@ def main(argv: list[str]) -> None:
     recipe = load_recipe(argv[0], argv[1:])
     family = get_family(recipe.model.family)
     checkpoint = family.open(recipe.model)
-    checkpoint.check_shape(VideoShape.of(recipe.data))
+    checkpoint.check_recipe(recipe)
 
     with running(recipe) as runtime:
         train(runtime, family, checkpoint)
@@ -42,10 +41,9 @@ def train(runtime: Runtime, family: Family, checkpoint: Checkpoint) -> None:
     require_free_folder(runtime)
     encoded = precompute(runtime, checkpoint)  # the encoders live and die here
 
-    transformer = checkpoint.load_transformer(runtime.precision.dtype)
-    attached = attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
-    runtime.say(str(attached))
-    groups = recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
+    dtype = runtime.precision.dtype
+    transformer, groups, attached = load_trainable(recipe, family, checkpoint, dtype)
+    runtime.say(attached)
 
     run = prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
     try:

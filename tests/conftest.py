@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from launching import ROOT, SCRIPT, launch_command, launch_environment
 
 from dit_lora.data.shapes import write_shapes
-from dit_lora.families import get_family
+from dit_lora.families import FAMILIES, get_family
 
 torch.set_num_threads(1)
 
@@ -28,12 +28,15 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One tiny random checkpoint of every variant of CogVideoX."""
+    """One tiny random checkpoint of every variant of every family."""
     root = tmp_path_factory.mktemp("tiny")
-    family = get_family("cogvideox")
-    for variant in family.tiny_variants:
-        family.build_tiny(variant, root / variant, 0)
-    return {variant: root / variant for variant in family.tiny_variants}
+    found = {}
+    for name in FAMILIES:
+        family = get_family(name)
+        for variant in family.tiny_variants:
+            family.build_tiny(variant, root / variant, 0)
+            found[variant] = root / variant
+    return found
 
 
 @pytest.fixture(scope="session")

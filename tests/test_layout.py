@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dit_lora.config import load_recipe, recipe_schema
 from dit_lora.families import FAMILIES
+from dit_lora.recipe import load_recipe, recipe_schema
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 400, 60, 4
 
 # Lowest first; a module may import from its own layer's package and from layers below.
 LAYERS = (
-    ("dit_lora.errors", "dit_lora.files", "dit_lora.config", "dit_lora.compat"),
+    ("dit_lora.errors", "dit_lora.files", "dit_lora.config", "dit_lora.recipe", "dit_lora.compat"),
     ("dit_lora.objectives",),
     ("dit_lora.numerics",),
     (

@@ -10,6 +10,7 @@ import torch
 from diffusers.training_utils import cast_training_params
 from torch import nn
 
+from dit_lora.adapters.loader import adaptable
 from dit_lora.config import LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import fold
@@ -52,7 +53,7 @@ def attach_lora(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(seed, "lora_init"))
-        transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+        adaptable(transformer).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
     cast_training_params(transformer, dtype=torch.float32)
     trainable = [p for p in transformer.parameters() if p.requires_grad]

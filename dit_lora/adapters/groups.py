@@ -75,10 +75,15 @@ def parameter_groups(
 
 
 def recipe_groups(
-    model: nn.Module, groups: GroupsConfig, patterns: Patterns
+    model: nn.Module, groups: GroupsConfig, patterns: Patterns, mode: str = "lora"
 ) -> list[dict[str, Any]]:
-    """`parameter_groups` as a recipe names them."""
-    return parameter_groups(model, **groups.given(), patterns=patterns)  # type: ignore[arg-type]
+    """`parameter_groups` as a recipe names them; in mode `full`, `backbone` is all that `connector` is not."""
+    given: dict[str, Any] = groups.given()
+    if mode == "lora":
+        return parameter_groups(model, **given, patterns=patterns)
+    del given["adapter"]
+    own = {"connector": patterns["connector"]} if groups.connector else {}
+    return parameter_groups(model, **given, patterns=own)
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -5,6 +5,7 @@ strength it was trained with.
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
 from dit_lora.adapters.groups import base_parameters
+from dit_lora.adapters.loader import lora_pipeline_class, with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
 PROVENANCE_KEY = "dit_lora"
+PROVENANCE_FILE = "dit_lora.json"  # of a whole pipeline
 
 
 def save_adapter(
@@ -40,7 +43,7 @@ def save_adapter(
     config = {key: _plain(value) for key, value in adapter_config(transformer).items()}
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
     config["lora_dropout"] = 0.0
-    pipeline_class.save_lora_weights(
+    lora_pipeline_class(pipeline_class).save_lora_weights(
         staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
     )
     with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
@@ -58,6 +61,28 @@ def save_adapter(
             (out / name).unlink(missing_ok=True)  # an earlier run's
     staged.rmdir()
     return out / ADAPTER_FILE
+
+
+def save_pipeline(
+    transformer: Any, base: Path, out: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
+) -> Path:
+    """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own.
+
+    `index` goes over the base's model_index.json. Written aside and renamed; refused if not finite.
+    """
+    require_sound({}, dict(transformer.named_parameters()))
+    staged = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(
+        base, staged, ignore=shutil.ignore_patterns("transformer", ".*", "digests.json")
+    )
+    transformer.save_pretrained(staged / "transformer", safe_serialization=True)
+    model_index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
+    (staged / PROVENANCE_FILE).write_text(json.dumps(dict(provenance), indent=2) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+    staged.rename(out)
+    return out
 
 
 def require_sound(
@@ -89,7 +114,11 @@ def read_provenance(file: Path) -> dict[str, Any]:
 
 
 def load_into_pipeline(pipeline: Any, adapter: Path) -> None:
-    """Load an adapter folder or file as the stock pipeline does, and trained base weights if beside it."""
+    """Load an adapter folder or file as the stock pipeline does, and trained base weights if beside it.
+
+    A pipeline without a LoRA loader gets one (`with_lora`).
+    """
+    with_lora(pipeline)
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")

@@ -22,7 +22,13 @@ from dit_lora.numerics.finite import describe_all
 # Far above a VAE posterior or a normalised text embedding, and below where fp16 ends (65504).
 MAX_ABS = 1e4
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+_DTYPES = {  # safetensors' names
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
 
 Spec = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -105,7 +111,8 @@ class TensorCache:
             tensors, digest = self._load(key)
         except (OSError, SafetensorError) as error:
             lost = {
-                name: torch.full(shape, torch.nan, dtype=d) for name, (shape, d) in spec.items()
+                name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
+                for name, (shape, d) in spec.items()
             }
             return lost, f"its cache entry {self.path(key)} cannot be read: {error}"
         bad = describe_all(tensors, MAX_ABS)

@@ -20,6 +20,8 @@ class Entry:
     id: str
     video_key: str
     text_key: str
+    mirror_key: str | None = None
+    """Of its mirror image, where `data.flip` asks for one."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class CachedClips:
     def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
         """One sample as a batch of one; what is wrong with it is in `faults`."""
         video_spec, text_spec = self.specs
-        tensors, video_fault = self.videos.read(entry.video_key, video_spec)
+        tensors, video_fault = self.videos.read(self._video_key(entry, draw), video_spec)
         is_empty = text_key == self.empty_text_key
         embeddings, text_fault = (
             self.empty_text if is_empty else self.texts.read(text_key, text_spec)
@@ -62,11 +64,19 @@ class CachedClips:
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
 
+    def _video_key(self, entry: Entry, draw: int) -> str:
+        """The sample's, or its mirror image's in half of the draws."""
+        if entry.mirror_key is None:
+            return entry.video_key
+        mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
+        return entry.mirror_key if mirrored else entry.video_key
+
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         """Rename what is bad of these samples' entries, so that the next start builds them anew."""
         video_spec, text_spec = self.specs
         bad = [entry for entry in self.entries if entry.id in samples]
-        videos = [(self.videos, entry.video_key, video_spec) for entry in bad]
+        keys = [key for entry in bad for key in (entry.video_key, entry.mirror_key) if key]
+        videos = [(self.videos, key, video_spec) for key in keys]
         texts = [(self.texts, key, text_spec) for key in {entry.text_key: None for entry in bad}]
         aside = []
         for cache, key, spec in [*videos, *texts]:

@@ -13,9 +13,11 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from dit_lora.errors import DitLoraError
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
 DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
@@ -29,19 +31,42 @@ class ClipError(DitLoraError):
     """A clip cannot give the frames asked for; the message names file and reason."""
 
 
-def read_frames(path: Path, *, frames: int, height: int, width: int, fps: float) -> torch.Tensor:
-    """uint8 (F, 3, H, W): the frames nearest to 0, 1/fps, 2/fps ... seconds of the clip.
+def is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_SUFFIXES
 
-    Frames are scaled to cover height x width and cropped at the centre. Memory holds the chosen frames
+
+def read_frames(
+    path: Path, *, frames: int, height: int, width: int, fps: float | None
+) -> torch.Tensor:
+    """uint8 (F, 3, H, W): the frames nearest to 0, 1/fps, 2/fps ... seconds of the clip; an image is one frame.
+
+    Without `fps`, of a clip its first. Frames are scaled to cover height x width and cropped at the centre. Memory holds the chosen frames
     only. Raises `ClipError` if the file cannot be read or is too short.
     """
     try:
-        chosen = list(_choose(path, frames, height, width, fps))
+        if is_image(path):
+            chosen = [_read_image(path, height, width)]
+        else:
+            chosen = list(_choose(path, frames, height, width, fps or 1.0))
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise ClipError(f"{path}: cannot be decoded to its end: {_reason(error)}") from error
     if len(chosen) < frames:
-        raise ClipError(f"{path}: {_shortage(frames, fps, len(chosen))}")
+        raise ClipError(f"{path}: {_shortage(frames, fps or 1.0, len(chosen))}")
     return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2).contiguous()
+
+
+def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
+    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns what was written."""
+    if len(video) > 1:
+        whole = path.with_name(f"{path.name}.mp4")
+        write_video(whole, video, fps or 8.0)
+        return whole
+    whole = path.with_name(f"{path.name}.png")
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    Image.fromarray(video[0].numpy()).save(partial, format="PNG")
+    partial.replace(whole)
+    return whole
 
 
 def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
@@ -162,6 +187,16 @@ def _video_stream(container: av.container.InputContainer) -> av.VideoStream:
     return container.streams.video[0]
 
 
+def _read_image(path: Path, height: int, width: int) -> np.ndarray:
+    """uint8 (H, W, 3), upright; transparent parts are white."""
+    with Image.open(path) as opened:
+        image = ImageOps.exif_transpose(opened)
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        return _cover(image.convert("RGB"), 1.0, height, width)
+
+
 def _resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np.ndarray:
     """uint8 (H, W, 3): scaled to cover, cropped at the centre, upright."""
     image = frame.to_image()
@@ -169,6 +204,10 @@ def _resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np
         stretch = 1 / stretch
     if frame.rotation % 360:
         image = image.rotate(frame.rotation, expand=True)  # degrees counter-clockwise, as PyAV's
+    return _cover(image, stretch, height, width)
+
+
+def _cover(image: Image.Image, stretch: float, height: int, width: int) -> np.ndarray:
     # In square pixels the picture is `stretch` times as wide as it is stored.
     scale = max(width / (image.width * stretch), height / image.height)
     kept_width, kept_height = width / scale / stretch, height / scale

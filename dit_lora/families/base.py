@@ -16,15 +16,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from dit_lora.config import DataConfig, ModelConfig
+from dit_lora.config import DataConfig, ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
-TextEncoder = Callable[[Sequence[str]], torch.Tensor]
-"""Captions to embeddings (B, T, D)."""
-VideoEncoder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-"""Pixels, uint8 (frames, 3, height, width), to the tensors that the cache keeps for a clip."""
+Tensors = dict[str, torch.Tensor]
+TextEncoder = Callable[[Sequence[str]], Tensors]
+"""Captions (or class names) to the tensors that condition the model, each (B, ...)."""
+
+
+class VideoEncoder(Protocol):
+    """Pixels to the tensors that the cache keeps for a sample."""
+
+    def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        """`pixels` uint8 (frames, 3, height, width), an image being one frame; `image` uint8 (3, height, width)
+        is a first image that the sample has of its own."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,16 @@ class Sampling:
     inference_steps: int
     guidance_scale: float
     seed: int
+    image: Path | None = None
+    """The first frame, for families that start from an image."""
 
 
 class Checkpoint(Protocol):
     """One opened checkpoint of a family."""
 
     path: Path
+    pipeline_class: Any
+    """The stock Diffusers pipeline of this checkpoint."""
 
     @property
     def train_timesteps(self) -> int:
@@ -61,6 +72,9 @@ class Checkpoint(Protocol):
 
     def check_shape(self, shape: VideoShape) -> None:
         """Raise with the nearest shapes that work if the VAE or the patches cannot take this one."""
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise if the checkpoint cannot train what a recipe asks for, its shape included."""
 
     def text_facts(self) -> Mapping[str, Any]:
         """What embeddings depend on besides caption and dtype: files (`Path`) and values."""
@@ -73,20 +87,38 @@ class Checkpoint(Protocol):
     def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder: ...
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        """The frozen transformer, loaded in `dtype` from the start, on the CPU."""
+        """The frozen transformer, loaded in `dtype` from the start, on the CPU.
+
+        With `model.from_scratch`, random weights drawn from torch's generator.
+        """
 
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
         """Per-sample losses of a cached batch; every draw comes from `streams`."""
 
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The network's prediction for noisy latents of a cached batch, as the pipeline would call it."""
+
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
         """The stock Diffusers pipeline, around `transformer` if given; without encoder unless `text`."""
 
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        """The pipeline's arguments for a prompt as text, or as its text encoder's tensors with those of ""."""
+
+    def index_changes(self) -> dict[str, Any]:
+        """What a whole pipeline trained from this says otherwise in its model_index.json."""
+
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        """One video, uint8 (frames, height, width, 3); `conditions` are arguments of the pipeline."""
+        """One video, or an image of one frame: uint8 (frames, height, width, 3)."""
 
 
 class Family(Protocol):
@@ -99,8 +131,8 @@ class Family(Protocol):
     """Patterns of base parameter names for the `connector` and `backbone` groups."""
     tiny_variants: tuple[str, ...]
     """Names that `dit-lora tiny` takes."""
-    pipeline_class: Any
-    """The stock pipeline whose `load_lora_weights` must take our adapters."""
+    pipeline_names: tuple[str, ...]
+    """The `_class_name` of the pipelines whose checkpoints it trains."""
 
     def open(self, model: ModelConfig) -> Checkpoint:
         """Read the checkpoint's configs, no weights; refuse one of another family."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -22,10 +22,11 @@ from diffusers import (
 )
 from torch import nn
 
-from dit_lora.config import ModelConfig
+from dit_lora.config import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
+    Tensors,
     TextEncoder,
     VideoEncoder,
     VideoShape,
@@ -49,6 +50,7 @@ class CogVideoXCheckpoint:
     transformer_config: Mapping[str, Any]
     vae_config: Mapping[str, Any]
     objective: VPrediction
+    pipeline_class: ClassVar[Any] = CogVideoXPipeline
 
     @property
     def spatial_factor(self) -> int:
@@ -84,6 +86,9 @@ class CogVideoXCheckpoint:
         if wrong:
             raise DitLoraError(listed(f"{self.path.name} cannot take this shape", wrong))
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.check_shape(VideoShape.of(recipe.data))
+
     def text_facts(self) -> dict[str, Any]:
         return {
             "text_encoder": self.path / "text_encoder",
@@ -101,14 +106,14 @@ class CogVideoXCheckpoint:
         ).to(device)
 
         @torch.no_grad()
-        def encode(captions: Sequence[str]) -> torch.Tensor:
+        def encode(captions: Sequence[str]) -> Tensors:
             embeddings, _ = pipeline.encode_prompt(
                 list(captions),
                 do_classifier_free_guidance=False,
                 max_sequence_length=self.text_tokens,
                 device=device,
             )
-            return embeddings
+            return {"prompt_embeds": embeddings}
 
         return encode
 
@@ -119,7 +124,7 @@ class CogVideoXCheckpoint:
         ).to(device)
 
         @torch.no_grad()
-        def encode(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             video = (pixels.to(device).float() / 127.5 - 1).to(dtype)
             posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
             return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
@@ -145,7 +150,7 @@ class CogVideoXCheckpoint:
         timesteps = integers(0, self.train_timesteps, streams("timestep")).to(device)
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
-        prediction = self.predict(transformer, noisy, timesteps, batch["prompt_embeds"])
+        prediction = self.predict(transformer, noisy, timesteps, batch)
         target = self.objective.target(clean, noise, timesteps)
         return LossOutput(mean_squared_error(prediction, target), timesteps)
 
@@ -154,9 +159,10 @@ class CogVideoXCheckpoint:
         transformer: nn.Module,
         noisy_BFCHW: torch.Tensor,
         timesteps: torch.Tensor,
-        prompt_embeds: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """The network's velocity for noisy latents; one call equals one of the stock pipeline's."""
+        prompt_embeds = batch["prompt_embeds"]
         frames, height, width = (noisy_BFCHW.shape[i] for i in (1, 3, 4))
         return transformer(
             hidden_states=noisy_BFCHW.to(prompt_embeds.dtype),
@@ -178,6 +184,15 @@ class CogVideoXCheckpoint:
         return CogVideoXPipeline.from_pretrained(
             self.path, dtype=dtype, use_safetensors=True, **given
         )
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        given = {"prompt_embeds": prompt["prompt_embeds"]}
+        return given | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
+
+    def index_changes(self) -> dict[str, Any]:
+        return {}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         frames = pipeline(
@@ -233,7 +248,7 @@ class CogVideoX:
         "backbone": ("transformer_blocks.*",),
     }
     tiny_variants = ("cogvideox-2b", "cogvideox-5b")
-    pipeline_class = CogVideoXPipeline
+    pipeline_names = ("CogVideoXPipeline",)
 
     def open(self, model: ModelConfig) -> CogVideoXCheckpoint:
         path = local_checkpoint(model)

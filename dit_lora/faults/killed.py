@@ -7,9 +7,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from dit_lora.config import load_recipe
 from dit_lora.families import get_family
 from dit_lora.faults.world import prepared_run
+from dit_lora.recipe import load_recipe
 from dit_lora.training import checkpoint as checkpoints
 from dit_lora.training.run import fit
 

@@ -10,11 +10,11 @@ from unittest import mock
 
 import torch
 
-from dit_lora.config import dump_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import Arm, Observation, Stage, World
 from dit_lora.files import write_whole
+from dit_lora.recipe import dump_recipe
 
 
 def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:

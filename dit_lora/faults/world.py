@@ -17,10 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
 from dit_lora.adapters.store import ADAPTER_FILE
-from dit_lora.config import Recipe, parse_recipe
+from dit_lora.config import Recipe
 from dit_lora.data.shapes import write_shapes
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
@@ -29,10 +27,12 @@ from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import kept_attention
 from dit_lora.objectives import LossOutput
+from dit_lora.recipe import parse_recipe
 from dit_lora.training.checkpoint import find_checkpoint, is_whole
 from dit_lora.training.precompute import precompute
 from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
+from dit_lora.training.trainable import load_trainable
 
 CLIPS, STEPS = 6, 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
@@ -266,9 +266,7 @@ def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any) -> R
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
     encoded = precompute(runtime, checkpoint)
-    transformer = checkpoint.load_transformer(precision.dtype)
-    attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
-    groups = recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
+    transformer, groups, _ = load_trainable(recipe, family, checkpoint, precision.dtype)
     return prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
 
 

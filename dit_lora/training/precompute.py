@@ -7,6 +7,7 @@ kept, so an interrupted run goes on where it stopped. Memory holds one clip at a
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
+from dit_lora.config import Recipe
 from dit_lora.data.cache import CacheError, TensorCache, entry_key
 from dit_lora.data.digest import Digests
 from dit_lora.data.loader import CachedClips, Entry
@@ -21,12 +23,13 @@ from dit_lora.data.sources import Clip, read_clips
 from dit_lora.data.video import (
     DECODE_VERSION,
     ClipError,
+    is_image,
     read_frames,
     read_header,
     too_short,
 )
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Checkpoint, VideoShape
+from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
 from dit_lora.training.runtime import Runtime, agree
 
 
@@ -47,7 +50,7 @@ class _Job:
     sample: str
     key: str
     facts: Mapping[str, Any]
-    make: Callable[[Any], dict[str, torch.Tensor]]
+    make: Callable[[Any], Tensors]
 
 
 def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
@@ -59,8 +62,12 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         digests = Digests(root / "digests.json")
         text_facts = _resolve(checkpoint.text_facts(), digests, runtime)
         video_facts = _resolve(checkpoint.video_facts(), digests, runtime)
-        transformer_digest = digests.component(checkpoint.path / "transformer")
+        transformer = transformer_digest(checkpoint, recipe, digests)
         video_jobs = [_video_job(clip, video_facts, digests, runtime) for clip in clips]
+        mirror_jobs = [
+            _video_job(clip, video_facts, digests, runtime, mirrored=True)
+            for clip in (clips if recipe.data.flip else ())
+        ]
         if runtime.accelerator.is_local_main_process:
             digests.save()
     prompts = list(recipe.validation.prompts)
@@ -69,14 +76,14 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
 
     _set_aside_bad(runtime, texts, [text_jobs[shared] for shared in ("", *prompts)])
     missing_texts = _missing(runtime, texts, list(text_jobs.values()))
-    missing_videos = _missing(runtime, videos, video_jobs)
+    missing_videos = _missing(runtime, videos, [*video_jobs, *mirror_jobs])
     _check_headers(clips, video_jobs, missing_videos, runtime)
     _encode(runtime, texts, missing_texts, checkpoint.load_text_encoder, "caption")
     _encode(runtime, videos, missing_videos, checkpoint.load_video_encoder, "clip")
 
     entries = tuple(
-        Entry(clip.id, video.key, text_jobs[clip.caption].key)
-        for clip, video in zip(clips, video_jobs, strict=True)
+        Entry(clip.id, video.key, text_jobs[clip.caption].key, mirror.key if mirror else None)
+        for clip, video, mirror in zip_longest(clips, video_jobs, mirror_jobs)
     )
     cached = CachedClips(entries, text_jobs[""].key, videos, texts)
     fault = cached.empty_text[1]
@@ -84,9 +91,22 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     return Precomputed(
         clips=cached,
         prompt_keys=tuple(text_jobs[prompt].key for prompt in prompts),
-        data_digest=entry_key({"entries": [[e.id, e.video_key, e.text_key] for e in entries]}),
-        transformer_digest=transformer_digest,
+        data_digest=entry_key({"entries": [_keys(entry) for entry in entries]}),
+        transformer_digest=transformer,
     )
+
+
+def transformer_digest(checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
+    """Of the transformer's files, or of what it is drawn from."""
+    scratch = recipe.model.from_scratch
+    if scratch is None:
+        return digests.component(checkpoint.path / "transformer")
+    return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
+
+
+def _keys(entry: Entry) -> list[str]:
+    keys = [entry.id, entry.video_key, entry.text_key]
+    return keys + ([entry.mirror_key] if entry.mirror_key else [])
 
 
 def _set_aside_bad(runtime: Runtime, cache: TensorCache, jobs: Sequence[_Job]) -> None:
@@ -121,29 +141,36 @@ def _resolve(facts: Mapping[str, Any], digests: Digests, runtime: Runtime) -> di
 def _text_job(caption: str, facts: Mapping[str, Any]) -> _Job:
     facts = {**facts, "caption": caption}
 
-    def make(encode: Callable[[Sequence[str]], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def make(encode: TextEncoder) -> Tensors:
         # One at a time: in a batch, the result would depend on its neighbours in the last bits.
-        return {"prompt_embeds": encode([caption])[0]}
+        return {name: tensor[0] for name, tensor in encode([caption]).items()}
 
     return _Job(f"caption {caption!r}", entry_key(facts), facts, make)
 
 
-def _video_job(clip: Clip, facts: Mapping[str, Any], digests: Digests, runtime: Runtime) -> _Job:
+def _video_job(
+    clip: Clip,
+    facts: Mapping[str, Any],
+    digests: Digests,
+    runtime: Runtime,
+    *,
+    mirrored: bool = False,
+) -> _Job:
     data = runtime.recipe.data
     how = {"frames": data.frames, "height": data.height, "width": data.width, "fps": data.fps}
     facts = {**facts, **how, "decode": DECODE_VERSION, "media": digests.file(clip.path)}
+    if clip.image:
+        facts["image"] = digests.file(clip.image)
+    if mirrored:
+        facts["mirrored"] = True
 
-    def make(encode: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        shape = VideoShape.of(data)
-        return encode(
-            read_frames(
-                clip.path,
-                frames=shape.frames,
-                height=shape.height,
-                width=shape.width,
-                fps=data.fps,
-            )
-        )
+    def make(encode: VideoEncoder) -> Tensors:
+        size = {"height": data.height, "width": data.width}
+        pixels = read_frames(clip.path, frames=data.frames, fps=data.fps, **size)
+        if mirrored:
+            pixels = pixels.flip(-1)
+        image = read_frames(clip.image, frames=1, fps=None, **size)[0] if clip.image else None
+        return encode(pixels, image)
 
     return _Job(clip.id, entry_key(facts), facts, make)
 
@@ -155,14 +182,14 @@ def _check_headers(
     data, wrong = runtime.recipe.data, []
     wanted = {job.key for job in missing}
     for clip, job in zip(clips, jobs, strict=True):
-        if job.key not in wanted:
+        if job.key not in wanted or is_image(clip.path):
             continue
         try:
             header = read_header(clip.path)
         except ClipError as error:
             wrong.append(str(error))
             continue
-        short = too_short(header, frames=data.frames, fps=data.fps)
+        short = too_short(header, frames=data.frames, fps=data.fps) if data.fps else None
         if short:
             wrong.append(f"{clip.path}: {short}")
     if wrong:

@@ -10,10 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
 from dit_lora.compat import probe_environment
-from dit_lora.config import Recipe, load_recipe, parse_recipe
+from dit_lora.config import Recipe
 from dit_lora.data.cache import MAX_ABS
 from dit_lora.data.digest import Digests
 from dit_lora.data.loader import Batch
@@ -40,7 +38,10 @@ from dit_lora.numerics.switches import (
 )
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import LossOutput
+from dit_lora.recipe import load_recipe, parse_recipe
+from dit_lora.training.precompute import transformer_digest
 from dit_lora.training.runtime import quiet_libraries
+from dit_lora.training.trainable import load_trainable
 
 LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
 
@@ -230,11 +231,9 @@ def _rebuild(
         checkpoint = family.open(recipe.model)
     except DitLoraError as error:
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
-    digest = Digests(checkpoint.path / "digests.json").component(checkpoint.path / "transformer")
+    digest = transformer_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
     dtype = DTYPES[bundle.facts["dtype"]]
-    transformer = checkpoint.load_transformer(dtype)
-    attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
-    recipe_groups(transformer, recipe.optim.groups, family.group_patterns)
+    transformer, _, _ = load_trainable(recipe, family, checkpoint, dtype)
     _load(transformer, bundle)
     if recipe.train.checkpointing == "full":
         transformer.enable_gradient_checkpointing()  # type: ignore[operator]

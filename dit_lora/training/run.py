@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 import dit_lora
-from dit_lora.adapters.store import BASE_FILE, save_adapter
+from dit_lora.adapters.store import BASE_FILE, save_adapter, save_pipeline
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, ClipDataset, PositionSampler, build_loader
@@ -168,21 +168,16 @@ def fit(run: Run) -> None:
 
 
 def finish(run: Run) -> Path | None:
-    """Save the adapter, checked, then validate; returns its path on the main process."""
+    """Save the adapter or whole pipeline, checked, then validate; returns its path on the main process."""
     runtime, steps = run.runtime, run.recipe.train.steps
     error, path = None, None
     if runtime.is_main:
         try:
             with averaged(run):
-                path = save_adapter(
-                    run.transformer,
-                    run.family.pipeline_class,
-                    runtime.dir / "adapter",
-                    provenance(run),
-                )
+                path = _save_result(run)
         except (OSError, SafetensorError) as problem:
             error = DitLoraError(
-                f"cannot write the adapter to {runtime.dir / 'adapter'}: {problem}; the checkpoint "
+                f"cannot write the result to {runtime.dir}: {problem}; the checkpoint "
                 f"of step {steps} is whole: free space and run again with train.resume=auto"
             )
         except DitLoraError as problem:
@@ -191,6 +186,15 @@ def finish(run: Run) -> Path | None:
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
     return path
+
+
+def _save_result(run: Run) -> Path:
+    """`adapter/` of a run in mode `lora`, `model/` of one in mode `full`."""
+    folder, made, checkpoint = run.runtime.dir, provenance(run), run.checkpoint
+    if run.recipe.train.mode == "full":
+        index = checkpoint.index_changes()
+        return save_pipeline(run.transformer, checkpoint.path, folder / "model", made, index)
+    return save_adapter(run.transformer, checkpoint.pipeline_class, folder / "adapter", made)
 
 
 def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module) -> dict[str, Any]:
@@ -204,6 +208,10 @@ def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module)
         "model (digest of the transformer's files)": encoded.transformer_digest,
         "data (digest of clips, captions and shape)": encoded.data_digest,
         "data.caption_dropout": recipe.data.caption_dropout,
+        "data.flip": recipe.data.flip,
+        "data.image_dropout": recipe.data.image_dropout,
+        "model.from_scratch": recipe.model.from_scratch,
+        "train.mode": recipe.train.mode,
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
         "train.batch_size x accumulate x processes": batch,
@@ -228,9 +236,7 @@ def provenance(run: Run) -> dict[str, Any]:
         "base_model": path.resolve().name if path.is_dir() else recipe.model.path,
         "revision": recipe.model.revision,
         "transformer_digest": run.encoded.transformer_digest,
-        "rank": recipe.lora.rank,
-        "alpha": recipe.lora.alpha or recipe.lora.rank,
-        "dropout": recipe.lora.dropout,
+        **_lora_facts(recipe),
         "steps": recipe.train.steps,
         "ema": recipe.train.ema,
         "seed": recipe.train.seed,
@@ -238,6 +244,13 @@ def provenance(run: Run) -> dict[str, Any]:
         "video": {key: getattr(recipe.data, key) for key in ("frames", "height", "width", "fps")},
         "packages": dict(probe_environment().versions),
     }
+
+
+def _lora_facts(recipe: Recipe) -> dict[str, Any]:
+    if recipe.train.mode == "full":
+        return {"mode": "full"}
+    lora = recipe.lora
+    return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
 
 
 def _loop(run: Run) -> Loop:
@@ -371,7 +384,8 @@ def _validate(run: Run, step: int) -> None:
 def summary(run: Run, adapter: Path, report: Path) -> str:
     """What the run made, where, and by how much the held-out loss fell."""
     losses = held_out_losses(run.runtime.dir)
-    lines = [f"adapter: {adapter}", f"report:  {report}"]
+    kind = "model" if run.recipe.train.mode == "full" else "adapter"
+    lines = [f"{kind + ':':9}{adapter}", f"report:  {report}"]
     base = adapter.with_name(BASE_FILE)
     if base.exists():
         lines.insert(

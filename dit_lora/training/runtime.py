@@ -26,10 +26,11 @@ from dit_lora.compat import (
     processes_asked,
     require_compatible,
 )
-from dit_lora.config import Recipe, dump_recipe
+from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed, show
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
+from dit_lora.recipe import dump_recipe
 
 # Others wait while rank 0 digests a checkpoint's files or samples videos; NCCL's own limit is 10 minutes.
 _RANK_0_WORK = timedelta(hours=2)

@@ -1,6 +1,7 @@
-"""Sample videos with a trained adapter in the stock pipeline."""
+"""Sample videos and images with a trained adapter in the stock pipeline."""
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ import yaml
 
 from dit_lora.adapters.store import (
     ADAPTER_FILE,
+    PROVENANCE_FILE,
     load_into_pipeline,
     read_provenance,
 )
 from dit_lora.config import ModelConfig
-from dit_lora.data.video import write_video
+from dit_lora.data.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_family
 from dit_lora.families.base import (
@@ -43,15 +45,20 @@ class SampleRequest:
     fps: float | None = None
     inference_steps: int = 50
     guidance_scale: float = 6.0
+    image: Path | None = None
+    """The first frame, for image-to-video."""
     out: Path | None = None
 
 
 def sample(request: SampleRequest) -> list[Path]:
-    """Write one mp4 a prompt, each from the same seed, and return their paths."""
+    """Write one mp4 (of an image model: png) a prompt, each from the same seed, and return their paths."""
     quiet_libraries()
-    adapter = find_adapter(request.target)
-    made = read_provenance(adapter)
-    model = _base_model(request, made)
+    whole = _whole_pipeline(request.target)
+    adapter = None if whole else find_adapter(request.target)
+    made = (
+        _made(whole / PROVENANCE_FILE) if whole else read_provenance(find_adapter(request.target))
+    )
+    model = _base_model(request, made, whole)
     family = get_family(made.get("family") or _family_of(model))
     checkpoint = family.open(model)
     video = made.get("video", {})
@@ -63,18 +70,20 @@ def sample(request: SampleRequest) -> list[Path]:
     checkpoint.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = checkpoint.pipeline(choose_precision("auto", device).dtype)
-    load_into_pipeline(pipeline, adapter)
+    if adapter:
+        load_into_pipeline(pipeline, adapter)
     pipeline.to(device)
-    how = Sampling(shape, request.inference_steps, request.guidance_scale, request.seed)
-    out = request.out or adapter.parent / "samples"
+    how = Sampling(
+        shape, request.inference_steps, request.guidance_scale, request.seed, request.image
+    )
+    out = request.out or (adapter.parent if adapter else request.target) / "samples"
     paths = []
     if out.exists() and not out.is_dir():
         raise DitLoraError(f"--out {out} is a file; give a folder")
     for prompt in request.prompts:
-        frames = checkpoint.generate(pipeline, {"prompt": prompt}, how)
-        path = out / f"{_file_name(prompt, how)}.mp4"
-        write_video(path, frames, float(_value("fps", request.fps, video)))
-        paths.append(path)
+        frames = checkpoint.generate(pipeline, checkpoint.conditions(prompt), how)
+        fps = _value("fps", request.fps, video) if len(frames) > 1 else None
+        paths.append(write_sample(out / _file_name(prompt, how), frames, fps))
     return paths
 
 
@@ -96,9 +105,21 @@ def find_adapter(target: Path) -> Path:
     return found
 
 
-def _base_model(request: SampleRequest, made: dict[str, Any]) -> ModelConfig:
-    """`--model`, else the run's own, else the Hub id that the adapter names."""
+def _whole_pipeline(target: Path) -> Path | None:
+    """Of a run in mode `full`, or a pipeline's own folder."""
+    found = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
+    return next(found, None)
+
+
+def _made(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _base_model(request: SampleRequest, made: dict[str, Any], whole: Path | None) -> ModelConfig:
+    """A whole pipeline itself; else `--model`, the run's own, or the Hub id that the adapter names."""
     family = made.get("family", "")
+    if whole:
+        return ModelConfig(family=family, path=str(whole))
     if request.model:
         return ModelConfig(family=family, path=request.model)
     config = request.target / "config.yaml"
@@ -117,7 +138,7 @@ def _family_of(model: ModelConfig) -> str:
     """The family whose pipeline the checkpoint names, for an adapter that is not ours."""
     pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
     for name in FAMILIES:
-        if get_family(name).pipeline_class.__name__ == pipeline:
+        if pipeline in get_family(name).pipeline_names:
             return name
     raise DitLoraError(f"{model.path} is a {pipeline} checkpoint; no family samples it")
 

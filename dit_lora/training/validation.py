@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
@@ -9,9 +10,9 @@ from torch import nn
 from tqdm import tqdm
 
 from dit_lora.data.loader import CachedClips
-from dit_lora.data.video import write_video
+from dit_lora.data.video import write_sample
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Sampling, VideoShape
+from dit_lora.families.base import Checkpoint, Sampling, Tensors, VideoShape
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.precompute import Precomputed
 from dit_lora.training.runtime import Runtime, agree
@@ -55,7 +56,7 @@ def held_out_loss(
 def sample_videos(
     runtime: Runtime, checkpoint: Checkpoint, model: nn.Module, encoded: Precomputed, step: int
 ) -> None:
-    """Write samples/step_NNNNNN/prompt_NN.mp4 for each validation prompt, all from one seed.
+    """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt, all from one seed.
 
     The stock pipeline denoises with the transformer in training, under the autocast that training uses.
     """
@@ -78,31 +79,32 @@ def _sample_on_main(
     pipeline = checkpoint.pipeline(runtime.precision.dtype, transformer, text=False)
     pipeline.to(runtime.accelerator.device)
     pipeline.set_progress_bar_config(disable=True)
-    how = Sampling(
-        VideoShape.of(data), settings.inference_steps, settings.guidance_scale, settings.seed
-    )
     device = runtime.accelerator.device
-    negative = _embeddings(encoded, encoded.clips.empty_text_key, device)
-    bar = tqdm(encoded.prompt_keys, desc=f"sampling at step {step}", unit="video", leave=False)
+    negative = _encoded(encoded, encoded.clips.empty_text_key, device)
+    bar = tqdm(encoded.prompt_keys, desc=f"sampling at step {step}", unit="sample", leave=False)
     for index, key in enumerate(bar):
-        conditions = {
-            "prompt_embeds": _embeddings(encoded, key, device),
-            "negative_prompt_embeds": negative,
-        }
+        conditions = checkpoint.conditions(_encoded(encoded, key, device), negative)
+        how = Sampling(
+            VideoShape.of(data),
+            settings.inference_steps,
+            settings.guidance_scale,
+            settings.seed,
+            image=Path(settings.images[index]) if settings.images else None,
+        )
         with _evaluating(model):
             video = checkpoint.generate(pipeline, conditions, how)
-        path = runtime.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}.mp4"
-        write_video(path, video, data.fps)
+        write_sample(
+            runtime.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}", video, data.fps
+        )
 
 
-def _embeddings(encoded: Precomputed, key: str, device: torch.device) -> torch.Tensor:
+def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
     texts = encoded.clips.texts
     tensors, fault = texts.read(key, texts.spec(key))
     if fault:
         raise DitLoraError(f"a validation prompt cannot be used: {fault}; delete the entry")
-    return tensors["prompt_embeds"][None].to(
-        device
-    )  # the pipeline leaves given ones where they are
+    # The pipeline leaves given ones where they are.
+    return {name: tensor[None].to(device) for name, tensor in tensors.items()}
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dit_lora.config import dump_recipe, load_recipe, parse_recipe, recipe_schema
 from dit_lora.errors import DitLoraError
+from dit_lora.recipe import dump_recipe, load_recipe, parse_recipe, recipe_schema
 
 
 @pytest.fixture

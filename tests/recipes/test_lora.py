@@ -15,8 +15,8 @@ import torch
 from launching import launch_command, launch_environment
 from safetensors.torch import load_file
 
-from dit_lora.config import load_recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.recipe import load_recipe
 
 Main = Callable[[list[str]], None]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import CogVideoXPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -44,7 +45,7 @@ def test_rank_alpha_and_provenance_travel_in_the_header(
     transformer: torch.nn.Module, tmp_path: Path
 ) -> None:
     train_a_little(transformer)
-    path = save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {"steps": 5})
+    path = save_adapter(transformer, CogVideoXPipeline, tmp_path, {"steps": 5})
     with safe_open(path, framework="pt") as file:
         config = json.loads(file.metadata()["lora_adapter_metadata"])
     assert config["transformer.r"] == 4
@@ -63,8 +64,8 @@ def test_dropout_of_training_is_off_in_a_stock_pipeline(
     )
     attach_lora(model, LoraConfig(rank=4, dropout=0.5), FAMILY.lora_targets, seed=0)
     train_a_little(model)
-    save_adapter(model, FAMILY.pipeline_class, tmp_path, {})
-    pipeline = FAMILY.pipeline_class.from_pretrained(path)
+    save_adapter(model, CogVideoXPipeline, tmp_path, {})
+    pipeline = CogVideoXPipeline.from_pretrained(path)
     pipeline.load_lora_weights(tmp_path)
     inputs = {
         "hidden_states": torch.randn(1, 3, 4, 8, 12),
@@ -77,7 +78,7 @@ def test_dropout_of_training_is_off_in_a_stock_pipeline(
 
 def test_an_untrained_adapter_is_refused(transformer: torch.nn.Module, tmp_path: Path) -> None:
     with pytest.raises(CheckFailedError, match="every B matrix is zero"):
-        save_adapter(transformer, FAMILY.pipeline_class, tmp_path / "out", {})
+        save_adapter(transformer, CogVideoXPipeline, tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
 
 
@@ -86,12 +87,12 @@ def test_a_poisoned_adapter_is_refused_and_the_old_one_stays(
     transformer: torch.nn.Module, tmp_path: Path, value: float
 ) -> None:
     train_a_little(transformer)
-    path = save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {})
+    path = save_adapter(transformer, CogVideoXPipeline, tmp_path, {})
     before = path.read_bytes()
     name, parameter = next((n, p) for n, p in transformer.named_parameters() if is_lora_b(n))
     parameter.data[0, 0] = value
     with pytest.raises(CheckFailedError) as error:
-        save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {})
+        save_adapter(transformer, CogVideoXPipeline, tmp_path, {})
     assert name.replace(".default.", ".") in str(error.value)
     assert path.read_bytes() == before
 
@@ -102,12 +103,12 @@ def test_trained_base_weights_are_stored_beside_and_loaded_back(
     """A connector group changes weights that a LoRA file cannot hold."""
     parameter_groups(transformer, adapter=1e-4, connector=1e-5, patterns=FAMILY.group_patterns)
     train_a_little(transformer)
-    save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {})
+    save_adapter(transformer, CogVideoXPipeline, tmp_path, {})
     names = set(load_file(tmp_path / BASE_FILE))
     assert "proj_out.weight" in names
     assert not any(name.startswith("transformer_blocks") for name in names)
 
-    pipeline = FAMILY.pipeline_class.from_pretrained(tiny_checkpoints["cogvideox-5b"])
+    pipeline = CogVideoXPipeline.from_pretrained(tiny_checkpoints["cogvideox-5b"])
     load_into_pipeline(pipeline, tmp_path)
     inputs = {
         "hidden_states": torch.randn(1, 3, 4, 4, 6),
@@ -125,7 +126,7 @@ def test_a_poisoned_base_weight_is_refused(transformer: torch.nn.Module, tmp_pat
     train_a_little(transformer)
     transformer.proj_out.weight.data[0, 0] = torch.nan
     with pytest.raises(CheckFailedError, match=r"proj_out\.weight"):
-        save_adapter(transformer, FAMILY.pipeline_class, tmp_path / "out", {})
+        save_adapter(transformer, CogVideoXPipeline, tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
 
 
@@ -134,16 +135,16 @@ def test_one_matrix_that_did_not_move_is_no_reason_to_refuse(
 ) -> None:
     train_a_little(transformer)
     next(p for n, p in transformer.named_parameters() if is_lora_b(n)).data.zero_()
-    assert save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {}).is_file()
+    assert save_adapter(transformer, CogVideoXPipeline, tmp_path, {}).is_file()
 
 
 def test_base_weights_of_another_model_are_refused(
     transformer: torch.nn.Module, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     train_a_little(transformer)
-    save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {})
+    save_adapter(transformer, CogVideoXPipeline, tmp_path, {})
     save_file({"decoder.weight": torch.zeros(2)}, tmp_path / BASE_FILE)
-    pipeline = FAMILY.pipeline_class.from_pretrained(tiny_checkpoints["cogvideox-5b"])
+    pipeline = CogVideoXPipeline.from_pretrained(tiny_checkpoints["cogvideox-5b"])
     with pytest.raises(DitLoraError, match=r"the model has no such weights\n  - decoder\.weight"):
         load_into_pipeline(pipeline, tmp_path)
 
@@ -153,7 +154,7 @@ def test_base_weights_of_an_earlier_run_do_not_stay_behind(
 ) -> None:
     train_a_little(transformer)
     (tmp_path / BASE_FILE).write_bytes(b"old")
-    save_adapter(transformer, FAMILY.pipeline_class, tmp_path, {})
+    save_adapter(transformer, CogVideoXPipeline, tmp_path, {})
     assert not (tmp_path / BASE_FILE).exists()
 
 

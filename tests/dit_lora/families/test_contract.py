@@ -1,53 +1,65 @@
 """The contract, over every family and tiny variant: what training relies on, and what the stock pipeline must agree to."""
 
-from collections.abc import Callable
+import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from family_cases import CASES
+from family_cases.case import Case
+from PIL import Image
 
 from dit_lora.adapters.attach import attach_lora, is_lora_a, is_lora_b
-from dit_lora.adapters.store import ADAPTER_FILE, save_adapter
+from dit_lora.adapters.store import ADAPTER_FILE, load_into_pipeline, save_adapter
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_family
-from dit_lora.families.base import Checkpoint, Family, VideoShape
+from dit_lora.families.base import Checkpoint, Family, Sampling, VideoShape
 from dit_lora.numerics.streams import Streams
 
 CPU = torch.device("cpu")
-VARIANTS = [(name, variant) for name in FAMILIES for variant in get_family(name).tiny_variants]
-NATIVE = VideoShape(9, 64, 96)
-OFF_NATIVE = VideoShape(13, 96, 48)
+EVERY = {case.variant: case for case in CASES}
 
 
 class Subject(NamedTuple):
+    case: Case
     family: Family
     checkpoint: Checkpoint
     path: Path
 
 
-@pytest.fixture(params=VARIANTS, ids=[variant for _, variant in VARIANTS])
+def test_every_variant_of_every_family_is_under_the_contract() -> None:
+    known = {(name, v) for name in FAMILIES for v in get_family(name).tiny_variants}
+    assert {(case.family, case.variant) for case in CASES} == known
+
+
+@pytest.fixture(params=EVERY.values(), ids=list(EVERY))
 def subject(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Subject:
-    name, variant = request.param
-    path = tiny_checkpoints[variant]
-    family = get_family(name)
-    return Subject(family, family.open(ModelConfig(family=name, path=str(path))), path)
+    case: Case = request.param
+    path = tiny_checkpoints[case.variant]
+    family = get_family(case.family)
+    opened = family.open(ModelConfig(family=case.family, path=str(path)))
+    return Subject(case, family, opened, path)
+
+
+def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:
+    size = (shape.frames, 3, shape.height, shape.width)
+    return torch.randint(0, 256, size, generator=generator).to(torch.uint8)
 
 
 def encoded_batch(
-    checkpoint: Checkpoint, shape: VideoShape, size: int = 3
+    subject: Subject, shape: VideoShape | None = None, size: int = 3
 ) -> dict[str, torch.Tensor]:
-    """A batch whose rows differ in video and caption."""
+    """A batch whose rows differ in pixels and caption."""
+    shape, checkpoint = shape or subject.case.native, subject.checkpoint
     generator = torch.Generator().manual_seed(0)
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     rows = []
-    for k in range(size):
-        pixels = torch.randint(
-            0, 256, (shape.frames, 3, shape.height, shape.width), generator=generator
-        ).to(torch.uint8)
-        rows.append({**encode_video(pixels), "prompt_embeds": encode_text([f"clip {k}"])[0]})
+    for caption in subject.case.captions[:size]:
+        text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
+        rows.append({**encode_video(pixels_of(shape, generator)), **text})
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -63,11 +75,12 @@ def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.
 
 
 def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """Arguments and output of every call, as the module sees them."""
+    """Arguments by name and output of every call, as the module sees them."""
     calls: list[tuple[dict[str, Any], torch.Tensor]] = []
+    names = list(inspect.signature(module.forward).parameters)
 
-    def keep(_module: torch.nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        calls.append((kwargs, output[0]))
+    def keep(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        calls.append(({**dict(zip(names, args, strict=False)), **kwargs}, output[0]))
 
     module.register_forward_hook(keep, with_kwargs=True)
     return calls
@@ -75,7 +88,7 @@ def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Te
 
 def test_losses_are_per_sample_fp32_and_finite(subject: Subject) -> None:
     transformer = subject.checkpoint.load_transformer(torch.float32)
-    batch = encoded_batch(subject.checkpoint, NATIVE)
+    batch = encoded_batch(subject)
     output = subject.checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2]))
     assert output.losses.shape == output.timesteps.shape == (3,)
     assert output.losses.dtype is torch.float32
@@ -87,7 +100,7 @@ def test_losses_are_per_sample_fp32_and_finite(subject: Subject) -> None:
 def test_a_samples_loss_is_its_own(subject: Subject) -> None:
     """Alone or in a batch, and whatever its neighbours are."""
     transformer = subject.checkpoint.load_transformer(torch.float32)
-    batch = encoded_batch(subject.checkpoint, NATIVE)
+    batch = encoded_batch(subject)
     losses = subject.checkpoint.losses(transformer, batch, Streams(0, [4, 5, 6])).losses
     alone = {name: tensor[1:2] for name, tensor in batch.items()}
     again = subject.checkpoint.losses(transformer, alone, Streams(0, [5])).losses
@@ -97,7 +110,7 @@ def test_a_samples_loss_is_its_own(subject: Subject) -> None:
 
 def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -> None:
     transformer = adapted(subject)
-    batch = encoded_batch(subject.checkpoint, NATIVE)
+    batch = encoded_batch(subject)
     subject.checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2])).losses.mean().backward()
     for name, parameter in transformer.named_parameters():
         if is_lora_a(name) or is_lora_b(name):
@@ -107,38 +120,41 @@ def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -
             assert parameter.grad is None, name
 
 
-@pytest.mark.parametrize("shape", [NATIVE, OFF_NATIVE], ids=["native", "off-native"])
 def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
-    subject: Subject, shape: VideoShape
+    subject: Subject, tmp_path: Path
 ) -> None:
-    """Positions, text length and layout agree: same inputs, bitwise the same output."""
-    pipeline = subject.family.pipeline_class.from_pretrained(subject.path)
-    pipeline.set_progress_bar_config(disable=True)
-    calls = record_calls(pipeline.transformer)
-    pipeline(
-        "a horse",
-        num_frames=shape.frames,
-        height=shape.height,
-        width=shape.width,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        output_type="latent",
-        generator=torch.Generator().manual_seed(0),
-    )
-    ours = subject.checkpoint.load_text_encoder(torch.float32, CPU)(["a horse"])
-    transformer = subject.checkpoint.load_transformer(torch.float32)
-    for kwargs, expected in calls:
-        assert torch.equal(kwargs["encoder_hidden_states"], ours)
-        with torch.no_grad():
-            prediction = subject.checkpoint.predict(
-                transformer, kwargs["hidden_states"], kwargs["timestep"], ours
-            )
-        assert torch.equal(prediction, expected)
+    """Positions, text length, layout and first image agree: same inputs, bitwise the same output."""
+    case, checkpoint = subject.case, subject.checkpoint
+    transformer = checkpoint.load_transformer(torch.float32).eval()
+    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
+    for shape in case.shapes:
+        pixels = pixels_of(shape, torch.Generator().manual_seed(3))
+        image = None
+        if case.starts_from_image:
+            image = tmp_path / f"{shape.height}.png"
+            Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(image)
+        pipeline = checkpoint.pipeline_class.from_pretrained(subject.path)
+        pipeline.set_progress_bar_config(disable=True)
+        calls = record_calls(pipeline.transformer)
+        how = Sampling(shape, inference_steps=2, guidance_scale=1.0, seed=0, image=image)
+        checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), how)
+        row = encode_video(pixels) | {
+            name: tensor[0] for name, tensor in encode_text([case.captions[1]]).items()
+        }
+        batch = {name: tensor[None] for name, tensor in row.items()}
+        assert calls
+        for call, expected in calls:
+            with torch.no_grad():
+                prediction = checkpoint.predict(
+                    transformer, case.noisy(call), case.timesteps(call), batch
+                )
+            assert torch.equal(prediction, expected)
 
 
 def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> None:
     """What training calls clean, decoded by the pipeline, is what the VAE alone decodes."""
-    batch = encoded_batch(subject.checkpoint, NATIVE, size=1)
+    batch = encoded_batch(subject, size=1)
     batch["latent_logvar"] = torch.full_like(batch["latent_logvar"], -60.0)  # no posterior noise
     seen = {}
     original = subject.checkpoint.objective.add_noise
@@ -151,10 +167,10 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> N
     spy = Spy(**vars(subject.checkpoint.objective))
     checkpoint = type(subject.checkpoint)(**{**vars(subject.checkpoint), "objective": spy})
     checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, Streams(0, [0]))
-    pipeline = subject.family.pipeline_class.from_pretrained(subject.path)
+    pipeline = subject.checkpoint.pipeline_class.from_pretrained(subject.path)
     with torch.no_grad():
-        decoded = pipeline.decode_latents(seen["clean"])
-        expected = pipeline.vae.decode(batch["latent_mean"]).sample
+        decoded = subject.case.decode(pipeline, seen["clean"])
+        expected = subject.case.vae_decode(pipeline, batch["latent_mean"])
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -164,19 +180,19 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
 ) -> None:
     """alpha below, at and above the rank of 4; loaded with no extra argument, output bitwise equal."""
     transformer = adapted(subject, alpha=alpha)
-    save_adapter(transformer, subject.family.pipeline_class, tmp_path, {})
-    pipeline = subject.family.pipeline_class.from_pretrained(subject.path)
+    save_adapter(transformer, subject.checkpoint.pipeline_class, tmp_path, {})
+    pipeline = subject.checkpoint.pipeline_class.from_pretrained(subject.path)
     base = subject.checkpoint.load_transformer(torch.float32)
-    pipeline.load_lora_weights(tmp_path)
-    batch = encoded_batch(subject.checkpoint, NATIVE)
-    noisy = torch.randn(3, 3, 4, 8, 12, generator=torch.Generator().manual_seed(4))
-    predict: Callable[[torch.nn.Module], torch.Tensor] = lambda model: subject.checkpoint.predict(  # noqa: E731
-        model, noisy, torch.tensor([1, 500, 999]), batch["prompt_embeds"]
-    )
-    with torch.no_grad():
-        trained, loaded, untrained = map(predict, (transformer, pipeline.transformer, base))
+    load_into_pipeline(pipeline, tmp_path)
+    batch = encoded_batch(subject)
+
+    def losses(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return subject.checkpoint.losses(model.eval(), batch, Streams(0, [4, 5, 6])).losses
+
+    trained, loaded, untrained = map(losses, (transformer, pipeline.transformer, base))
     assert torch.equal(trained, loaded)
-    assert (trained - untrained).abs().max() > 1e-3
+    assert (trained - untrained).abs().max() > 1e-4
     assert (tmp_path / ADAPTER_FILE).is_file()
 
 
@@ -188,27 +204,24 @@ def test_bf16_keeps_position_tables_and_stays_close_to_fp32(subject: Subject) ->
     for name, buffer in half.named_buffers():
         assert buffer.dtype is buffers[name].dtype, name
         assert torch.equal(buffer, buffers[name]), name
-    batch = encoded_batch(subject.checkpoint, NATIVE)
+    batch = encoded_batch(subject)
     streams = Streams(0, [0, 1, 2])
     exact = subject.checkpoint.losses(full, batch, streams).losses
-    rounded = {**batch, "prompt_embeds": batch["prompt_embeds"].bfloat16()}
+    rounded = {
+        name: tensor.bfloat16() if tensor.is_floating_point() and "latent" not in name else tensor
+        for name, tensor in batch.items()
+    }
     losses = subject.checkpoint.losses(half, rounded, streams).losses
     assert losses.dtype is torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        (VideoShape(9, 60, 96), "height must be a multiple of 16; got 60, nearest 48 and 64"),
-        (VideoShape(9, 64, 7), "width must be a multiple of 16; got 7, nearest 16"),
-        (VideoShape(10, 64, 96), r"frames must be 4n \+ 1; got 10, nearest 9 and 13"),
-    ],
-)
-def test_a_shape_that_does_not_fit_is_refused_with_the_nearest(
-    subject: Subject, shape: VideoShape, words: str
-) -> None:
-    with pytest.raises(DitLoraError, match=words):
+def test_a_shape_that_does_not_fit_is_refused_with_the_nearest(subject: Subject) -> None:
+    assert subject.case.refused
+    for shape, words in subject.case.refused:
+        with pytest.raises(DitLoraError, match=words):
+            subject.checkpoint.check_shape(shape)
+    for shape in subject.case.shapes:
         subject.checkpoint.check_shape(shape)
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from dit_lora.config import ModelConfig, parse_recipe
+from dit_lora.config import ModelConfig
 from dit_lora.data.shapes import write_shapes
 from dit_lora.data.video import read_frames
 from dit_lora.families import get_family
+from dit_lora.recipe import parse_recipe
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import running
 

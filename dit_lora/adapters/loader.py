@@ -1,0 +1,47 @@
+"""LoRA for Diffusers' models and pipelines that have no LoRA loader of their own: DiT, Latte, PixArt.
+
+Diffusers' mixins need nothing of a class but its modules, so an object's class is replaced by one that has them
+too. Name, config and weights stay as they are, and so do the files that `save_pretrained` writes.
+"""
+
+from typing import Any, TypeVar
+
+from diffusers.loaders import CogVideoXLoraLoaderMixin, PeftAdapterMixin
+from torch import nn
+
+Pipeline = TypeVar("Pipeline", bound=Any)
+
+
+def with_lora(pipeline: Pipeline) -> Pipeline:
+    """The pipeline, with `load_lora_weights`, `set_adapters`, `unload_lora_weights` and the others.
+
+    Changes nothing of a pipeline that has them.
+    """
+    adaptable(pipeline.transformer)
+    if not hasattr(pipeline, "load_lora_weights"):
+        pipeline.__class__ = lora_pipeline_class(type(pipeline))
+    return pipeline
+
+
+def adaptable(model: nn.Module) -> nn.Module:
+    """The model, with `add_adapter` and `load_lora_adapter`."""
+    if not isinstance(model, PeftAdapterMixin):
+        model.__class__ = _adaptable_class(type(model))
+    return model
+
+
+def lora_pipeline_class(pipeline_class: type) -> Any:
+    """The class itself if it loads LoRA weights, else one that adds it."""
+    if hasattr(pipeline_class, "save_lora_weights"):
+        return pipeline_class
+    # Of Diffusers' LoRA mixins it is one that knows only of `transformer`.
+    return _composed(pipeline_class, CogVideoXLoraLoaderMixin)
+
+
+def _adaptable_class(model_class: type) -> type:
+    return _composed(model_class, PeftAdapterMixin)
+
+
+def _composed(own: type, mixin: type) -> type:
+    members = {"__module__": own.__module__, "__doc__": own.__doc__}
+    return type(own.__name__, (own, mixin), members)

@@ -1,0 +1,117 @@
+"""Recipes in and out: YAML, `key.path=value` overrides, unknown keys refused by name."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dit_lora.config import Recipe
+from dit_lora.errors import DitLoraError, listed
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """`yaml.SafeLoader` that refuses a key given twice, where YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"given twice: {', '.join(twice)}", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file with `key.path=value` overrides applied, checked as a whole.
+
+    Every unknown key, missing key and wrong type is listed in one `DitLoraError`.
+    """
+    path = Path(path)
+    try:
+        values = yaml.load(
+            path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader
+        )  # a SafeLoader
+    except (OSError, UnicodeDecodeError) as error:
+        raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise DitLoraError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise DitLoraError(f"{path} must hold sections such as model: and data:; got {values!r}")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_recipe(values, source=str(path))
+
+
+def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
+    """A checked `Recipe` from plain values; `source` names them in errors."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise DitLoraError(
+            listed(f"{source}: correct these values", list(_problems(error)))
+        ) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `load_recipe` reads back to an equal one."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe, for editors."""
+    return Recipe.model_json_schema()
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise DitLoraError(
+            f"an override reads key.path=value, for instance train.steps=20; got {override!r}"
+        )
+    *parents, leaf = key.split(".")
+    section = values
+    for parent in parents:
+        if not isinstance(section.get(parent), dict):
+            section[parent] = {}  # absent, or null in the YAML
+        section = section[parent]
+    try:
+        section[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DitLoraError(f"the value of {key} is not valid YAML: {text!r}") from error
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield f"{name}: unknown key{_suggestion(problem['loc'])}"
+        elif problem["type"] == "missing":
+            yield f"{name}: missing"
+        else:
+            yield f"{name}: {problem['msg'].removeprefix('Value error, ')}; got {problem['input']!r}"
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    """The same key elsewhere in the recipe, else the nearest one in the same section."""
+    known = list(_key_paths(Recipe))
+    parent = [str(part) for part in location[:-1]]
+    siblings = [path[-1] for path in known if path[:-1] == parent]
+    elsewhere = [".".join(path) for path in known if path[-1] == str(location[-1])]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    near = difflib.get_close_matches(str(location[-1]), siblings, n=1)
+    if near:
+        return f"; did you mean {'.'.join([*parent, near[0]])}?"
+    return f"; known here: {', '.join(siblings)}"
+
+
+def _key_paths(section: type[BaseModel], parent: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    for name, field in section.model_fields.items():
+        yield [*parent, name]
+        for option in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from _key_paths(option, (*parent, name))

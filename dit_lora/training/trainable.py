@@ -1,0 +1,34 @@
+"""The transformer that a recipe trains, with what of it trains."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.groups import recipe_groups
+from dit_lora.config import Recipe
+from dit_lora.families.base import Checkpoint, Family
+from dit_lora.numerics.streams import fold
+
+
+def load_trainable(
+    recipe: Recipe, family: Family, checkpoint: Checkpoint, dtype: torch.dtype
+) -> tuple[nn.Module, list[dict[str, Any]], str]:
+    """Transformer, parameter groups, and a line that says what was attached; equal on all ranks.
+
+    In mode `lora` base weights are in `dtype` and what trains is fp32; in mode `full` everything is fp32.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(fold(recipe.train.seed, "weights"))  # model.from_scratch draws them
+        full = recipe.train.mode == "full"
+        transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
+    said = "full: every weight trains, in fp32"
+    if not full:
+        said = str(
+            attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
+        )
+    groups = recipe_groups(
+        transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
+    )
+    return transformer, groups, said

@@ -1,0 +1,46 @@
+"""One tiny checkpoint under the contract test."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_lora.families.base import VideoShape
+
+Call = dict[str, Any]
+"""The arguments with which a pipeline called its transformer, by name."""
+
+
+def hidden_states(call: Call) -> torch.Tensor:
+    return call["hidden_states"]
+
+
+def timestep(call: Call) -> torch.Tensor:
+    return call["timestep"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and captions for a variant, and how its pipeline's calls and latents read."""
+
+    family: str
+    variant: str
+    native: VideoShape
+    captions: tuple[str, str, str]
+    """Of three samples; of a model with classes, their names."""
+    decode: Callable[[Any, torch.Tensor], torch.Tensor]
+    """(pipeline, clean latents as training has them) to pixels, by the pipeline's own means."""
+    vae_decode: Callable[[Any, torch.Tensor], torch.Tensor]
+    """(pipeline, the posterior's mean as it is cached) to pixels, by the VAE alone."""
+    off_native: VideoShape | None = None
+    refused: tuple[tuple[VideoShape, str], ...] = ()
+    """Shapes that do not fit, with words of the refusal."""
+    noisy: Callable[[Call], torch.Tensor] = hidden_states
+    timesteps: Callable[[Call], torch.Tensor] = timestep
+    """As `predict` takes them."""
+    starts_from_image: bool = False
+
+    @property
+    def shapes(self) -> list[VideoShape]:
+        return [shape for shape in (self.native, self.off_native) if shape is not None]
