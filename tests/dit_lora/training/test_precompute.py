@@ -89,7 +89,7 @@ def test_captions_that_differ_only_in_case_or_end_are_different_entries(
     expected = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
     for prompt, key in zip(prompts, encoded.prompt_keys, strict=True):
         tensors, _ = encoded.clips.texts.read(key, {})
-        assert torch.equal(tensors["prompt_embeds"], expected([prompt])[0])
+        assert torch.equal(tensors["prompt_embeds"], expected([prompt])["prompt_embeds"][0])
 
 
 def test_an_entry_is_the_encoding_of_the_frames_that_the_recipe_asks_for(
