@@ -73,8 +73,11 @@ class Checkpoint(Protocol):
     def check_shape(self, shape: VideoShape) -> None:
         """Raise with the nearest shapes that work if the VAE or the patches cannot take this one."""
 
-    def check_recipe(self, recipe: Recipe) -> None:
-        """Raise if the checkpoint cannot train what a recipe asks for, its shape included."""
+    def for_recipe(self, recipe: Recipe) -> "Checkpoint":
+        """The checkpoint as a recipe trains it, with the options and classes that it needs of it.
+
+        Raises if it cannot train what the recipe asks for: shape, options that do not apply.
+        """
 
     def text_facts(self) -> Mapping[str, Any]:
         """What embeddings depend on besides caption and dtype: files (`Path`) and values."""

@@ -86,8 +86,9 @@ class CogVideoXCheckpoint:
         if wrong:
             raise DitLoraError(listed(f"{self.path.name} cannot take this shape", wrong))
 
-    def check_recipe(self, recipe: Recipe) -> None:
+    def for_recipe(self, recipe: Recipe) -> "CogVideoXCheckpoint":
         self.check_shape(VideoShape.of(recipe.data))
+        return self
 
     def text_facts(self) -> dict[str, Any]:
         return {

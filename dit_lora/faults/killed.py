@@ -16,7 +16,7 @@ from dit_lora.training.run import fit
 
 def main(config: Path) -> None:
     recipe = load_recipe(config)
-    opened = get_family(recipe.model.family).open(recipe.model)
+    opened = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
     run = prepared_run(recipe, Accelerator(cpu=True), opened)
     write = checkpoints._write_synced
 

@@ -239,7 +239,7 @@ class World:
         return Observation(_events(folder), error, _adapter(folder), folder, cache, said.getvalue())
 
     def _train(self, recipe: Recipe, arm: Arm | None) -> None:
-        checkpoint = ArmedCheckpoint(self.family.open(recipe.model))
+        checkpoint = ArmedCheckpoint(self.family.open(recipe.model).for_recipe(recipe))
         run = prepared_run(recipe, self.accelerator, checkpoint)
         stage = Stage(run, self.target, checkpoint)
         with stage.patches:

@@ -228,7 +228,7 @@ def _rebuild(
     """The model as it was, and the micro-batch on it."""
     family = get_family(recipe.model.family)
     try:
-        checkpoint = family.open(recipe.model)
+        checkpoint = family.open(recipe.model).for_recipe(recipe)
     except DitLoraError as error:
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
     digest = transformer_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
