@@ -174,12 +174,15 @@ def faults(
     only: Annotated[
         str | None, typer.Option(help="A pattern of names, for instance '*latent*'.")
     ] = None,
+    model: Annotated[
+        str, typer.Option(help="The tiny checkpoint, as `dit-lora tiny` names it.")
+    ] = "cogvideox-5b",
 ) -> None:
     """Inject faults into tiny runs and show what the guard makes of each; exit 1 if it fails at one."""
     from dit_lora.faults.suite import run_suite, totals
     from dit_lora.faults.table import render
 
-    judged = run_suite(only, ranks)
+    judged = run_suite(only, ranks, model)
     if as_json:
         lines = [asdict(one) for one in judged]
         typer.echo(json.dumps({"faults": lines, "totals": totals(judged)}, indent=2))

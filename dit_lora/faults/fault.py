@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dit_lora.faults.site import Site
 from dit_lora.faults.world import Arm, Observation, Overrides, Tensors, World, poisoned_files
 
 DONE = 0
@@ -64,6 +65,11 @@ class Fault:
     before_start: Callable[[Any], None] = field(default=lambda cache: None)
     play: Callable[["Fault", World], Observation] | None = None
     """For faults that are not put into one plain run."""
+    needs: tuple[str, ...] = ()
+    """What a `Site` must have; the others do not know this fault."""
+
+    def fits(self, site: Site) -> bool:
+        return all(getattr(site, need) for need in self.needs)
 
     def judge(self, world: World) -> Judged:
         """Run it and compare; collective."""
@@ -75,13 +81,15 @@ class Fault:
             )
         same = self.expected.same_as or self.expected.close_to
         reference = world.reference(same, self.overrides) if same is not None else None
-        return judged(self, seen, reference, world.target)
+        return judged(self, seen, reference, world.target, world.site)
 
 
-def judged(fault: Fault, seen: Observation, reference: Tensors | None, target: str) -> Judged:
+def judged(
+    fault: Fault, seen: Observation, reference: Tensors | None, target: str, site: Site
+) -> Judged:
     """Whether what was seen is what was expected."""
     expected = fault.expected
-    named, why = _named(expected, seen, target)
+    named, why = _named(expected, seen, target, site)
     recovered = _recovered(expected, seen, reference)
     last = seen.events[-1] if seen.events else None
     return Judged(
@@ -97,7 +105,7 @@ def judged(fault: Fault, seen: Observation, reference: Tensors | None, target: s
     )
 
 
-def _named(expected: Expected, seen: Observation, target: str) -> tuple[str, list[str]]:
+def _named(expected: Expected, seen: Observation, target: str, site: Site) -> tuple[str, list[str]]:
     """The verdict in words, and what is missing in it."""
     if expected.cause == "none":
         return "nothing to tell: what is damaged is passed over", []
@@ -111,11 +119,13 @@ def _named(expected: Expected, seen: Observation, target: str) -> tuple[str, lis
     if not found:
         return "", [f"cause {expected.cause} is not among {[v['cause'] for v in verdicts]}"]
     verdict = found[0]
-    why = [f"not said: {word}" for word in expected.words if word not in verdict["words"]]
+    words = [site.named(word) for word in expected.words]
+    why = [f"not said: {word}" for word in words if word not in verdict["words"]]
     if expected.names_target and verdict["sample_ids"] != [target]:
         why.append(f"names {verdict['sample_ids']}, not {target}")
-    if expected.module and not (verdict.get("module") or "").endswith(expected.module):
-        why.append(f"module {verdict.get('module')}, not {expected.module}")
+    module = site.named(expected.module or "")
+    if not (verdict.get("module") or "").endswith(module):
+        why.append(f"module {verdict.get('module')}, not {module}")
     return verdict["words"], why
 
 

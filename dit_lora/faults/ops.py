@@ -14,7 +14,7 @@ from dit_lora.faults.world import Arm, Stage, Tensors
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import Switch
 
-_PLACE = "transformer_blocks.1.attn1.to_out.0"
+_PLACE = "{attention}.to_out.0"
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -54,7 +54,7 @@ def _kernel(change: Change, module: str, *, from_step: int, rank: int = -1) -> A
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
             return change(output) if state["on"] and state["armed"] else output
 
-        stage.transformer.get_submodule(module).register_forward_hook(hook)
+        stage.transformer.get_submodule(stage.site.named(module)).register_forward_hook(hook)
         _add_switch(stage, "kernel:wrong_op", state)
         if rank in (-1, stage.rank) or rank >= stage.ranks:
             stage.before_step(from_step, lambda: state.update(armed=True))
@@ -84,7 +84,7 @@ def _wrong_rows(stage: Stage) -> None:
         return output[:1].expand_as(output) if state["on"] else output
 
     # The linear layer that makes shift, scale and gate from the time embedding.
-    stage.transformer.transformer_blocks[1].norm1.linear.register_forward_hook(hook)  # type: ignore[index, union-attr, operator]
+    stage.transformer.get_submodule(stage.site.named("{modulation}")).register_forward_hook(hook)
     _add_switch(stage, "kernel:modulate", state)
 
 
@@ -97,7 +97,7 @@ def _slightly_wrong_backward(stage: Stage) -> None:
             output.register_hook(lambda grad: grad * 0.8)
         return output
 
-    stage.transformer.get_submodule(_PLACE).register_forward_hook(hook)
+    stage.transformer.get_submodule(stage.site.named(_PLACE)).register_forward_hook(hook)
     _add_switch(stage, "kernel:lossy_backward", state)
 
 
@@ -142,7 +142,7 @@ def _op_of_target(change: Change, module: str) -> Arm:
             return torch.cat(parts)
 
         stage.checkpoint.before.append(note)
-        stage.transformer.get_submodule(module).register_forward_hook(hook)
+        stage.transformer.get_submodule(stage.site.named(module)).register_forward_hook(hook)
 
     return arm
 
@@ -158,13 +158,13 @@ def _hidden(stage: Stage) -> None:
     def cut(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         return output.clamp(-10, 10)
 
-    stage.transformer.get_submodule("transformer_blocks.0.ff.net.2").register_forward_hook(overflow)
-    stage.transformer.get_submodule("transformer_blocks.0.ff").register_forward_hook(cut)
+    stage.transformer.get_submodule(stage.site.ff_out).register_forward_hook(overflow)
+    stage.transformer.get_submodule(stage.site.ff).register_forward_hook(cut)
 
 
 def _half_schedule(stage: Stage) -> None:
     """1 / (1 - alpha_bar) in the weights' dtype: in bf16 alpha_bar rounds to 1 (N9, N10)."""
-    module = stage.transformer.get_submodule("transformer_blocks.1.ff")
+    module = stage.transformer.get_submodule(stage.site.ff)
     state = {"armed": False}
     stage.before_step(3, lambda: state.update(armed=True))
 
@@ -186,7 +186,7 @@ _CHECKED = (("guard.preflight", True), ("train.batch_size", 2), ("train.accumula
 _MODULATE = Expected(
     "kernel",
     "fallback",
-    ("kernel:modulate", "transformer_blocks.1.norm1.linear"),
+    ("kernel:modulate", "{modulation}"),
     same_as="clean",
 )
 _LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
@@ -227,6 +227,7 @@ FAULTS: tuple[Fault, ...] = (
         _MODULATE,
         _wrong_rows,
         _CHECKED,
+        needs=("modulation",),
     ),
     Fault(
         "a fused kernel that is wrong only backward",
@@ -273,10 +274,10 @@ FAULTS: tuple[Fault, ...] = (
             "quarantine",
             ("first inf in the forward",),
             True,
-            "transformer_blocks.0.ff",
+            "{ff}",
             "without",
         ),
-        _op_of_target(lambda x: x * 3e38 * 3e38, "transformer_blocks.0.ff"),
+        _op_of_target(lambda x: x * 3e38 * 3e38, "{ff}"),
     ),
     Fault(
         "an op that fails only backward for one sample",
@@ -290,13 +291,13 @@ FAULTS: tuple[Fault, ...] = (
         "op",
         "every time",
         _OP,
-        _op_of_target(_divided, "proj_out"),
+        _op_of_target(_divided, "{last}"),
     ),
     Fault(
         "an Inf that a clamp hides",
         "precision",
         "every step",
-        Expected("precision", "report", ("something hides it",), module="ff.net.2"),
+        Expected("precision", "report", ("something hides it",), module="{ff_out}"),
         _hidden,
         (("guard.monitor_every", 1),),
     ),
@@ -308,7 +309,7 @@ FAULTS: tuple[Fault, ...] = (
             "precision",
             "stop",
             ("finite in fp32",),
-            module="transformer_blocks.1.ff",
+            module="{ff}",
             exit_code=3,
         ),
         _half_schedule,

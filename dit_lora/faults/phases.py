@@ -12,7 +12,7 @@ import torch
 
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.world import Arm, Observation, Stage, World
+from dit_lora.faults.world import Arm, Observation, Stage, Tensors, World
 from dit_lora.files import write_whole
 from dit_lora.recipe import dump_recipe
 
@@ -27,8 +27,8 @@ def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
         def loaded(self: Any, *args: Any) -> Any:
             encode = load(self, *args)
 
-            def bad(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-                encoded = encode(pixels)
+            def bad(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+                encoded = encode(pixels, image)
                 if torch.equal(encoded["latent_mean"], world.target_latent):
                     encoded["latent_mean"].view(-1)[4] = value
                 return encoded

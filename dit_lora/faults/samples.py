@@ -1,6 +1,7 @@
 """Faults of samples: what the cache holds, what is drawn for them, what their loss is."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,22 @@ def _poison(value: float, tensor_name: str, folder: str, count: int = 1) -> Any:
 
 def _is_targets(sample: str, folder: str) -> bool:
     # The target is 02_blue_disc; its caption names its colour and shape.
-    return sample.startswith(TARGET) if folder == "videos" else "blue disc" in sample
+    if folder == "videos":
+        return Path(sample).name.startswith(TARGET)
+    return "blue disc" in sample
 
 
 def _truncate(cache: Path) -> None:
     for path in (cache / "videos").rglob("*.safetensors"):
         with safe_open(path, framework="pt") as entry:
             sample = entry.metadata()["sample"]
-        if sample.startswith(TARGET):
+        if _is_targets(sample, "videos"):
             data = bytearray(path.read_bytes())
             data[-5] ^= 0xFF  # one byte of a value: finite, and not what was written
             path.write_bytes(data)
+
+
+_NEEDS = {"latent_logvar": ("posterior",), "prompt_embeds": ("text",)}
 
 
 def cached() -> list[Fault]:
@@ -56,6 +62,7 @@ def cached() -> list[Fault]:
             "from the start",
             Expected("data", "quarantine", (words,), True, None, "without"),
             before_start=_poison(value, tensor, folder, count),
+            needs=_NEEDS.get(tensor, ()),
         )
         for kind, value, words, count in (
             ("NaN", torch.nan, "1 NaN among", 1),
@@ -145,9 +152,8 @@ def _with_one_draw(value: float, stream: str) -> Arm:
     """A bad value in what is drawn for the target in its second epoch, and only there."""
 
     def arm(stage: Stage) -> None:
-        from dit_lora.families import cogvideox
-
-        normal = cogvideox.normal
+        owner = import_module(stage.site.normal_in)
+        normal = owner.normal
         draw = draw_number(stage.target, epoch=1)
         bad = fold(stage.run.recipe.train.seed, stream, draw) & 0xFFFFFFFF
 
@@ -158,7 +164,7 @@ def _with_one_draw(value: float, stream: str) -> Arm:
                     noise[row].view(-1)[5] = value
             return noise
 
-        stage.patch(cogvideox, "normal", drawn)
+        stage.patch(owner, "normal", drawn)
 
     return arm
 
@@ -169,7 +175,8 @@ def _bad_timestep(stage: Stage) -> None:
     def arm_module(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (args[0].float() * torch.where(args[0] > _LATE, torch.inf, 1.0), *args[1:])
 
-    stage.transformer.time_proj.register_forward_pre_hook(arm_module)  # type: ignore[union-attr, operator]
+    time_proj = stage.transformer.get_submodule(stage.site.named("{time_proj}"))
+    time_proj.register_forward_pre_hook(arm_module)
 
 
 _LATE = 900
@@ -179,7 +186,7 @@ _LATE = 900
 _ALWAYS = Expected("data", "quarantine", names_target=True, same_as="without")
 _TRANSIENT = Expected("transient", "retry", same_as="clean")
 _THIS_DRAW = Expected("inputs", "skip", ("only with this noise",), names_target=True)
-_LATE_DRAW = Expected("inputs", "skip", ("only with this noise",), module="time_proj")
+_LATE_DRAW = Expected("inputs", "skip", ("only with this noise",), module="{time_proj}")
 DRAWN: tuple[Fault, ...] = (
     Fault(
         "NaN in a latent at every read",
@@ -201,6 +208,7 @@ DRAWN: tuple[Fault, ...] = (
         "every time",
         _ALWAYS,
         _in_target(torch.nan, "latent_logvar"),
+        needs=("posterior",),
     ),
     Fault(
         "an overflowing posterior logvar",
@@ -208,6 +216,7 @@ DRAWN: tuple[Fault, ...] = (
         "every time",
         _ALWAYS,
         _in_target(500.0, "latent_logvar"),
+        needs=("posterior",),
     ),
     Fault(
         "NaN in a text embedding",
@@ -215,6 +224,7 @@ DRAWN: tuple[Fault, ...] = (
         "every time",
         _ALWAYS,
         _in_target(torch.nan, "prompt_embeds"),
+        needs=("text",),
     ),
     Fault(
         "Inf in a text embedding",
@@ -222,6 +232,7 @@ DRAWN: tuple[Fault, ...] = (
         "every time",
         _ALWAYS,
         _in_target(torch.inf, "prompt_embeds"),
+        needs=("text",),
     ),
     Fault(
         "NaN in a latent, once",
@@ -236,6 +247,7 @@ DRAWN: tuple[Fault, ...] = (
         "once",
         _TRANSIENT,
         _in_target(torch.inf, "prompt_embeds", once=True),
+        needs=("text",),
     ),
     Fault("NaN loss of one sample", "loss", "every time", _ALWAYS, _loss_of_target(torch.nan)),
     Fault("Inf loss of one sample", "loss", "every time", _ALWAYS, _loss_of_target(torch.inf)),
@@ -275,6 +287,14 @@ DRAWN: tuple[Fault, ...] = (
         "step 3",
         _THIS_DRAW,
         _with_one_draw(torch.nan, "posterior"),
+        needs=("posterior",),
     ),
-    Fault("late timesteps that are not finite", "timestep", "t > 900", _LATE_DRAW, _bad_timestep),
+    Fault(
+        "late timesteps that are not finite",
+        "timestep",
+        "t > 900",
+        _LATE_DRAW,
+        _bad_timestep,
+        needs=("time_proj",),
+    ),
 )

@@ -10,7 +10,7 @@ from dit_lora.faults.world import Arm, Stage, Tensors
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
-_WHERE = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"
+_WHERE = "{attention}.to_k.lora_B.default.weight"
 
 
 def _write(value: float, stage: Stage, tensor: torch.Tensor, rank: int = -1) -> None:
@@ -24,7 +24,7 @@ def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> A
     """A trained weight that goes bad in memory between two steps."""
 
     def arm(stage: Stage) -> None:
-        parameter = dict(stage.transformer.named_parameters())[name]
+        parameter = dict(stage.transformer.named_parameters())[stage.site.named(name)]
         stage.before_step(step, lambda: _write(value, stage, parameter.data, rank))
 
     return arm
@@ -33,7 +33,7 @@ def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> A
 def _moment(value: float, step: int, key: str, *, rank: int = -1) -> Arm:
     def arm(stage: Stage) -> None:
         def act() -> None:
-            parameter = stage.trained()[_WHERE]
+            parameter = stage.trained()[stage.site.named(_WHERE)]
             _write(value, stage, stage.run.optimizer.state[parameter][key], rank)
 
         stage.before_step(step, act)
@@ -52,8 +52,9 @@ def _gradient(
         def hook(grad: torch.Tensor) -> torch.Tensor:
             return change(grad) if state["armed"] else grad
 
+        wanted = stage.site.named(name) if name else None
         for parameter_name, parameter in stage.trained().items():
-            if name in (None, parameter_name):
+            if wanted in (None, parameter_name):
                 parameter.register_hook(hook)
 
         def set_armed(value: bool) -> None:
@@ -84,7 +85,7 @@ def _average(stage: Stage) -> None:
 
     def act() -> None:
         assert stage.run.ema is not None
-        _write(torch.nan, stage, stage.run.ema.tensors()[f"ema/{_WHERE}"])
+        _write(torch.nan, stage, stage.run.ema.tensors()[f"ema/{stage.site.named(_WHERE)}"])
 
     stage.before_step(4, act)
 
@@ -104,7 +105,7 @@ def _loss_once(stage: Stage) -> None:
 
 
 def _frozen(stage: Stage) -> None:
-    parameter = dict(stage.transformer.named_parameters())["transformer_blocks.0.ff.net.2.weight"]
+    parameter = dict(stage.transformer.named_parameters())[f"{stage.site.ff_out}.weight"]
     stage.before_step(4, lambda: _write(torch.nan, stage, parameter.data))
 
 
@@ -139,8 +140,8 @@ def _weight_and_sample(stage: Stage) -> None:
     def change(batch: Tensors, streams: Streams) -> Tensors:
         for row, is_target in enumerate(stage.is_target(batch)):
             if is_target:
-                batch["prompt_embeds"] = batch["prompt_embeds"].clone()
-                batch["prompt_embeds"][row, 5] = torch.nan
+                batch["latent_mean"] = batch["latent_mean"].clone()
+                batch["latent_mean"][row].view(-1)[5] = torch.nan
         return batch
 
     stage.checkpoint.before.append(change)
@@ -265,7 +266,7 @@ FAULTS: tuple[Fault, ...] = (
         "NaN in a frozen weight",
         "base",
         "before step 4",
-        Expected("weights", "stop", ("frozen weight",), module="ff.net.2", exit_code=3),
+        Expected("weights", "stop", ("frozen weight",), module="{ff_out}", exit_code=3),
         _frozen,
     ),
     Fault("NaN in the moving average", "EMA", "before step 4", _AVERAGE, _average, _WITH_EMA),

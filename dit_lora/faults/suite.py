@@ -1,6 +1,6 @@
 """Runs the faults and prints the table.
 
-torchrun --nproc_per_node 2 -m dit_lora.faults.suite OUT.json [PATTERN]      # what `dit-lora faults --ranks 2` does
+torchrun --nproc_per_node 2 -m dit_lora.faults.suite OUT.json VARIANT [PATTERN]      # what `dit-lora faults --ranks 2` does
 """
 
 import fnmatch
@@ -23,41 +23,47 @@ from tqdm import tqdm
 from dit_lora.errors import DitLoraError
 from dit_lora.faults import loops, ops, phases, samples, state
 from dit_lora.faults.fault import Fault, Judged
+from dit_lora.faults.site import DEFAULT, Site, site_of
 from dit_lora.faults.world import World
 from dit_lora.files import write_whole
 
 
-def catalog() -> list[Fault]:
-    """Every fault, in the order of the table."""
-    return [
+def catalog(site: Site) -> list[Fault]:
+    """Every fault that a tiny checkpoint can have, in the order of the table."""
+    every = [
         *samples.cached(),
         *samples.DRAWN,
         *state.FAULTS,
         *ops.FAULTS,
         *phases.FAULTS,
-        *loops.FAULTS,
+        *(
+            loops.FAULTS if site.variant == DEFAULT else ()
+        ),  # foreign loops have models of their own
     ]
+    return [fault for fault in every if fault.fits(site)]
 
 
-def chosen(pattern: str | None) -> list[Fault]:
-    """The faults whose name matches a pattern such as `*latent*`; all without one."""
-    faults = [f for f in catalog() if pattern is None or fnmatch.fnmatchcase(f.name, pattern)]
+def chosen(pattern: str | None, site: Site) -> list[Fault]:
+    """The site's faults whose name matches a pattern such as `*latent*`; all without one."""
+    known = catalog(site)
+    faults = [f for f in known if pattern is None or fnmatch.fnmatchcase(f.name, pattern)]
     if not faults:
-        names = ", ".join(fault.name for fault in catalog())
+        names = ", ".join(fault.name for fault in known)
         raise DitLoraError(f"no fault is called {pattern!r}; there are: {names}")
     return faults
 
 
-def run_suite(pattern: str | None, ranks: int) -> list[Judged]:
-    """Judge every chosen fault, in this process or on several ranks that torchrun starts."""
-    faults = chosen(pattern)
+def run_suite(pattern: str | None, ranks: int, variant: str = DEFAULT) -> list[Judged]:
+    """Judge every chosen fault on one tiny checkpoint, in this process or on ranks that torchrun starts."""
+    site = site_of(variant)
+    faults = chosen(pattern, site)
     if ranks == 1:
-        bar = tqdm(judge_all(faults), total=len(faults), desc="faults", unit="fault")
+        bar = tqdm(judge_all(faults, site), total=len(faults), desc="faults", unit="fault")
         return list(bar)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "judged.json"
         launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        arguments = [str(out), *([pattern] if pattern else [])]
+        arguments = [str(out), variant, *([pattern] if pattern else [])]
         command = [sys.executable, "-m", *launch, "-m", "dit_lora.faults.suite", *arguments]
         done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
         if done.returncode or not out.exists():
@@ -76,14 +82,14 @@ def totals(judged: Sequence[Judged]) -> dict[str, int]:
     }
 
 
-def judge_all(faults: Sequence[Fault]) -> Iterator[Judged]:
+def judge_all(faults: Sequence[Fault], site: Site) -> Iterator[Judged]:
     """Inject one after the other; on every rank alike, each in a run of its own."""
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         shared: list[Any] = [folder]
         broadcast_object_list(shared)
-        world = World(Path(shared[0]), accelerator)
+        world = World(Path(shared[0]), accelerator, site)
         world.reference("clean", ())  # encodes the clips that the faults' caches begin with
         for fault in faults:
             yield fault.judge(world)
@@ -94,11 +100,15 @@ def judge_all(faults: Sequence[Fault]) -> Iterator[Judged]:
 
 def main(argv: Sequence[str]) -> None:
     """Judge on every rank; the main process writes the lines."""
-    out, pattern = Path(argv[0]), argv[1] if len(argv) > 1 else None
-    faults = chosen(pattern)
+    out, site = Path(argv[0]), site_of(argv[1])
+    faults = chosen(argv[2] if len(argv) > 2 else None, site)
     is_main = os.environ.get("RANK", "0") == "0"
     bar = tqdm(
-        judge_all(faults), total=len(faults), desc="faults", unit="fault", disable=not is_main
+        judge_all(faults, site),
+        total=len(faults),
+        desc="faults",
+        unit="fault",
+        disable=not is_main,
     )
     lines = [asdict(one) for one in bar]
     if is_main:

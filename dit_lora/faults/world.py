@@ -19,10 +19,10 @@ from torch import nn
 
 from dit_lora.adapters.store import ADAPTER_FILE
 from dit_lora.config import Recipe
-from dit_lora.data.shapes import write_shapes
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Family
+from dit_lora.faults.site import Site
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import kept_attention
@@ -34,7 +34,7 @@ from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
 from dit_lora.training.trainable import load_trainable
 
-CLIPS, STEPS = 6, 6
+STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
 
 Overrides = tuple[tuple[str, Any], ...]
@@ -80,6 +80,7 @@ class Stage:
     """One prepared run that a fault is put into."""
 
     run: Run
+    site: Site
     target: str
     """The clip that is to be at fault."""
     checkpoint: ArmedCheckpoint
@@ -133,25 +134,29 @@ Arm = Callable[[Stage], None]
 class World:
     """Everything that faults share. Every rank builds an equal one below its own folder's name."""
 
-    def __init__(self, root: Path, accelerator: Accelerator) -> None:
+    def __init__(self, root: Path, accelerator: Accelerator, site: Site) -> None:
         self.root = root
         self.accelerator = accelerator
-        self.family: Family = get_family("cogvideox")
+        self.site = site
+        self.family: Family = get_family(site.family)
         self.model = root / "model"
         self.clips = root / "clips"
         self.without = root / "clips_without"
         self._references: dict[tuple[str, Overrides], Tensors] = {}
         quiet_libraries()
         if accelerator.is_main_process:
-            self.family.build_tiny("cogvideox-5b", self.model, 0)
-            write_shapes(self.clips, clips=CLIPS, frames=9, height=32, width=48, fps=8)
+            self.family.build_tiny(site.variant, self.model, 0)
+            site.write_data(self.clips)
             shutil.copytree(self.clips, self.without)
             _drop_clip(self.without, self.target)
         accelerator.wait_for_everyone()
 
     @property
     def target(self) -> str:
-        return next(path.name for path in sorted(self.clips.glob(f"{TARGET}*.mp4")))
+        found = sorted(self.clips.rglob(f"{TARGET}*"))
+        return next(
+            path.relative_to(self.clips).as_posix() for path in found if path.suffix != ".txt"
+        )
 
     @cached_property
     def target_latent(self) -> torch.Tensor:
@@ -166,16 +171,8 @@ class World:
     def recipe(self, name: str, clips: Path, cache: Path, overrides: Overrides) -> Recipe:
         ranks = self.accelerator.num_processes
         values: dict[str, Any] = {
-            "model": {"family": "cogvideox", "path": str(self.model)},
-            "data": {
-                "path": str(clips),
-                "cache": str(cache),
-                "frames": 9,
-                "height": 32,
-                "width": 48,
-                "fps": 8,
-                "workers": 0,
-            },
+            "model": {"family": self.site.family, "path": str(self.model)},
+            "data": {**self.site.data, "path": str(clips), "cache": str(cache), "workers": 0},
             "lora": {"rank": 4, "alpha": 4},
             "optim": {"groups": {"adapter": {"lr": 1e-3}}},
             "train": {
@@ -241,7 +238,7 @@ class World:
     def _train(self, recipe: Recipe, arm: Arm | None) -> None:
         checkpoint = ArmedCheckpoint(self.family.open(recipe.model).for_recipe(recipe))
         run = prepared_run(recipe, self.accelerator, checkpoint)
-        stage = Stage(run, self.target, checkpoint)
+        stage = Stage(run, self.site, self.target, checkpoint)
         with stage.patches:
             if arm is not None:
                 arm(stage)
@@ -284,7 +281,7 @@ def poisoned_files(seen: Observation) -> list[Path]:
 
 def _drop_clip(folder: Path, clip: str) -> None:
     """Remove a clip and its caption."""
-    for path in folder.glob(f"{Path(clip).stem}.*"):
+    for path in folder.rglob(f"{Path(clip).stem}.*"):
         path.unlink()
     for listing in folder.glob("metadata.*"):
         lines = listing.read_text().splitlines()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dit_lora.cli import app
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault, judged
+from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.suite import catalog, chosen, run_suite, totals
 from dit_lora.faults.world import Observation, World
 
@@ -26,12 +27,12 @@ def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(ranks: int) 
     results = run_suite(None, ranks)
     failed = {one.name: one.why for one in results if not one.passed}
     assert not failed
-    assert len(results) == len(catalog()) >= 60
+    assert len(results) == len(catalog(SITE)) >= 60
     assert totals(results)["poisoned_files"] == 0
 
 
 def test_the_suite_reaches_every_place_and_every_action() -> None:
-    faults = catalog()
+    faults = catalog(SITE)
     names = [fault.name for fault in faults]
     assert len(set(names)) == len(names)
     actions = Counter(fault.expected.action for fault in faults)
@@ -55,12 +56,13 @@ def seen(tmp_path: Path) -> Observation:
     return Observation([event], None, {"w": torch.tensor([1.0, 2.0])}, run, cache, "")
 
 
+SITE = site_of(DEFAULT)
 EXPECTED = Expected("data", "quarantine", ("1 NaN",), True, "to_q", "without")
 
 
 def judge(seen: Observation, expected: Expected = EXPECTED) -> tuple[bool, bool, int]:
     fault = Fault("f", "place", "when", expected)
-    result = judged(fault, seen, {"w": torch.tensor([1.0, 2.0])}, "b.mp4")
+    result = judged(fault, seen, {"w": torch.tensor([1.0, 2.0])}, "b.mp4", SITE)
     assert result.passed == (not result.why and not result.poisoned_files)
     return result.named, result.recovered, result.poisoned_files
 
@@ -114,7 +116,7 @@ def test_the_judge_counts_poisoned_files_but_not_evidence(seen: Observation) -> 
 def test_a_fault_that_is_not_injected_is_not_named(tmp_path: Path) -> None:
     """A clean run must fail every expectation of a verdict: the suite cannot pass by saying nothing."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    world = World(tmp_path, Accelerator(cpu=True))
+    world = World(tmp_path, Accelerator(cpu=True), SITE)
     fault = Fault("nothing", "none", "never", EXPECTED)
     assert not fault.judge(world).named
 
@@ -128,4 +130,4 @@ def test_the_command_prints_json_and_refuses_unknown_names() -> None:
     assert {"name", "named", "recovered", "poisoned_files"} <= set(line)
     assert found["totals"] == {"faults": 1, "named": 1, "recovered": 1, "poisoned_files": 0}
     with pytest.raises(DitLoraError, match="no fault is called 'x'; there are: NaN in a cached"):
-        chosen("x")
+        chosen("x", SITE)
