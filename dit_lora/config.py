@@ -282,16 +282,16 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _one_mode(self) -> "Recipe":
-        given, groups = self.model_fields_set, self.optim.groups
+        groups, usual = self.optim.groups, GroupsConfig()
         if self.train.mode == "lora":
             if self.model.from_scratch is not None:
                 raise ValueError(
                     "model.from_scratch needs train.mode: full; a LoRA needs a trained base"
                 )
             return self
-        if "lora" in given:
+        if self.lora != LoraConfig():
             raise ValueError("lora does not apply to train.mode: full")
-        if {"adapter", "adapter_b"} & groups.model_fields_set:
+        if groups.adapter != usual.adapter or groups.adapter_b:
             raise ValueError("optim.groups: train.mode: full has no adapter; give backbone")
         if groups.backbone is None:
             raise ValueError("optim.groups.backbone is missing: train.mode: full trains it")

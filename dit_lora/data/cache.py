@@ -145,5 +145,5 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.view(torch.uint8).numpy().data)
+        total.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

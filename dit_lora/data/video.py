@@ -191,6 +191,9 @@ def _read_image(path: Path, height: int, width: int) -> np.ndarray:
     """uint8 (H, W, 3), upright; transparent parts are white."""
     with Image.open(path) as opened:
         image = ImageOps.exif_transpose(opened)
+        if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would cut at 255
+            levels = np.asarray(image, np.float32) / 257
+            image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))

@@ -148,3 +148,47 @@ def test_the_guard_goes_on_by_default_and_stops_at_once_where_told_to(
     ladder = load_recipe(path).guard.on_nonfinite
     assert ladder == ("skip", "quarantine", "fallback", "rollback", "stop")
     assert load_recipe(path, ["guard.on_nonfinite=[stop]"]).guard.on_nonfinite == ("stop",)
+
+
+FULL = {"optim": {"groups": {"backbone": {"lr": 1e-4}}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": {"fps": None}}, "fps is missing"),
+        ({"data": {"flip": True}}, "flip is for images"),
+        ({"model": {"from_scratch": {}}}, "model.from_scratch needs train.mode: full"),
+        ({"train": {"mode": "full"}}, "optim.groups.backbone is missing"),
+        ({**FULL, "train": {"mode": "full"}, "lora": {"rank": 8}}, "lora does not apply"),
+        (
+            {
+                "train": {"mode": "full"},
+                "optim": {"groups": {"backbone": {"lr": 1e-4}, "adapter": {"lr": 1e-5}}},
+            },
+            "train.mode: full has no adapter",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(
+    values: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    for section, given in change.items():
+        values[section] = {**values.get(section, {}), **given}
+    with pytest.raises(DitLoraError) as error:
+        parse_recipe(values, "r")
+    assert words in str(error.value)
+
+
+def test_a_full_recipe_and_one_of_images_read_back_equal(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values |= FULL
+    values["train"]["mode"] = "full"
+    values["model"]["from_scratch"] = {"num_layers": 2}
+    values["data"] = {"path": "images", "height": 32, "width": 32, "flip": True}
+    recipe = parse_recipe(values, "r")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+    assert recipe.data.frames == 1

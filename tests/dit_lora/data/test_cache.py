@@ -170,3 +170,17 @@ def test_a_components_digest_depends_on_weights_and_configs_only(tmp_path: Path)
     assert changed != digest
     (tmp_path / "config.json").write_text('{"a": 1}')
     assert Digests(tmp_path / ".memo").component(tmp_path) != changed
+
+
+def test_class_labels_and_masks_are_kept_and_a_lost_entry_is_bad(cache: TensorCache) -> None:
+    tensors = {"class_labels": torch.tensor(7), "mask": torch.tensor([True, False])}
+    key = entry_key({"class": "cat"})
+    cache.write(key, tensors, sample="cat", facts={})
+    spec = cache.spec(key)
+    back, fault = cache.read(key, spec)
+    assert fault is None
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    cache.path(key).unlink()
+    lost, fault = cache.read(key, spec)
+    assert fault is not None
+    assert {name: (t.shape, t.dtype) for name, t in lost.items()} == spec

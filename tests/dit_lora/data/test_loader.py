@@ -239,3 +239,20 @@ def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) 
     assert (one.ids, one.draws, one.faults) == (batch.ids[1:2], batch.draws[1:2], batch.faults)
     assert torch.equal(one.tensors["latent_mean"], batch.tensors["latent_mean"][1:2])
     assert not other.faults
+
+
+def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: CachedClips) -> None:
+    for k in range(5):
+        tensors = {"latent_mean": torch.full((2, 2), 100.0 + k)}
+        clips.videos.write(f"m{k}", tensors, sample="", facts={})
+    entries = tuple(replace(e, mirror_key=f"m{k}") for k, e in enumerate(clips.entries))
+    dataset = of(replace(clips, entries=entries))
+    shown = [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
+    assert 0.4 < sum(value >= 100 for value in shown) / 400 < 0.6
+    assert {value % 100 for value in shown} == {0, 1, 2, 3, 4}
+    assert shown == [
+        dataset[position].tensors["latent_mean"].max().item() for position in range(400)
+    ]
+    path = clips.videos.path("m2")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    assert dataset.clips.set_aside_bad(["2.mp4"]) == [path.with_suffix(".bad")]

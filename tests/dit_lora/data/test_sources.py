@@ -1,4 +1,4 @@
-"""Four layouts, one list; every offender at once."""
+"""Five layouts, one list; every offender at once."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dit_lora.config import DataConfig
-from dit_lora.data.sources import read_clips
+from dit_lora.data.sources import class_name, read_clips
 from dit_lora.errors import DitLoraError
 
 CAPTIONS = {"a.mp4": "a horse, galloping", "sub/b.mp4": 'a "quoted" cat'}
@@ -137,3 +137,71 @@ def test_broken_json_lines_are_numbered(folder: Path) -> None:
     (folder / "metadata.jsonl").write_text('{"file_name": "a.mp4", "text": "x"}\n{oops\n[1]\n')
     with pytest.raises(DitLoraError, match=r"(?s)line 2.*line 3: not an object"):
         read_clips(config(folder))
+
+
+def test_a_folder_a_class_gives_its_name_in_words_as_caption(tmp_path: Path) -> None:
+    for name in ("BoxingPunchingBag/v_1.avi", "white_shark/a.png", "white_shark/b.JPG", "7/c.webp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"media")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "readme.md").write_text("of the data set")
+    clips = read_clips(DataConfig(path=str(tmp_path), height=32, width=32))
+    assert {clip.id: clip.caption for clip in clips} == {
+        "BoxingPunchingBag/v_1.avi": "Boxing Punching Bag",
+        "white_shark/a.png": "white shark",
+        "white_shark/b.JPG": "white shark",
+        "7/c.webp": "7",
+    }
+
+
+@pytest.mark.parametrize(
+    ("folder_name", "words"),
+    [
+        ("HTMLPage", "HTML Page"),
+        ("YoYo", "Yo Yo"),
+        ("table-tennis_shot", "table-tennis shot"),
+        ("n01440764", "n01440764"),
+    ],
+)
+def test_class_names_are_read_as_words(folder_name: str, words: str) -> None:
+    assert class_name(folder_name) == words
+
+
+def test_class_folders_without_media_are_all_named(tmp_path: Path) -> None:
+    for name in ("cats/a.png", "dogs/notes.md", "birds/b.tiff"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DitLoraError) as error:
+        read_clips(DataConfig(path=str(tmp_path), height=32, width=32))
+    assert "these class folders hold no video and no image" in str(error.value)
+    assert "- birds" in str(error.value)
+    assert "- dogs" in str(error.value)
+
+
+def test_one_text_file_makes_it_a_folder_of_captions(tmp_path: Path) -> None:
+    (tmp_path / "cats").mkdir()
+    for name in ("cats/a.png", "cats/b.png"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "cats" / "a.txt").write_text("a cat")
+    with pytest.raises(DitLoraError, match=r"cats/b.png: its caption is empty"):
+        read_clips(DataConfig(path=str(tmp_path), height=32, width=32))
+
+
+def test_a_column_of_first_images_is_read_where_it_is_asked_for(folder: Path) -> None:
+    (folder / "first.png").write_bytes(b"image")
+    rows = [
+        {"file_name": "a.mp4", "text": "x", "start": "first.png"},
+        {"file_name": "sub/b.mp4", "text": "y", "start": None},
+    ]
+    write_jsonl(folder, rows)
+    assert [clip.image for clip in read_clips(config(folder))] == [None, None]
+    clips = read_clips(config(folder, image_column="start"))
+    assert [clip.image for clip in clips] == [folder / "first.png", None]
+    with pytest.raises(DitLoraError, match=r"data\.image_column"):
+        read_clips(config(folder, image_column="begin"))
+    write_jsonl(folder, [{**rows[0], "start": "gone.png"}])
+    with pytest.raises(DitLoraError, match=r"a\.mp4: no such first image: .*gone\.png"):
+        read_clips(config(folder, image_column="start"))
+    (folder / "metadata.jsonl").unlink()
+    with pytest.raises(DitLoraError, match="needs metadata"):
+        read_clips(config(folder, image_column="start"))

@@ -7,8 +7,16 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from dit_lora.data.video import ClipError, read_frames, read_header, too_short, write_video
+from dit_lora.data.video import (
+    ClipError,
+    read_frames,
+    read_header,
+    too_short,
+    write_sample,
+    write_video,
+)
 
 
 def numbered(path: Path, times_ms: list[int], height: int = 32, width: int = 48) -> Path:
@@ -187,3 +195,54 @@ def test_a_file_with_sound_only_is_no_video(tmp_path: Path) -> None:
         container.mux(stream.encode())
     with pytest.raises(ClipError, match="no video stream"):
         read_header(tmp_path / "sound.mp4")
+
+
+def test_an_image_is_one_frame_upright_and_cropped_at_the_centre(tmp_path: Path) -> None:
+    pixels = np.zeros((40, 80, 3), np.uint8)
+    pixels[:, 20:60, 0] = 200  # what a square crop keeps
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    frame = read_frames(tmp_path / "a.png", frames=1, height=40, width=40, fps=None)
+    assert frame.shape == (1, 3, 40, 40)
+    assert frame.dtype == torch.uint8
+    assert (frame[0, 0, :, 1:-1] == 200).all()
+    turned = Image.fromarray(pixels[:, :60])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned by 90 degrees clockwise
+    turned.save(tmp_path / "b.jpg", exif=exif, quality=100, subsampling=0)
+    upright = read_frames(tmp_path / "b.jpg", frames=1, height=60, width=40, fps=None)[0, 0].float()
+    assert upright[:18].mean() < 10
+    assert upright[22:].mean() > 190
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "I;16", "CMYK"])
+def test_images_of_other_modes_become_rgb_with_white_behind(tmp_path: Path, mode: str) -> None:
+    name = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
+    image = Image.new("I;16", (32, 32), 32896) if mode == "I;16" else Image.new(mode, (32, 32))
+    if mode == "P":
+        image.info["transparency"] = 0
+    image.save(name)
+    frame = read_frames(name, frames=1, height=32, width=32, fps=None)
+    expected = {"L": 0, "I;16": 128}.get(mode, 255)
+    assert frame.float().mean().item() == expected
+
+
+def test_an_image_is_too_short_for_a_clip_and_a_clip_gives_its_first_frame(tmp_path: Path) -> None:
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    with pytest.raises(ClipError, match="too short"):
+        read_frames(tmp_path / "a.png", frames=5, height=32, width=32, fps=8)
+    (tmp_path / "b.png").write_bytes(b"no image")
+    with pytest.raises(ClipError, match=r"b\.png: cannot be decoded"):
+        read_frames(tmp_path / "b.png", frames=1, height=32, width=32, fps=None)
+    clip = numbered(tmp_path / "c.mp4", [0, 125, 250])
+    assert levels(read_frames(clip, frames=1, height=32, width=48, fps=None)) == [0]
+
+
+def test_one_frame_is_written_as_png_and_more_as_mp4(tmp_path: Path) -> None:
+    video = torch.randint(0, 256, (3, 32, 48, 3), generator=torch.Generator().manual_seed(0))
+    pixels = video.to(torch.uint8)
+    image = write_sample(tmp_path / "new" / "a.b", pixels[:1], None)
+    assert image.name == "a.b.png"
+    back = read_frames(image, frames=1, height=32, width=48, fps=None)
+    assert torch.equal(back[0].permute(1, 2, 0), pixels[0])
+    assert write_sample(tmp_path / "new" / "c", pixels, 8).name == "c.mp4"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a.b.png", "c.mp4"]
