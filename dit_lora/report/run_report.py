@@ -60,7 +60,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Sample:
-    """The first and the last video of a prompt, or the only one, each as (label, source)."""
+    """The first and the last sample of a prompt, or the only one, each as (label, source)."""
 
     prompt: str
     clips: list[tuple[str, str]]
@@ -324,10 +324,11 @@ def _chart(
 
 
 def _samples(run: RunFiles) -> tuple[list[Sample], int]:
-    """First and last video of every prompt, and how many are linked because the page would be too big."""
+    """First and last sample of every prompt, and how many are linked because the page would be too big."""
     found: dict[int, dict[int, Path]] = {}
-    for path in (run.folder / "samples").glob("step_*/prompt_*.mp4"):
-        match = re.fullmatch(r"step_(\d+)/prompt_(\d+)\.mp4", f"{path.parent.name}/{path.name}")
+    for path in (run.folder / "samples").glob("step_*/prompt_*.*"):
+        name = f"{path.parent.name}/{path.name}"
+        match = re.fullmatch(r"step_(\d+)/prompt_(\d+)\.(mp4|png)", name)
         if match:
             found.setdefault(int(match[2]), {})[int(match[1])] = path
     prompts = _mapping(run.config.get("validation")).get("prompts") or ()
@@ -335,7 +336,7 @@ def _samples(run: RunFiles) -> tuple[list[Sample], int]:
     for index, by_step in sorted(found.items()):
         clips = []
         for step in sorted({min(by_step), max(by_step)}):
-            source, cost = _video_source(by_step[step], run.folder, room)
+            source, cost = _source(by_step[step], run.folder, room)
             room, linked = room - cost, linked + (cost == 0)
             clips.append((f"after step {step:,}" if step else "before", source))
         prompt = prompts[index] if index < len(prompts) else f"prompt {index}"
@@ -343,12 +344,13 @@ def _samples(run: RunFiles) -> tuple[list[Sample], int]:
     return samples, linked
 
 
-def _video_source(path: Path, folder: Path, room: int) -> tuple[str, int]:
+def _source(path: Path, folder: Path, room: int) -> tuple[str, int]:
     """A data URI and its bytes, or a relative link and 0 where the URI would exceed `room`."""
     encoded = 4 * math.ceil(path.stat().st_size / 3)
     if encoded > room:
         return path.relative_to(folder).as_posix(), 0
-    return "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode(), encoded
+    kind = "image/png" if path.suffix == ".png" else "video/mp4"
+    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode(), encoded
 
 
 def _event_row(event: Mapping[str, Any]) -> list[str]:

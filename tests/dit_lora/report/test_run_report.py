@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from dit_lora.data.video import write_video
+from dit_lora.data.video import write_sample, write_video
 from dit_lora.errors import DitLoraError
 from dit_lora.report import run_report
 from dit_lora.report.run_report import write_report
@@ -197,6 +198,27 @@ def test_first_and_last_videos_are_embedded_byte_for_byte(run_dir: Path) -> None
     assert "before after step 20" in page.text
 
 
+def test_images_are_shown_as_images(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(run_dir / "samples")
+    paths = [
+        write_sample(
+            run_dir / "samples" / f"step_{step:06d}" / "prompt_00",
+            torch.full((1, 32, 48, 3), 10 * step, dtype=torch.uint8),
+            None,
+        )
+        for step in (0, 20)
+    ]
+    page = report(run_dir)
+    images = [image for image in page.all("img") if HOSTILE in (image["alt"] or "")]
+    prefix = "data:image/png;base64,"
+    decoded = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
+    assert decoded == [path.read_bytes() for path in paths]
+    assert not page.all("video")
+    monkeypatch.setattr(run_report, "EMBED_LIMIT_BYTES", 1)
+    sources = [image["src"] for image in report(run_dir).all("img")]
+    assert sources == ["samples/step_000000/prompt_00.png", "samples/step_000020/prompt_00.png"]
+
+
 def test_videos_beyond_the_limit_are_linked_and_that_is_said(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,9 +230,9 @@ def test_videos_beyond_the_limit_are_linked_and_that_is_said(
     sources = [video["src"] or "" for video in page.all("video")]
     assert sources[0].startswith("data:")
     assert sources[1] == "samples/step_000020/prompt_00.mp4"
-    assert "1 video is linked, not embedded" in page.text
+    assert "1 sample is linked, not embedded" in page.text
     monkeypatch.setattr(run_report, "EMBED_LIMIT_BYTES", limit - 1)
-    assert "2 videos are linked, not embedded" in report(run_dir).text
+    assert "2 samples are linked, not embedded" in report(run_dir).text
 
 
 def test_a_torn_last_line_is_left_out_and_said(run_dir: Path) -> None:
