@@ -120,7 +120,7 @@ def _attention(change: Change) -> Arm:
 def _masked_row(output: torch.Tensor) -> torch.Tensor:
     """What softmax makes of a row in which every key is masked: exp(-inf - -inf)."""
     masked = torch.zeros_like(output)
-    masked[..., 7, :] = -torch.inf
+    masked[..., -1, :] = -torch.inf
     return output + (masked - masked)
 
 
@@ -137,7 +137,7 @@ def _op_of_target(change: Change, module: str) -> Arm:
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
             parts = [
                 change(part) if is_target else part
-                for part, is_target in zip(output.split(1), rows[0], strict=True)
+                for part, is_target in zip(output.chunk(len(rows[0])), rows[0], strict=True)
             ]
             return torch.cat(parts)
 

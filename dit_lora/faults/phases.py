@@ -1,6 +1,7 @@
 """Faults outside the training step: while clips are encoded, while validating, saving and resuming."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
             def bad(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
                 encoded = encode(pixels, image)
                 if torch.equal(encoded["latent_mean"], world.target_latent):
+                    encoded["latent_mean"] = encoded["latent_mean"].contiguous()
                     encoded["latent_mean"].view(-1)[4] = value
                 return encoded
 
@@ -45,11 +47,10 @@ def _cut_clip(fault: Fault, world: World) -> Observation:
     """A clip whose file breaks off."""
     folder = world.root / "cut_clips"
     if world.accelerator.is_main_process and not folder.exists():
-        folder.mkdir()
-        for path in world.clips.iterdir():
-            data = path.read_bytes()
-            kept = data[: len(data) * 2 // 3] if path.name == world.target else data
-            (folder / path.name).write_bytes(kept)
+        shutil.copytree(world.clips, folder)
+        cut = folder / world.target
+        data = cut.read_bytes()
+        cut.write_bytes(data[: len(data) * 2 // 3])
     world.accelerator.wait_for_everyone()
     return world.observe(fault.name, None, clips=folder, fresh_cache=True)
 

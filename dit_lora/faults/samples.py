@@ -1,7 +1,7 @@
 """Faults of samples: what the cache holds, what is drawn for them, what their loss is."""
 
+import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from dit_lora.data.loader import draw_number
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import TARGET, Arm, Stage, Tensors
+from dit_lora.numerics import streams
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.objectives import LossOutput
 
@@ -152,8 +153,7 @@ def _with_one_draw(value: float, stream: str) -> Arm:
     """A bad value in what is drawn for the target in its second epoch, and only there."""
 
     def arm(stage: Stage) -> None:
-        owner = import_module(stage.site.normal_in)
-        normal = owner.normal
+        normal = streams.normal
         draw = draw_number(stage.target, epoch=1)
         bad = fold(stage.run.recipe.train.seed, stream, draw) & 0xFFFFFFFF
 
@@ -164,7 +164,9 @@ def _with_one_draw(value: float, stream: str) -> Arm:
                     noise[row].view(-1)[5] = value
             return noise
 
-        stage.patch(owner, "normal", drawn)
+        for name, module in list(sys.modules.items()):  # each family imports the function by name
+            if name.startswith("dit_lora.families.") and hasattr(module, "normal"):
+                stage.patch(module, "normal", drawn)
 
     return arm
 

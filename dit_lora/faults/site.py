@@ -15,6 +15,28 @@ def write_clips(folder: Path) -> None:
     write_shapes(folder, clips=CLIPS, frames=9, height=32, width=48, fps=8)
 
 
+def write_images(folder: Path) -> None:
+    write_shapes(folder, clips=CLIPS, frames=1, height=64, width=64, fps=8)
+
+
+def write_classes(folder: Path) -> None:
+    """Two folders of images, of discs and of squares, named by their labels."""
+    _sort_into_classes(folder, frames=1)
+
+
+def write_class_clips(folder: Path) -> None:
+    _sort_into_classes(folder, frames=9)
+
+
+def _sort_into_classes(folder: Path, frames: int) -> None:
+    for path in write_shapes(folder, clips=CLIPS, frames=frames, height=32, width=48, fps=8):
+        label = folder / ("0" if "disc" in path.name else "1")
+        label.mkdir(exist_ok=True)
+        path.rename(label / path.name)
+        path.with_suffix(".txt").unlink(missing_ok=True)
+    (folder / "metadata.jsonl").unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Site:
     """One tiny checkpoint, the data that it trains on, and its modules by name; None where it has none."""
@@ -37,23 +59,73 @@ class Site:
     """The cached tensor of the caption, where it is floating point."""
     posterior: bool = True
     """Whether the VAE gives a distribution."""
-    normal_in: str = "dit_lora.families.cogvideox"
-    """The module whose `normal` draws noise and posterior."""
-
-    @property
-    def lora_b(self) -> str:
-        return f"{self.attention}.to_k.lora_B.default.weight"
 
     def named(self, template: str) -> str:
         """`{attention}.to_out.0` with this site's names."""
         return template.format(**asdict(self))
 
 
+def _sana(variant: str, **changes: Any) -> Site:
+    given: dict[str, Any] = {
+        "family": "sana",
+        "variant": variant,
+        "data": {"height": 64, "width": 64},
+        "write_data": write_images,
+        "ff_out": "transformer_blocks.0.ff.conv_point",
+        "modulation": "time_embed.linear",
+        "time_proj": "time_embed.emb.time_proj",
+        "posterior": False,
+    }
+    return Site(**{**given, **changes})
+
+
+def _video_dit(variant: str, **changes: Any) -> Site:
+    given: dict[str, Any] = {
+        "family": "video_dit",
+        "variant": variant,
+        "data": _VIDEO,
+        "attention": "transformer_blocks.1.attn",
+        "modulation": "transformer_blocks.1.adaln.linear",
+    }
+    return Site(**{**given, **changes})
+
+
 _VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
-SITES: dict[str, Site] = {
-    "cogvideox-5b": Site("cogvideox", "cogvideox-5b", _VIDEO),
-    "cogvideox-2b": Site("cogvideox", "cogvideox-2b", _VIDEO),
-}
+_EVERY = (
+    *(
+        Site("cogvideox", variant, _VIDEO)
+        for variant in ("cogvideox-2b", "cogvideox-5b", "cogvideox-1.5", "cogvideox-1.5-i2v")
+    ),
+    Site("cogvideox", "cogvideox-5b-i2v", {**_VIDEO, "height": 64, "width": 96}),
+    *(_sana(variant) for variant in ("sana-600m", "sana-1.5", "sana-fp16")),
+    _sana(
+        "sana-video",
+        family="sana_video",
+        data={**_VIDEO, "width": 64},
+        write_data=write_clips,
+        posterior=True,
+    ),
+    Site(
+        "dit",
+        "dit-tiny",
+        {"height": 32, "width": 32},
+        write_classes,
+        last="proj_out_2",
+        time_proj="transformer_blocks.1.norm1.emb.time_proj",
+        text=None,
+    ),
+    _video_dit("video-dit-class", write_data=write_class_clips, text=None),
+    _video_dit("video-dit-text", text="pooled_projections"),
+    Site(
+        "latte",
+        "latte",
+        {**_VIDEO, "frames": 4, "width": 32},
+        attention="transformer_blocks.0.attn1",
+        modulation="adaln_single.linear",
+        time_proj="adaln_single.emb.time_proj",
+    ),
+)
+SITES: dict[str, Site] = {site.variant: site for site in _EVERY}
 DEFAULT = "cogvideox-5b"
 
 
