@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from dit_lora.cli import app
 from dit_lora.errors import DitLoraError
+from dit_lora.families import FAMILIES, get_family
 from dit_lora.faults.fault import Expected, Fault, judged
-from dit_lora.faults.site import DEFAULT, site_of
-from dit_lora.faults.suite import catalog, chosen, run_suite, totals
+from dit_lora.faults.site import DEFAULT, SITES, site_of
+from dit_lora.faults.suite import catalog, chosen, judge_all, run_suite, totals
 from dit_lora.faults.world import Observation, World
 
 
@@ -29,6 +30,44 @@ def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(ranks: int) 
     assert not failed
     assert len(results) == len(catalog(SITE)) >= 60
     assert totals(results)["poisoned_files"] == 0
+
+
+# One of each way in which a family's own modules, latents and draws matter; `dit-lora faults --model` has all.
+CORE = (
+    "NaN in a cached latent_mean",
+    "NaN in the noise of one draw",
+    "late timesteps that are not finite",
+    "Inf loss of one sample",
+    "NaN in an adapter weight",
+    "NaN in one gradient element, once",
+    "NaN in a frozen weight",
+    "a fused kernel that gives NaN",
+    "OpenDiT's wrong-row modulation",
+    "flash attention whose backward gives NaN",
+    "an op that overflows for one sample",
+    "an Inf that a clamp hides",
+    "NaN from the VAE",
+    "a truncated checkpoint",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant",
+    ["cogvideox-1.5-i2v", "dit-tiny", "latte", "sana-600m", "sana-video", "video-dit-class"],
+)
+def test_every_familys_faults_are_named_and_recovered(variant: str) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    site = SITES[variant]
+    known = {fault.name: fault for fault in catalog(site)}
+    results = list(judge_all([known[name] for name in CORE], site))
+    assert not {one.name: one.why for one in results if not one.passed}
+    assert len(results) == len(CORE)
+
+
+def test_every_tiny_checkpoint_can_be_broken() -> None:
+    variants = {v for name in FAMILIES for v in get_family(name).tiny_variants}
+    assert set(SITES) == variants
 
 
 def test_the_suite_reaches_every_place_and_every_action() -> None:

@@ -87,7 +87,9 @@ def test_timesteps_are_uniform_over_the_whole_schedule(tiny_checkpoints: dict[st
         "latent_logvar": torch.zeros(count, 1, 1, 2, 2),
         "prompt_embeds": torch.zeros(count, 1, 1),
     }
-    output = checkpoint.losses(Recorder(torch.zeros(())), batch, Streams(0, range(count)))
+    output = checkpoint.losses(
+        Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, Streams(0, range(count))
+    )
     assert output.timesteps.min() < 5
     assert output.timesteps.max() > 994
     assert abs(output.timesteps.float().mean() - 499.5) < 4 * 1000 / (12 * count) ** 0.5

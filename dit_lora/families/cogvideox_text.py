@@ -1,0 +1,301 @@
+"""CogVideoX text-to-video: 2B (sincos positions), 5B (RoPE) and 1.5 (patches over time too).
+
+Positions, prompts and denoising are the stock pipeline's own code, called here, so that training and
+inference cannot drift apart (diffusers/pipelines/cogvideo/pipeline_cogvideox.py).
+
+Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
+from torch import nn
+
+from dit_lora.config import Recipe
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import (
+    Sampling,
+    Tensors,
+    TextEncoder,
+    VideoEncoder,
+    VideoShape,
+    load_or_init,
+    refuse_options,
+)
+from dit_lora.numerics.streams import Streams, integers, normal
+from dit_lora.objectives import LossOutput, VPrediction, mean_squared_error
+
+# Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
+VIDEO_TRANSFORM = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
+
+
+@dataclass(frozen=True)
+class CogVideoXCheckpoint:
+    """One CogVideoX text-to-video checkpoint."""
+
+    path: Path
+    transformer_config: Mapping[str, Any]
+    """Whole: what config.json leaves out has the model class's default."""
+    vae_config: Mapping[str, Any]
+    objective: VPrediction
+    from_scratch: Mapping[str, Any] | None = None
+    pipeline_class: ClassVar[Any] = CogVideoXPipeline
+
+    @property
+    def spatial_factor(self) -> int:
+        """Pixels per latent, as the pipeline counts them."""
+        return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
+
+    @property
+    def temporal_factor(self) -> int:
+        return int(self.vae_config["temporal_compression_ratio"])
+
+    @property
+    def train_timesteps(self) -> int:
+        return len(self.objective.alpha)
+
+    @property
+    def text_tokens(self) -> int:
+        return self.transformer_config["max_text_seq_length"]
+
+    def check_shape(self, shape: VideoShape) -> None:
+        """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
+
+        Not 4n + 1: the VAE decodes latent frames two at a time and only an odd one out as the first, so the 4
+        latents of 13 frames come back as 16 (autoencoder_kl_cogvideox.py, `_decode`).
+        """
+        step = self.spatial_factor * self.transformer_config["patch_size"]
+        wrong = [
+            f"data.{name} must be a multiple of {step}; got {value}, nearest {_multiples(value, step)}"
+            for name, value in (("height", shape.height), ("width", shape.width))
+            if value % step
+        ]
+        pair = 2 * self.temporal_factor
+        if (shape.frames - 1) % pair:
+            below = (shape.frames - 1) // pair * pair + 1
+            wrong.append(
+                f"data.frames must be {pair}n + 1; got {shape.frames}, nearest {below} and {below + pair}"
+            )
+        wrong += self._beyond_positions(shape)
+        if wrong:
+            raise DitLoraError(listed(f"{self.path.name} cannot take this shape", wrong))
+
+    def _beyond_positions(self, shape: VideoShape) -> list[str]:
+        """What the transformer has no positions for."""
+        config, factor = self.transformer_config, self.spatial_factor
+        given = {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        sizes = {name: config[f"sample_{name}"] * factor for name in ("height", "width")}
+        if config["use_learned_positional_embeddings"]:
+            # Of another length, Diffusers computes sincos positions anew and leaves the learned ones out.
+            learned = {"frames": config["sample_frames"], **sizes}
+            return [
+                f"data.{name} must be {value}, which its learned positions are for; got {given[name]}"
+                for name, value in learned.items()
+                if given[name] != value
+            ]
+        if config["patch_size_t"] is None:
+            return []
+        return [
+            f"data.{name} can be {most} at most, where its positions end; got {given[name]}"
+            for name, most in sizes.items()
+            if given[name] > most
+        ]
+
+    def for_recipe(self, recipe: Recipe) -> "CogVideoXCheckpoint":
+        """The checkpoint itself; refuses options of image-to-video."""
+        self.check_shape(VideoShape.of(recipe.data))
+        refuse_options(recipe)
+        if not recipe.data.image_noise:
+            raise DitLoraError(
+                f"data.image_noise: {self.path.name} is text-to-video and starts from no image; remove it"
+            )
+        return self
+
+    def text_facts(self) -> dict[str, Any]:
+        return {
+            "text_encoder": self.path / "text_encoder",
+            "tokenizer": self.path / "tokenizer",
+            "tokens": self.text_tokens,
+        }
+
+    def video_facts(self) -> dict[str, Any]:
+        return {"vae": self.path / "vae", "transform": VIDEO_TRANSFORM}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """T5 as the pipeline uses it: padded to `max_text_seq_length`, no attention mask."""
+        pipeline = self.pipeline_class.from_pretrained(
+            self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+        ).to(device)
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            embeddings, _ = pipeline.encode_prompt(
+                list(captions),
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.text_tokens,
+                device=device,
+            )
+            return {"prompt_embeds": embeddings}
+
+        return encode
+
+    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh."""
+        vae = self._load_vae(dtype, device)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return encode_video(vae, pixels)
+
+        return encode
+
+    def _load_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
+        return AutoencoderKLCogVideoX.from_pretrained(
+            self.path, subfolder="vae", dtype=dtype, use_safetensors=True
+        ).to(device)
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        return load_or_init(CogVideoXTransformer3DModel, self.path, dtype, self.from_scratch)
+
+    def losses(
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        """v-prediction losses at uniform timesteps; noising, target and loss are fp32.
+
+        Where patches span two latent frames, the first one is repeated in front as CogVideo trains 1.5; the
+        pipeline drops what it makes of it, and no loss is taken there.
+        """
+        mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
+        device = mean.device
+        posterior_noise = normal(mean.shape[1:], streams("posterior")).to(device)
+        clean_BCFHW = mean + torch.exp(0.5 * logvar) * posterior_noise
+        padding = self.padding(mean.shape[2])
+        clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
+        clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
+        noise = normal(clean_BCFHW.shape[1:], streams("noise")).to(device).transpose(1, 2)
+        timesteps = integers(0, self.train_timesteps, streams("timestep")).to(device)
+
+        noisy = self.objective.add_noise(clean, noise, timesteps)
+        prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, streams)
+        target = self.objective.target(clean, noise, timesteps)
+        losses = mean_squared_error(prediction[:, padding:], target[:, padding:])
+        return LossOutput(losses, timesteps)
+
+    def padding(self, frames: int) -> int:
+        """Latent frames that the pipeline puts in front of these, so that patches fit."""
+        return -frames % (self.transformer_config["patch_size_t"] or 1)
+
+    def _drawn_prediction(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        streams: Streams,
+    ) -> torch.Tensor:
+        """A training step's prediction; nothing but noise and timestep is drawn for it."""
+        return self.predict(transformer, noisy, timesteps, batch)
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy_BFCHW: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The network's velocity for noisy latents; one call equals one of the stock pipeline's."""
+        return self._call(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])
+
+    def _call(
+        self,
+        transformer: nn.Module,
+        hidden_BFCHW: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt_embeds: torch.Tensor,
+        **given: torch.Tensor,
+    ) -> torch.Tensor:
+        frames, height, width = (hidden_BFCHW.shape[i] for i in (1, 3, 4))
+        return transformer(
+            hidden_states=hidden_BFCHW.to(prompt_embeds.dtype),
+            encoder_hidden_states=prompt_embeds,
+            timestep=timesteps,
+            image_rotary_emb=self._rotary(frames, height, width, hidden_BFCHW.device),
+            return_dict=False,
+            **given,
+        )[0]
+
+    def pipeline(
+        self,
+        dtype: torch.dtype,
+        transformer: nn.Module | None = None,
+        text: bool = True,
+    ) -> Any:
+        given: dict[str, Any] = {} if transformer is None else {"transformer": transformer}
+        if not text:
+            given |= {"text_encoder": None, "tokenizer": None}
+        return self.pipeline_class.from_pretrained(
+            self.path, dtype=dtype, use_safetensors=True, **given
+        )
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        given = {"prompt_embeds": prompt["prompt_embeds"]}
+        return given | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
+
+    def index_changes(self) -> dict[str, Any]:
+        return {}
+
+    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+        if how.image is not None:
+            raise DitLoraError(
+                f"{self.path.name} is text-to-video and starts from no image; leave --image out"
+            )
+        return self._generate(pipeline, conditions, how)
+
+    def _generate(
+        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
+    ) -> torch.Tensor:
+        frames = pipeline(
+            **conditions,
+            num_frames=how.shape.frames,
+            height=how.shape.height,
+            width=how.shape.width,
+            num_inference_steps=how.inference_steps,
+            guidance_scale=how.guidance_scale,
+            max_sequence_length=self.text_tokens,
+            generator=torch.Generator("cpu").manual_seed(how.seed),
+            output_type="np",
+        ).frames[0]
+        return torch.from_numpy((frames * 255).round().clip(0, 255).astype("uint8"))
+
+    def _rotary(
+        self, frames: int, height: int, width: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.transformer_config["use_rotary_positional_embeddings"]:
+            return None
+        # The pipeline's method, on the two attributes of a pipeline that it reads.
+        facts = SimpleNamespace(
+            transformer=SimpleNamespace(config=SimpleNamespace(**self.transformer_config)),
+            vae_scale_factor_spatial=self.spatial_factor,
+        )
+        return self.pipeline_class._prepare_rotary_positional_embeddings(
+            facts, height * self.spatial_factor, width * self.spatial_factor, frames, device
+        )
+
+
+def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
+    """The VAE's posterior of uint8 (frames, 3, height, width), as the cache keeps it."""
+    video = (pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)
+    posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
+    return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+
+
+def _multiples(value: int, step: int) -> str:
+    below = value // step * step
+    return f"{below} and {below + step}" if below else str(step)

@@ -1,0 +1,61 @@
+"""A complete random DiT pipeline, small enough for tests and demos on a CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+
+# A few of ImageNet's, at their places; the others are named by number.
+_NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}
+
+
+def build_dit(out: Path, *, seed: int, classes: int = 1000) -> None:
+    """A DiT-XL-like pipeline of 32x32 pixels, with a learned variance and a name for every class."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = DiTTransformer2DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=8,
+            num_layers=2,
+            sample_size=4,
+            patch_size=2,
+            num_embeds_ada_norm=classes,
+        )
+        pipeline: Any = DiTPipeline(
+            transformer=transformer,
+            vae=tiny_vae(),
+            scheduler=DDIMScheduler(  # facebook/DiT-XL-2-256: scheduler/scheduler_config.json
+                beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
+            ),
+        )
+        pipeline.save_pretrained(out, safe_serialization=True)
+    # save_pretrained forgets the names that the pipeline was given.
+    index = json.loads((out / "model_index.json").read_text(encoding="utf-8"))
+    index["id2label"] = {str(row): _NAMES.get(row, f"class {row}") for row in range(classes)}
+    (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def tiny_vae() -> AutoencoderKL:
+    """8 pixels a latent, 4 channels, scaled by 0.18215, as Stable Diffusion's."""
+    vae: Any = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_size=32,
+        scaling_factor=0.18215,
+    )
+    vae.eval()
+    # A trained VAE's posterior is narrow and its latents have unit variance after scaling; a random one's
+    # is as wide as its latents, which would leave nothing to learn.
+    with torch.no_grad():
+        vae.quant_conv.weight[:4] *= 8.0
+        vae.quant_conv.weight[4:] *= 0.1
+        vae.quant_conv.bias[4:] = -6.0
+    return vae

@@ -1,0 +1,110 @@
+"""Every smoke recipe, end to end: trains, resumes bit for bit, samples, and its result loads where it belongs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+from PIL import Image
+from safetensors.torch import load_file
+
+from dit_lora.data.shapes import write_class_folders, write_shapes
+from dit_lora.recipe import load_recipe
+from dit_lora.training.sample import SampleRequest, sample
+
+Main = Callable[[list[str]], None]
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """What a smoke recipe needs to run here and to be quick."""
+
+    variant: str
+    """The tiny checkpoint."""
+    write_data: Callable[[Path], None] | None = None
+    """Its data; None for the clips of moving shapes."""
+    overrides: tuple[str, ...] = ()
+    prompt: str = "a red disc"
+    """Or a class's name."""
+    starts_from_image: bool = False
+
+
+def class_folders(folder: Path) -> None:
+    write_class_folders(folder, images=12, height=32, width=32)
+
+
+def class_clips(folder: Path) -> None:
+    write_class_folders(folder, images=6, height=32, width=48, frames=8)
+
+
+def captioned_images(folder: Path) -> None:
+    write_shapes(folder, clips=4, frames=1, height=64, width=96, fps=1)
+
+
+SMOKES = {
+    "cogvideox": Smoke("cogvideox-5b"),
+    "cogvideox_1.5": Smoke("cogvideox-1.5"),
+    "cogvideox_i2v": Smoke(
+        "cogvideox-5b-i2v",
+        overrides=("data.image_dropout=0.5", "train.batch_size=1"),
+        starts_from_image=True,
+    ),
+    "dit": Smoke("dit-tiny", class_folders, ("data.flip=true",), prompt="red disc"),
+    "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
+    "sana": Smoke("sana-600m", captioned_images),
+    "sana_video": Smoke("sana-video"),
+    "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
+    "video_dit_lora": Smoke("video-dit-text", class_clips),
+    "latte": Smoke("latte"),
+}
+
+
+@pytest.mark.parametrize("name", SMOKES)
+def test_a_smoke_recipe_trains_resumes_and_samples(
+    name: str,
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    tmp_path: Path,
+) -> None:
+    """3 and 2 resumed steps equal 5, bit for bit, caption dropout and all."""
+    smoke, data, image = SMOKES[name], shape_clips, None
+    if smoke.write_data is not None:
+        data = tmp_path / "data"
+        smoke.write_data(data)
+    if smoke.starts_from_image:
+        image = tmp_path / "first.png"
+        Image.new("RGB", (120, 80), "navy").save(image)
+    common = [
+        str(ROOT / "recipes" / "smoke" / f"{name}.yaml"),
+        f"model.path={tiny_checkpoints[smoke.variant]}",
+        f"data.path={data}",
+        f"data.cache={tmp_path / 'cache'}",
+        f"validation.prompts=[{smoke.prompt}]",
+        *([f"validation.images=[{image}]"] if image else []),
+        "validation.inference_steps=2",
+        *smoke.overrides,
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    lora_main([*common, f"run.dir={whole}", "train.steps=5"])
+    lora_main([*common, f"run.dir={parts}", "train.steps=3"])
+    lora_main([*common, f"run.dir={parts}", "train.steps=5", "train.resume=auto"])
+
+    assert state(parts) == state(whole)
+    samples = sorted(path.parent.name for path in (parts / "samples").rglob("prompt_00.*"))
+    assert samples == ["step_000000", "step_000003", "step_000005"]
+    trained = load_recipe(whole / "config.yaml").train
+    result = whole / ("adapter" if trained.mode == "lora" else "model")
+    assert any(load_file(path) for path in result.rglob("*.safetensors"))
+    request = SampleRequest(whole, (smoke.prompt,), inference_steps=2, image=image)
+    (made,) = sample(request)
+    assert made.stat().st_size > 0
+
+
+def state(run: Path) -> dict[str, bytes]:
+    """Weights and optimizer of the last checkpoint."""
+    folder = run / "checkpoints" / "step_000005"
+    return {
+        n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")
+    }

@@ -1,0 +1,82 @@
+"""Image-to-video from data to samples: a clip's own first image, and what is refused on the way."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from dit_lora.config import ModelConfig
+from dit_lora.data.video import read_frames
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.training.sample import SampleRequest, sample
+
+Main = Callable[[list[str]], None]
+
+
+@pytest.fixture
+def args(
+    smoke: list[str], tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
+) -> list[str]:
+    """One step on clips of which each but the first has an image of its own, of another size."""
+    data = Path(shutil.copytree(shape_clips, tmp_path / "data"))
+    lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
+    for index, line in enumerate(lines[1:], start=1):
+        noise = torch.randint(0, 256, (80, 200, 3), generator=torch.Generator().manual_seed(index))
+        line["first"] = f"{index}.png"
+        Image.fromarray(noise.to(torch.uint8).numpy()).save(data / line["first"])
+    (data / "metadata.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return [
+        *smoke,
+        f"model.path={tiny_checkpoints['cogvideox-1.5-i2v']}",
+        f"data.path={data}",
+        f"run.dir={tmp_path / 'run'}",
+        "train.steps=1",
+        "guard.preflight=false",
+    ]
+
+
+def test_a_first_image_of_the_clips_own_is_what_is_encoded(
+    lora_main: Main, args: list[str], tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """By `data.image_column`; a clip without one gives its first frame."""
+    lora_main([*args, "data.image_column=first", "data.image_noise=false"])
+    model = ModelConfig(family="cogvideox", path=str(tiny_checkpoints["cogvideox-1.5-i2v"]))
+    encode = (
+        get_family("cogvideox").open(model).load_video_encoder(torch.float32, torch.device("cpu"))
+    )
+    size = {"height": 32, "width": 48}
+    seen = 0
+    for path in (tmp_path / "cache" / "videos").rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as entry:
+            clip, found = entry.metadata()["sample"], entry.get_tensor("image_latent_mean")
+        pixels = read_frames(tmp_path / "data" / clip, frames=9, fps=8, **size)
+        own = tmp_path / "data" / f"{int(clip[:2])}.png"
+        image = read_frames(own, frames=1, fps=None, **size)[0] if own.exists() else None
+        assert found.shape == (1, 4, 1, 4, 6)
+        assert torch.equal(found[0], encode(pixels, image)["image_latent_mean"][0])
+        seen += own.exists()
+    assert seen == 4
+
+
+def test_a_validation_image_that_is_not_there_is_refused_before_any_encoding(
+    lora_main: Main, args: list[str], tmp_path: Path
+) -> None:
+    given = ["validation.prompts=[a]", f"validation.images=[{tmp_path / 'lost.png'}]"]
+    with pytest.raises(DitLoraError, match=r"validation\.images: no such file\n.*lost\.png"):
+        lora_main([*args, *given])
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_sampling_an_adapter_of_image_to_video_asks_for_the_image(
+    lora_main: Main, args: list[str], tmp_path: Path
+) -> None:
+    lora_main(args)
+    request = SampleRequest(tmp_path / "run", ("a",), inference_steps=1)
+    with pytest.raises(DitLoraError, match="give the first image with --image"):
+        sample(request)
