@@ -103,19 +103,27 @@ def tiny(
 def shapes(
     out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
     clips: Annotated[int, typer.Option(min=1)] = 6,
-    frames: Annotated[int, typer.Option(min=1)] = 17,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="1 for images (PNG); by default 17, of --classes 1.")
+    ] = None,
     height: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 64,
     width: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 96,
     fps: Annotated[float, typer.Option(min=1, max=240)] = 8.0,
+    classes: Annotated[bool, typer.Option("--classes", help="One folder a class.")] = False,
 ) -> None:
-    """Write captioned clips of moving shapes (H.264), to try things on."""
-    from dit_lora.data.shapes import write_shapes
+    """Write captioned clips of moving shapes (H.264), to try things on; images with --frames 1 or --classes."""
+    from dit_lora.data.shapes import write_class_folders, write_shapes
 
-    if height % 2 or width % 2:
+    frames = frames or (1 if classes else 17)
+    if frames > 1 and (height % 2 or width % 2):
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
     _make_folder(out)
-    write_shapes(out, clips=clips, frames=frames, height=height, width=width, fps=fps)
-    typer.echo(f"wrote {clips} clips to {out}")
+    if classes:
+        size = {"height": height, "width": width, "frames": frames}
+        write_class_folders(out, images=clips, fps=fps, **size)
+    else:
+        write_shapes(out, clips=clips, frames=frames, height=height, width=width, fps=fps)
+    typer.echo(f"wrote {clips} {'images' if frames == 1 else 'clips'} to {out}")
 
 
 @app.command()

@@ -77,6 +77,8 @@ class DataConfig(Section):
     image_column: str | None = None
     """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
     first frame."""
+    classes: tuple[str, ...] | None = None
+    """Names of the classes, for models with a class table; by default those that the data has."""
     frames: Count = 1
     """Frames per clip; 1 trains on images."""
     height: Count
@@ -113,7 +115,7 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank; by default alpha = rank."""
     dropout: Decay = 0.0
     targets: tuple[str, ...] | None = None
-    """Names of linear layers, as PEFT matches them; by default the family's."""
+    """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How A starts; B starts at zero. `kaiming` is PEFT's default."""
 
@@ -187,6 +189,9 @@ class TrainConfig(Section):
     and saved; null for none."""
     checkpointing: Literal["none", "full"] = "full"
     """Gradient checkpointing: `full` recomputes each block in the backward pass and saves memory."""
+    vlb: bool | None = None
+    """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
+    yes where the checkpoint has one."""
 
 
 class ValidationConfig(Section):

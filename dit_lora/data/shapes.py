@@ -1,11 +1,11 @@
-"""Captioned clips of moving shapes: real H.264 files for demos and tests, no download needed."""
+"""Captioned clips and images of shapes: real H.264 and PNG files for demos and tests, no download needed."""
 
 import json
 from pathlib import Path
 
 import torch
 
-from dit_lora.data.video import write_video
+from dit_lora.data.video import write_sample, write_video
 
 _COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
 _SHAPES = ("disc", "square")
@@ -15,7 +15,10 @@ _BACKGROUND = (24, 24, 30)
 def write_shapes(
     out: Path, *, clips: int, frames: int, height: int, width: int, fps: float
 ) -> list[Path]:
-    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction."""
+    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction.
+
+    With one frame: png files, each with a .txt of the same name, as Sana's trainer reads them.
+    """
     out.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
     for index in range(clips):
@@ -23,13 +26,41 @@ def write_shapes(
         shape = _SHAPES[index // len(_COLOURS) % len(_SHAPES)]
         rightwards = index % 2 == 0
         video = _render(shape, colour, rightwards, frames, height, width)
-        path = out / f"{index:02d}_{colour}_{shape}.mp4"
+        side = "right" if rightwards else "left"
+        stem = out / f"{index:02d}_{colour}_{shape}"
+        if frames == 1:
+            paths.append(write_sample(stem, video, None))
+            where = "left" if rightwards else "right"  # where the movement starts
+            text = f"a {colour} {shape} at the {where} of a dark background"
+            stem.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+            continue
+        path = stem.with_suffix(".mp4")
         write_video(path, video, fps)
         paths.append(path)
-        side = "right" if rightwards else "left"
         text = f"a {colour} {shape} moves to the {side} over a dark background"
         lines.append(json.dumps({"file_name": path.name, "text": text}))
-    (out / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if lines:
+        (out / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return paths
+
+
+def write_class_folders(
+    out: Path, *, images: int, height: int, width: int, frames: int = 1, fps: float = 8.0
+) -> list[Path]:
+    """Write `images` png files in one folder a class, such as red_disc; a class's images differ in place.
+
+    Of more frames: mp4 clips, in which the shape moves.
+    """
+    classes = [(colour, shape) for colour in _COLOURS for shape in _SHAPES]
+    paths = []
+    for index in range(images):
+        colour, shape = classes[index % len(classes)]
+        number = index // len(classes)
+        steps = frames + (images - 1) // len(classes)
+        video = _render(shape, colour, True, steps, height, width)[number : number + frames]
+        folder = out / f"{colour}_{shape}"
+        folder.mkdir(parents=True, exist_ok=True)
+        paths.append(write_sample(folder / f"{number:03d}", video, fps if frames > 1 else None))
     return paths
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dit_lora.config import DataConfig
+from dit_lora.data.datasets_source import exported, is_hub_name, is_saved_dataset
 from dit_lora.data.video import is_image
 from dit_lora.errors import DitLoraError, listed
 
@@ -30,9 +31,16 @@ class Clip:
     """Its first image, where the data has one of its own."""
 
 
-def read_clips(data: DataConfig) -> list[Clip]:
-    """Every clip of `data.path`; raises one error that lists all missing files and empty captions."""
+def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
+    """Every clip of `data.path`; raises one error that lists all missing files and empty captions.
+
+    The images of a dataset are written below `cache` first.
+    """
     root = Path(data.path).expanduser()
+    if is_saved_dataset(root) or (not root.exists() and is_hub_name(data.path)):
+        wanted = (data.caption_column,) if data.caption_column else CAPTION_COLUMNS
+        root = exported(data.path, wanted, cache or Path("cache"))
+        data = data.model_copy(update={"caption_column": "text"})
     if not root.is_dir():
         raise DitLoraError(f"data.path: no folder {data.path}")
     layout, rows = _rows(root, data)
@@ -62,6 +70,13 @@ def read_clips(data: DataConfig) -> list[Clip]:
     if wrong:
         raise DitLoraError(listed(f"{root} ({layout}): correct or remove these clips", wrong))
     return clips
+
+
+def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
+    """The classes that a model needs, sorted: `data.classes`, else those of the data."""
+    if data.classes is None:
+        return sorted({clip.caption for clip in read_clips(data, cache)})
+    return sorted(set(data.classes))
 
 
 def _repeats(names: list[str]) -> bool:

@@ -6,6 +6,7 @@ lose the guard. `Family` is what is known before a checkpoint is opened; `Checkp
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,10 @@ class Checkpoint(Protocol):
         """The pipeline's arguments for a prompt as text, or as its text encoder's tensors with those of ""."""
 
     def index_changes(self) -> dict[str, Any]:
-        """What a whole pipeline trained from this says otherwise in its model_index.json."""
+        """What a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""
+
+    def as_trained(self, index: Mapping[str, Any]) -> "Checkpoint":
+        """The checkpoint as one that `index_changes` describes; asked only where there are any."""
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """One video, or an image of one frame: uint8 (frames, height, width, 3)."""
@@ -185,6 +189,53 @@ def require_whole_weights(path: Path, components: Sequence[str]) -> None:
                 wrong.append(f"{component}/{file.name}: {error}")
     if wrong:
         raise DitLoraError(listed(f"{path} is not whole; fetch these files again", wrong))
+
+
+def load_or_init(
+    model_class: Any, path: Path, dtype: torch.dtype, scratch: Mapping[str, Any] | None
+) -> Any:
+    """The frozen transformer of a checkpoint, or random by its config with `scratch` over it; on the CPU.
+
+    Random weights are drawn from torch's generator in fp32 and then rounded; buffers stay as they are.
+    """
+    if scratch is None:
+        # dtype= and not .to(): .to() would round position tables as well.
+        return model_class.from_pretrained(
+            path, subfolder="transformer", dtype=dtype, use_safetensors=True
+        ).requires_grad_(False)
+    known = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
+    unknown = sorted(set(scratch) - set(known))
+    if unknown:
+        name = model_class.__name__
+        raise DitLoraError(
+            listed(f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", known)
+        )
+    try:
+        model = model_class.from_config({**read_component_config(path, "transformer"), **scratch})
+    except (TypeError, ValueError) as error:
+        raise DitLoraError(f"model.from_scratch: {error}; got {dict(scratch)}") from error
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.requires_grad_(False)
+
+
+def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
+    """Raise if the recipe sets options of other families: all but those in `takes`.
+
+    They are `data.classes`, `data.image_column`, `data.image_dropout`, `validation.images` and `train.vlb`.
+    """
+    given = {
+        "data.classes": recipe.data.classes is not None,
+        "data.image_column": recipe.data.image_column is not None,
+        "data.image_dropout": recipe.data.image_dropout > 0,
+        "validation.images": bool(recipe.validation.images),
+        "train.vlb": recipe.train.vlb is not None,
+    }
+    wrong = [name for name, is_set in given.items() if is_set and name not in takes]
+    if wrong:
+        raise DitLoraError(
+            f"{', '.join(wrong)}: family {recipe.model.family} has nothing that this applies to; remove it"
+        )
 
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:

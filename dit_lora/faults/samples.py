@@ -28,7 +28,10 @@ def _poison(value: float, tensor_name: str, folder: str, count: int = 1) -> Any:
             if not _is_targets(metadata["sample"], folder):
                 continue
             tensors = load_file(path)
-            tensors[tensor_name].view(-1)[7 : 7 + count] = value
+            name = tensor_name
+            if folder == "texts":  # families name it differently; a mask is not floating point
+                name = next(n for n, t in tensors.items() if t.is_floating_point())
+            tensors[name].view(-1)[7 : 7 + count] = value
             save_file(tensors, path, metadata=metadata)
 
     return change
@@ -92,12 +95,13 @@ def _in_target(value: float, tensor: str, *, once: bool = False) -> Arm:
 
     def arm(stage: Stage) -> None:
         pending = [True]
+        name = (stage.site.text if tensor == "prompt_embeds" else None) or tensor
 
         def change(batch: Tensors, streams: Streams) -> Tensors:
             for row, is_target in enumerate(stage.is_target(batch)):
                 if is_target and pending:
-                    batch[tensor] = batch[tensor].clone()
-                    batch[tensor][row].view(-1)[3] = value
+                    batch[name] = batch[name].clone()
+                    batch[name][row].view(-1)[3] = value
                     if once:
                         pending.clear()
             return batch

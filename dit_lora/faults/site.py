@@ -103,6 +103,7 @@ _EVERY = (
         family="sana_video",
         data={**_VIDEO, "width": 64},
         write_data=write_clips,
+        ff_out="transformer_blocks.0.ff.conv_temp",
         posterior=True,
     ),
     Site(

@@ -12,8 +12,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from tqdm import tqdm
 
+from dit_lora.config import Recipe
 from dit_lora.data.cache import MAX_ABS
 from dit_lora.data.quarantine import Order, Quarantine
+from dit_lora.data.sources import class_names
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.bisect import Suspects, has_run_away, weight_peak
 from dit_lora.numerics.finite import not_finite
@@ -197,6 +199,16 @@ def _spikes(run: "Run") -> SpikeDetector | None:
     return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
 
 
+def _whole_recipe(run: "Run", micro_batch: MicroBatch) -> Recipe:
+    """The recipe, with the names of its classes: a replay has no data to read them from."""
+    recipe = run.recipe
+    if "class_labels" not in micro_batch.tensors:
+        return recipe
+    names = tuple(class_names(recipe.data, recipe.cache_dir))
+    data = recipe.data.model_copy(update={"classes": names})
+    return recipe.model_copy(update={"data": data})
+
+
 class _Files:
     """A run's folder, for `RunRecovery`."""
 
@@ -242,7 +254,7 @@ class _Files:
                 micro_batch,
                 event,
                 run.transformer,
-                run.recipe,
+                _whole_recipe(run, micro_batch),
                 run.runtime.precision,
                 run.encoded.transformer_digest,
                 run.guard.state.switched_off,

@@ -57,7 +57,10 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     """Fill the caches for a recipe; all unusable clips are listed in one error, after the others are cached."""
     recipe, root = runtime.recipe, runtime.recipe.cache_dir
     videos, texts = TensorCache(root / "videos"), TensorCache(root / "texts")
-    clips = read_clips(recipe.data)
+    clips = read_clips(recipe.data, root)
+    lost = [image for image in recipe.validation.images if not Path(image).is_file()]
+    if lost:
+        raise DitLoraError(listed("validation.images: no such file", lost))
     with runtime.accelerator.local_main_process_first():  # the others find the digests remembered
         digests = Digests(root / "digests.json")
         text_facts = _resolve(checkpoint.text_facts(), digests, runtime)

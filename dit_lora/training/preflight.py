@@ -26,6 +26,7 @@ from dit_lora.numerics.preflight import (
 )
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.replay import run as replay
+from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import attention_switches
 from dit_lora.objectives import LossOutput
@@ -135,6 +136,7 @@ def _facts(run: "Run", micro_batch: MicroBatch) -> Mapping[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "transformer": run.encoded.transformer_digest,
         "dtype": str(run.runtime.precision.dtype),
+        "saturates": is_emulated(run.transformer),
         "shapes": {name: list(tensor.shape) for name, tensor in micro_batch.tensors.items()},
         "backends": [switch.name for switch in attention_switches()],
     }
@@ -146,7 +148,12 @@ def _probed(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
         micro_batch.forward()
     peaks = [values["abs_max"] for values in monitor.collect().values() if "abs_max" in values]
     files = sorted((run.checkpoint.path / "transformer").glob("*.safetensors"))
-    precision = stored_precision(stored_dtype(files), run.runtime.precision.dtype, max(peaks))
+    precision = stored_precision(
+        stored_dtype(files),
+        run.runtime.precision.dtype,
+        max(peaks),
+        saturates=is_emulated(run.transformer),
+    )
     backends, _ = attention_backends(calls, run.runtime.accelerator.device)
     return [*precision, *backends]
 

@@ -214,6 +214,7 @@ def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module)
         "train.mode": recipe.train.mode,
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
+        "train.vlb": recipe.train.vlb,
         "train.batch_size x accumulate x processes": batch,
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
@@ -236,10 +237,9 @@ def provenance(run: Run) -> dict[str, Any]:
         "base_model": path.resolve().name if path.is_dir() else recipe.model.path,
         "revision": recipe.model.revision,
         "transformer_digest": run.encoded.transformer_digest,
+        "index": run.checkpoint.index_changes(),
         **_lora_facts(recipe),
-        "steps": recipe.train.steps,
-        "ema": recipe.train.ema,
-        "seed": recipe.train.seed,
+        **{key: getattr(recipe.train, key) for key in ("steps", "ema", "seed")},
         "dtype": str(run.runtime.precision.dtype),
         "video": {key: getattr(recipe.data, key) for key in ("frames", "height", "width", "fps")},
         "packages": dict(probe_environment().versions),

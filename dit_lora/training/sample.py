@@ -61,6 +61,8 @@ def sample(request: SampleRequest) -> list[Path]:
     model = _base_model(request, made, whole)
     family = get_family(made.get("family") or _family_of(model))
     checkpoint = family.open(model)
+    if adapter and made.get("index"):
+        checkpoint = checkpoint.as_trained(made["index"])  # it may add classes
     video = made.get("video", {})
     shape = VideoShape(
         frames=_value("frames", request.frames, video),

@@ -9,13 +9,14 @@ from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import Recipe
 from dit_lora.families.base import Checkpoint, Family
+from dit_lora.numerics.saturation import FP16_MAX, is_emulated
 from dit_lora.numerics.streams import fold
 
 
 def load_trainable(
     recipe: Recipe, family: Family, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-    """Transformer, parameter groups, and a line that says what was attached; equal on all ranks.
+    """Transformer, parameter groups, and lines that say what was attached; equal on all ranks.
 
     In mode `lora` base weights are in `dtype` and what trains is fp32; in mode `full` everything is fp32.
     """
@@ -27,6 +28,11 @@ def load_trainable(
     if not full:
         said = str(
             attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
+        )
+    if is_emulated(transformer):
+        said += (
+            f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, in which this "
+            "checkpoint was trained"
         )
     groups = recipe_groups(
         transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode

@@ -66,6 +66,37 @@ def test_shapes_writes_real_h264_with_captions(tmp_path: Path) -> None:
         assert (video[0] - video[-1]).abs().mean() > 5  # something moves
 
 
+def test_shapes_of_one_frame_are_images_with_captions(tmp_path: Path) -> None:
+    invoke(
+        "shapes", tmp_path / "images", "--clips", 3, "--frames", 1, "--height", 33, "--width", 47
+    )
+    files = sorted((tmp_path / "images").glob("*.png"))
+    assert len(files) == 3
+    assert len({f.with_suffix(".txt").read_text() for f in files}) == 3
+    pixels = [read_frames(f, frames=1, height=33, width=47, fps=None).float() for f in files]
+    assert all(image.std() > 5 for image in pixels)
+    assert (pixels[0] - pixels[1]).abs().mean() > 5
+
+
+def test_class_folders_of_clips_differ_by_class_and_within_one(tmp_path: Path) -> None:
+    size = ("--frames", 4, "--height", 32, "--width", 48)
+    invoke("shapes", tmp_path / "clips", "--classes", "--clips", 12, *size)
+    files = sorted((tmp_path / "clips").rglob("*.mp4"))
+    assert len({path.parent.name for path in files}) == 6
+    assert [path.name for path in files] == ["000.mp4", "001.mp4"] * 6
+    videos = [read_frames(path, frames=4, height=32, width=48, fps=8).float() for path in files]
+    assert (videos[0][0] - videos[0][-1]).abs().mean() > 5  # something moves
+    assert (videos[0] - videos[1]).abs().mean() > 2
+    assert (videos[0] - videos[2]).abs().mean() > 2
+
+
+def test_class_folders_are_of_images_by_default(tmp_path: Path) -> None:
+    invoke("shapes", tmp_path / "images", "--classes", "--clips", 7, "--height", 33, "--width", 47)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    assert len({path.parent.name for path in files}) == 6
+    assert len(files) == 7
+
+
 def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
     from diffusers import CogVideoXPipeline
 

@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_family(
             {"prediction_type": "epsilon"},
             "prediction_type=epsilon",
         ),
-        ("transformer/config.json", {"patch_size_t": 2}, "is CogVideoX 1.5"),
+        ("transformer/config.json", {"in_channels": 8}, "in_channels must be 4; got 8"),
     ],
 )
 def test_a_checkpoint_that_contradicts_the_family(  # type: ignore[no-untyped-def]
@@ -229,7 +229,7 @@ def test_a_tracker_that_is_not_installed(
 def test_a_resolution_that_does_not_fit(refused: Callable[..., str]) -> None:
     message = refused("data.height=50", "data.frames=12")
     assert "data.height must be a multiple of 16; got 50, nearest 48 and 64" in message
-    assert "data.frames must be 4n + 1; got 12, nearest 9 and 13" in message
+    assert "data.frames must be 8n + 1; got 12, nearest 9 and 17" in message
 
 
 @pytest.fixture

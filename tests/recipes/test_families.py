@@ -1,5 +1,6 @@
 """Every smoke recipe, end to end: trains, resumes bit for bit, samples, and its result loads where it belongs."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 from PIL import Image
+from runs import lines, poison
 from safetensors.torch import load_file
 
 from dit_lora.data.shapes import write_class_folders, write_shapes
 from dit_lora.recipe import load_recipe
+from dit_lora.training.replay import replay_bundle
 from dit_lora.training.sample import SampleRequest, sample
 
 Main = Callable[[list[str]], None]
@@ -58,6 +61,10 @@ SMOKES = {
     "video_dit_lora": Smoke("video-dit-text", class_clips),
     "latte": Smoke("latte"),
 }
+
+
+def test_every_smoke_recipe_is_tried_here() -> None:
+    assert set(SMOKES) == {path.stem for path in (ROOT / "recipes" / "smoke").glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", SMOKES)
@@ -108,3 +115,31 @@ def state(run: Path) -> dict[str, bytes]:
     return {
         n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")
     }
+
+
+@pytest.mark.parametrize("name", ["dit", "video_dit"])
+def test_a_bundle_of_a_model_with_classes_is_replayed_without_the_data(
+    name: str, lora_main: Main, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """New classes and all: their rows are in the bundle, and their names."""
+    smoke, data, run = SMOKES[name], tmp_path / "data", tmp_path / "run"
+    assert smoke.write_data is not None
+    smoke.write_data(data)
+    common = [
+        str(ROOT / "recipes" / "smoke" / f"{name}.yaml"),
+        f"model.path={tiny_checkpoints[smoke.variant]}",
+        f"data.path={data}",
+        f"data.cache={tmp_path / 'cache'}",
+        "validation.prompts=[]",
+    ]
+    lora_main([*common, f"run.dir={tmp_path / 'fill'}", "train.steps=1"])
+    bad = next(path.relative_to(data).as_posix() for path in sorted(data.rglob("*.*")))
+    poison(tmp_path / "cache", bad)
+    lora_main([*common, f"run.dir={run}", "train.steps=4", "data.flip=false"])
+    (event,) = lines(run, "events.jsonl")
+    assert event["sample_ids"] == [bad]
+    elsewhere = Path(shutil.copytree(run / event["bundle"], tmp_path / "elsewhere"))
+    shutil.rmtree(data)
+    replayed = replay_bundle(elsewhere, model=str(tiny_checkpoints[smoke.variant]))
+    assert replayed.verdict is not None
+    assert (replayed.verdict.cause, replayed.verdict.sample_ids) == ("data", (bad,))

@@ -1,0 +1,1 @@
+"""Architectures that neither Diffusers nor Transformers has."""

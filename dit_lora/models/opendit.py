@@ -1,0 +1,119 @@
+"""OpenDiT's VDiT checkpoints, by name, to `VideoDiTTransformer3DModel`.
+
+Names as OpenDiT v1.0.0 saves them (opendit/models/dit.py). Every tensor is placed, handed back, or checked
+against what it is computed from; one that is none of these is an error.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.models.video_dit import VideoDiTTransformer3DModel, spatial_sines, temporal_sines
+
+Tensors = dict[str, torch.Tensor]
+
+CLIP_PREFIX = "y_embedder.text_encoder.transformer."
+# OpenDiT's module to ours; each has a weight and, but for the label table, a bias.
+_OUTSIDE = {
+    "x_embedder.proj": "patch_embed.proj",
+    "t_embedder.mlp.0": "time_embed.linear_1",
+    "t_embedder.mlp.2": "time_embed.linear_2",
+    "y_embedder.embedding_table": "class_embed",
+    "y_embedder.output_projection": "text_embed",
+    "final_layer.adaLN_modulation.1": "adaln_out.linear",
+    "final_layer.linear": "proj_out",
+}
+_IN_BLOCK = {
+    "adaLN_modulation.1": "adaln.linear",
+    "attn.proj": "attn.to_out.0",
+    "mlp.fc1": "ff.net.0.proj",
+    "mlp.fc2": "ff.net.2",
+}
+_FUSED = ("attn.to_q", "attn.to_k", "attn.to_v")
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class ConvertedOpenDiT:
+    """What an OpenDiT state dict holds."""
+
+    transformer: Tensors
+    """For `load_state_dict` of the model that was asked for, strictly."""
+    text_encoder: Tensors
+    """CLIP's own tensors, by transformers' names; empty for a model of classes. OpenDiT never trains them."""
+    recomputed: tuple[str, ...]
+    """Position tables, which the model computes: compared, and not kept."""
+
+
+def convert_opendit(
+    state_dict: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> ConvertedOpenDiT:
+    """An OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`, dtypes kept.
+
+    The fused qkv is split by rows: queries, keys, values. Raises one error that lists every tensor that
+    is unknown, missing, of another shape, or a position table of another video.
+    """
+    with torch.device("meta"):
+        model = VideoDiTTransformer3DModel.from_config(dict(config))
+    placed: Tensors = {}
+    clip: Tensors = {}
+    recomputed, wrong = [], []
+    for name, tensor in state_dict.items():
+        if name.startswith(CLIP_PREFIX):
+            clip[name.removeprefix(CLIP_PREFIX)] = tensor
+        elif name in ("pos_embed_spatial", "pos_embed_temporal"):
+            recomputed.append(name)
+            wrong += _position_faults(name, tensor, model)
+        else:
+            parts = dict(_place(name, tensor))
+            wrong += [] if parts else [f"{name}: VDiT has no such tensor"]
+            placed |= parts
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    wrong += [f"{name}: missing" for name in expected if name not in placed]
+    wrong += [
+        f"{name}: {'not of this model' if name not in expected else 'shape'}; "
+        f"got {tuple(tensor.shape)}, the config makes {tuple(expected.get(name, ()))}"
+        for name, tensor in placed.items()
+        if tensor.shape != expected.get(name)
+    ]
+    if wrong:
+        raise DitLoraError(listed("this is not an OpenDiT VDiT of that config", wrong))
+    return ConvertedOpenDiT(placed, clip, tuple(recomputed))
+
+
+def _place(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our names and tensors of one of OpenDiT's; nothing for a name that is not its own."""
+    module, _, kind = name.rpartition(".")
+    if module in _OUTSIDE and kind in ("weight", "bias"):
+        yield f"{_OUTSIDE[module]}.{kind}", tensor
+        return
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return
+    block, module, kind = match.groups()
+    if module == "attn.qkv" and len(tensor) % 3 == 0:
+        for ours, part in zip(_FUSED, tensor.chunk(3), strict=True):
+            yield f"transformer_blocks.{block}.{ours}.{kind}", part
+    elif module in _IN_BLOCK:
+        yield f"transformer_blocks.{block}.{_IN_BLOCK[module]}.{kind}", tensor
+
+
+def _position_faults(
+    name: str, tensor: torch.Tensor, model: VideoDiTTransformer3DModel
+) -> list[str]:
+    config: Any = model.config
+    width, (patch_t, patch, _) = model.width, model.patch
+    if name == "pos_embed_temporal":
+        table = temporal_sines(width, config.sample_frames // patch_t)
+    else:
+        table = spatial_sines(width, config.sample_height // patch, config.sample_width // patch)
+    if tensor.shape != (1, *table.shape):
+        return [f"{name}: got {tuple(tensor.shape)}, the config makes {(1, *table.shape)}"]
+    # OpenDiT casts the tables with the model; one rounding to bf16 moves a sine by up to 2^-9.
+    tolerance = 1e-5 if tensor.dtype in (torch.float32, torch.float64) else 2**-8
+    off = float((tensor[0].double().cpu() - table).abs().max())
+    return [f"{name}: is not the table of sines; off by {off:.3g}"] if off > tolerance else []

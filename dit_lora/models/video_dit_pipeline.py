@@ -1,0 +1,204 @@
+"""Sampling with the video DiT: class names or prompts to videos, through a 2D VAE frame by frame.
+
+Shapes: B batch, C latent channels, F latent frames, H and W latent size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler
+from diffusers.loaders import CogVideoXLoraLoaderMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.utils import BaseOutput
+from diffusers.utils.torch_utils import randn_tensor
+from diffusers.video_processor import VideoProcessor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.models.video_dit import VideoDiTTransformer3DModel
+
+
+@dataclass
+class VideoDiTPipelineOutput(BaseOutput):
+    """`frames`: videos as `output_type` asks, of which "np" gives (B, frames, height, width, 3) in 0..1."""
+
+    frames: Any
+
+
+class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
+    """A video DiT, an image VAE (`AutoencoderKL`) and a DDIM or DDPM scheduler.
+
+    A model of classes needs `id2label` (index as text to name); a model of text, CLIP's `text_encoder` and
+    `tokenizer`, or `pooled_projections` in each call. LoRA loading is Diffusers' own: of its mixins the
+    one of CogVideoX knows only of `transformer`.
+    """
+
+    model_cpu_offload_seq = "text_encoder->transformer->vae"  # type: ignore[assignment]
+    _optional_components: list[str] = ["text_encoder", "tokenizer"]  # noqa: RUF012  (a list for Diffusers)
+    transformer: Any
+    vae: Any
+    scheduler: Any
+    text_encoder: Any
+    tokenizer: Any
+
+    def __init__(
+        self,
+        transformer: VideoDiTTransformer3DModel,
+        vae: AutoencoderKL,
+        scheduler: DDIMScheduler | DDPMScheduler,
+        text_encoder: CLIPTextModel | None = None,
+        tokenizer: CLIPTokenizer | None = None,
+        id2label: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_modules(
+            transformer=transformer,
+            vae=vae,
+            scheduler=scheduler,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+        )
+        self.register_to_config(id2label=dict(id2label or {}))
+        self.labels = {name: int(index) for index, name in dict(id2label or {}).items()}
+        self.vae_scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1) if vae else 8
+        self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor)
+
+    def get_label_ids(self, names: Sequence[str]) -> torch.Tensor:
+        """int64 (B,); "" is the null class. Raises with all names that there are."""
+        null = self.transformer.config.num_classes
+        unknown = [name for name in names if name and name not in self.labels]
+        if unknown:
+            raise DitLoraError(listed(f"no class {', '.join(unknown)}; there are", [*self.labels]))
+        return torch.tensor([self.labels[name] if name else null for name in names])
+
+    @torch.no_grad()
+    def encode_prompt(self, prompts: Sequence[str]) -> torch.Tensor:
+        """CLIP's pooled output, (B, D): that of the end token, so what is padded after it does not matter."""
+        tokens = self.tokenizer(
+            list(prompts),
+            padding="max_length",
+            max_length=self.tokenizer.model_max_length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        return self.text_encoder(tokens.input_ids.to(self.text_encoder.device)).pooler_output
+
+    def decode_latents(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
+        """Pixels (B, 3, frames, height, width), about -1..1; one frame at a time, as it was encoded."""
+        scaled = latents_BCFHW / self.vae.config.scaling_factor
+        frames = [self.vae.decode(frame).sample for frame in scaled.unbind(2)]
+        return torch.stack(frames, dim=2)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: torch.Tensor | None = None,
+        pooled_projections: torch.Tensor | None = None,
+        negative_pooled_projections: torch.Tensor | None = None,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 4.0,
+        generator: torch.Generator | None = None,
+        latents: torch.Tensor | None = None,
+        output_type: str = "np",
+        return_dict: bool = True,
+    ) -> VideoDiTPipelineOutput | tuple[Any]:
+        """Videos for class names or texts in `prompt`, or for `class_labels` or `pooled_projections` (B, ...).
+
+        Frames, height and width are in pixels, by default those of the config. Above guidance scale 1, the
+        null class or the empty text (`negative_pooled_projections` where given) is run beside: all latent
+        channels are guided, where OpenDiT guides three of four.
+        """
+        condition, empty = self._conditions(
+            prompt, class_labels, pooled_projections, negative_pooled_projections, guidance_scale
+        )
+        batch = len(next(iter(condition.values())))
+        config, device = self.transformer.config, self._execution_device
+        shape = (
+            batch,
+            config.in_channels,
+            num_frames or config.sample_frames,
+            (height or config.sample_height * self.vae_scale_factor) // self.vae_scale_factor,
+            (width or config.sample_width * self.vae_scale_factor) // self.vae_scale_factor,
+        )
+        self.scheduler.set_timesteps(num_inference_steps, device=device)
+        dtype = self.transformer.dtype
+        if latents is None:
+            latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
+        latents = latents * self.scheduler.init_noise_sigma
+        for step in self.progress_bar(self.scheduler.timesteps):
+            inputs = self.scheduler.scale_model_input(latents, step).to(dtype)
+            output = self._predict(inputs, step, condition)
+            if empty is not None:
+                output = _guided(
+                    output, self._predict(inputs, step, empty), guidance_scale, config.in_channels
+                )
+            if not _learns_variance(self.scheduler):
+                output = output[:, : config.in_channels]
+            latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
+        video: Any = latents
+        if output_type != "latent":
+            pixels = self.decode_latents(latents.to(self.vae.dtype)).float()
+            video = self.video_processor.postprocess_video(pixels, output_type=output_type)
+        self.maybe_free_model_hooks()
+        return VideoDiTPipelineOutput(frames=video) if return_dict else (video,)
+
+    def _predict(
+        self, latents: torch.Tensor, step: torch.Tensor, condition: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        timesteps = step.expand(len(latents))
+        predicted = self.transformer(
+            hidden_states=latents, timestep=timesteps, return_dict=False, **condition
+        )[0]
+        return predicted.float()
+
+    def _conditions(
+        self,
+        prompt: str | Sequence[str] | None,
+        class_labels: torch.Tensor | None,
+        pooled_projections: torch.Tensor | None,
+        negative_pooled_projections: torch.Tensor | None,
+        guidance_scale: float,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
+        """The transformer's arguments, and those of the null condition where there is guidance."""
+        if sum(value is not None for value in (prompt, class_labels, pooled_projections)) != 1:
+            raise DitLoraError("give one of prompt, class_labels and pooled_projections")
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        device, null = self._execution_device, self.transformer.config.num_classes
+        if null is not None:
+            labels = self.get_label_ids(prompts) if prompts is not None else class_labels
+            if labels is None or ((labels < 0) | (labels > null)).any():
+                raise DitLoraError(
+                    f"class_labels must be in 0..{null}, of which {null} is the null class; got {labels}"
+                )
+            labels = labels.to(device)
+            empty = {"class_labels": torch.full_like(labels, null)}
+            return {"class_labels": labels}, empty if guidance_scale > 1 else None
+        pooled = self.encode_prompt(prompts) if prompts is not None else pooled_projections
+        if pooled is None:
+            raise DitLoraError(
+                "this pipeline is conditioned on text; give prompt or pooled_projections"
+            )
+        given = {"pooled_projections": pooled.to(device, self.transformer.dtype)}
+        if guidance_scale <= 1:
+            return given, None
+        negative = negative_pooled_projections
+        if negative is None:
+            negative = self.encode_prompt([""])
+        negative = negative.to(device, self.transformer.dtype).expand_as(pooled)
+        return given, {"pooled_projections": negative}
+
+
+def _guided(output: torch.Tensor, empty: torch.Tensor, scale: float, channels: int) -> torch.Tensor:
+    """Classifier-free guidance of the noise; a learned variance stays the conditional one."""
+    noise = empty[:, :channels] + scale * (output[:, :channels] - empty[:, :channels])
+    return torch.cat([noise, output[:, channels:]], dim=1)
+
+
+def _learns_variance(scheduler: Any) -> bool:
+    return scheduler.config.get("variance_type") in ("learned", "learned_range")
