@@ -125,10 +125,23 @@ def load_into_pipeline(pipeline: Any, adapter: Path) -> None:
     base = file.with_name(BASE_FILE)
     if base.is_file():
         # Before the adapter: PEFT renames the weights of the layers it wraps.
-        _, unexpected = pipeline.transformer.load_state_dict(load_file(base), strict=False)
+        weights = load_file(base)
+        _grow_tables(pipeline.transformer, weights)
+        _, unexpected = pipeline.transformer.load_state_dict(weights, strict=False)
         if unexpected:
             raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
+
+
+def _grow_tables(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Make room for the rows that training added to embedding tables, for classes new to the model."""
+    for name, module in model.named_modules():
+        weight = weights.get(f"{name}.weight")
+        if not isinstance(module, nn.Embedding) or weight is None:
+            continue
+        if len(weight) > module.num_embeddings:
+            module.num_embeddings = len(weight)
+            module.weight = nn.Parameter(weight.to(module.weight), requires_grad=False)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,11 @@ from dit_lora.families.base import Family
 
 FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",
+    "dit": "dit_lora.families.dit",
+    "sana": "dit_lora.families.sana",
+    "sana_video": "dit_lora.families.sana_video",
+    "video_dit": "dit_lora.families.video_dit",
+    "latte": "dit_lora.families.latte",
 }
 
 

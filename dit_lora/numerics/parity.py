@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from dit_lora.numerics.gate import local
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.switches import Switch
 
@@ -55,14 +56,40 @@ Values = dict[str, torch.Tensor]
 def _compare(
     switch: Switch, micro_batch: MicroBatch, model: nn.Module, modules: Sequence[str]
 ) -> Difference | None:
-    with switch.off():
-        references = _values(micro_batch, model, modules)
-    fused = _values(micro_batch, model, modules)
+    with _stirred(model):
+        with switch.off():
+            references = _values(micro_batch, model, modules)
+        fused = _values(micro_batch, model, modules)
     for name, expected in references.items():  # outputs in order of execution, then gradients
         error = _error(fused[name], expected)
         if not error <= _TOLERANCE.get(expected.dtype, 1e-3):  # NaN differs too
             return Difference(switch.name, name, error)
     return None
+
+
+@contextmanager
+def _stirred(model: nn.Module) -> Iterator[None]:
+    """Within it, trained base weights that are all zero are random: exactly zero again afterwards.
+
+    A fresh DiT's modulations are zero for every sample, so a kernel that mixes samples up would be as right
+    as its reference until the weights have moved. Adapters start at zero on trained weights, which tell.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own = [
+        local(parameter.detach())  # of sharded weights (FSDP2), this rank's
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and ".lora_" not in name
+    ]
+    zero = [values for values in own if not values.any()]
+    for values in zero:
+        # The embeddings that these layers see are small, and the differences must not be.
+        scale = 1.0 if values.ndim > 1 else 0.1
+        values.copy_(scale * torch.randn(values.shape, generator=generator))
+    try:
+        yield
+    finally:
+        for values in zero:
+            values.zero_()
 
 
 def _blocks(model: nn.Module) -> list[str]:

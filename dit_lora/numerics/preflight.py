@@ -174,13 +174,18 @@ def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
 
 
 def stored_precision(
-    stored: torch.dtype | None, compute: torch.dtype, peak: float | None
+    stored: torch.dtype | None,
+    compute: torch.dtype,
+    peak: float | None,
+    *,
+    saturates: bool = False,
 ) -> list[Finding]:
     """Whether a checkpoint stored in one dtype may be computed in another.
 
     `peak` is the largest magnitude of any module's output over a forward pass in `compute`, if it was
     probed. Weights stored in fp16 were trained under its limit of 65,504: where activations go beyond, the
-    network relies on a saturation that bf16 and fp32 do not have (Sana).
+    network relies on a saturation that bf16 and fp32 do not have (Sana), unless `saturates`: the model
+    repeats it (`numerics.saturation`).
     """
     check = "stored precision"
     what = f"the weights are stored in {stored} and computed in {compute}"
@@ -191,6 +196,11 @@ def stored_precision(
         return [Finding(check, False, words, fatal=True)]
     if stored is not torch.float16 or compute is torch.float16:
         return [Finding(check, True, what, fatal=False)]
+    if saturates:
+        words = (
+            f"{what}, with fp16's limit of {_FP16_MAX:g} repeated where the network relies on it"
+        )
+        return [Finding(check, True, words, fatal=False)]
     if peak is None:
         words = f"{what}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
         return [Finding(check, False, words, fatal=False)]

@@ -1,6 +1,6 @@
 """What the contract test must know of each family's tiny checkpoints; one module a family."""
 
-from family_cases import cogvideox
+from family_cases import cogvideox, dit, sana, video_dit
 from family_cases.case import Case
 
-CASES: tuple[Case, ...] = (*cogvideox.CASES,)
+CASES: tuple[Case, ...] = (*cogvideox.CASES, *dit.CASES, *sana.CASES, *video_dit.CASES)

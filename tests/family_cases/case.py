@@ -20,6 +20,10 @@ def timestep(call: Call) -> torch.Tensor:
     return call["timestep"]
 
 
+def unchanged(batch: dict[str, torch.Tensor], _seed: int) -> dict[str, torch.Tensor]:
+    return batch
+
+
 @dataclass(frozen=True)
 class Case:
     """Shapes and captions for a variant, and how its pipeline's calls and latents read."""
@@ -40,6 +44,8 @@ class Case:
     timesteps: Callable[[Call], torch.Tensor] = timestep
     """As `predict` takes them."""
     starts_from_image: bool = False
+    as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
+    """(batch, seed) with what the pipeline draws for its conditions by that seed."""
 
     @property
     def shapes(self) -> list[VideoShape]:

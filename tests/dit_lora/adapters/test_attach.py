@@ -89,3 +89,24 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is(
     assert "match no linear layer of CogVideoXTransformer3DModel: to_qq, o_q" in message
     for known in ("to_q (2)", "to_out.0 (2)", "proj_out (1)"):
         assert known in message
+
+
+def test_convolutions_without_groups_are_offered_and_depthwise_ones_are_not(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    """Sana's mix-FFN has both; PEFT takes a depthwise one at no rank that one would want."""
+    from diffusers import SanaTransformer2DModel
+
+    model = SanaTransformer2DModel.from_pretrained(
+        tiny_checkpoints["sana-600m"], subfolder="transformer"
+    )
+    targets = ("conv_inverted", "conv_depth")
+    with pytest.raises(DitLoraError) as error:
+        attach_lora(model, LoraConfig(targets=targets), (), seed=0)
+    message = str(error.value)
+    assert "match no linear layer of SanaTransformer2DModel: conv_depth" in message
+    for known in ("to_q (4)", "conv_inverted (2, convolutions)", "conv_point (2, convolutions)"):
+        assert known in message
+    report = attach_lora(model, LoraConfig(rank=4, targets=targets[:1]), (), seed=0)
+    assert (report.adapted, report.convolutions) == (0, 2)
+    assert report.parameters == 2 * 4 * (32 + 2 * 80)

@@ -1,0 +1,91 @@
+"""Sana's linear attention in fp32 whatever autocast does, and with fp16's limit where a checkpoint relies on it.
+
+The arithmetic stays Diffusers' own: its processor is called, with autocast off around all of it but the
+projections. It casts q, k and v to fp32 itself, but under autocast its matrix products would run in bf16 again,
+and their sums over all tokens with them.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+from dit_lora.numerics.saturation import SaturatingProcessor, saturate
+
+
+class Fp32LinearAttention:
+    """A stock linear-attention processor whose fp32 part autocast does not reach.
+
+    Without autocast its result is bitwise the stock processor's.
+    """
+
+    def __init__(self, stock: Callable[..., torch.Tensor]) -> None:
+        self.stock = stock
+
+    # Attention.forward passes the arguments that this signature names.
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> torch.Tensor:
+        given = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
+        kind = hidden_states.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **given)
+        outer = _under_autocast(attn, kind, torch.get_autocast_dtype(kind))
+        with torch.autocast(kind, enabled=False):
+            return self.stock(outer, hidden_states, encoder_hidden_states, attention_mask, **given)
+
+
+class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
+    """The same with its output clamped at +-65504, as Diffusers' processor does in fp16 alone."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> torch.Tensor:
+        return saturate(
+            super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        )
+
+
+def keep_linear_attention_fp32(transformer: nn.Module, *, saturates: bool) -> None:
+    """Put our processor around the stock one of every self-attention layer; nothing of it is saved."""
+    wrap = SaturatingLinearAttention if saturates else Fp32LinearAttention
+    for block in transformer.transformer_blocks:  # type: ignore[union-attr]
+        attention: Any = block.attn1  # type: ignore[union-attr]
+        attention.set_processor(wrap(attention.processor))
+
+
+def _under_autocast(attn: Attention, kind: str, dtype: torch.dtype) -> Any:
+    """What the stock processors read of an attention layer, its modules called under autocast as before."""
+
+    def outside(module: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        if module is None:
+            return None
+
+        def call(values: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(kind, dtype=dtype):
+                return module(values)
+
+        return call
+
+    return SimpleNamespace(
+        heads=attn.heads,
+        to_q=outside(attn.to_q),
+        to_k=outside(attn.to_k),
+        to_v=outside(attn.to_v),
+        norm_q=outside(attn.norm_q),
+        norm_k=outside(attn.norm_k),
+        to_out=[outside(module) for module in attn.to_out],
+    )
