@@ -122,7 +122,7 @@ class Checkpoint(Protocol):
         """What a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""
 
     def as_trained(self, index: Mapping[str, Any]) -> "Checkpoint":
-        """The checkpoint as one that `index_changes` describes; asked only where there are any."""
+        """The checkpoint as one that `index_changes` describes."""
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """One video, or an image of one frame: uint8 (frames, height, width, 3)."""

@@ -251,6 +251,9 @@ class CogVideoXCheckpoint:
     def index_changes(self) -> dict[str, Any]:
         return {}
 
+    def as_trained(self, index: Mapping[str, Any]) -> "CogVideoXCheckpoint":
+        return self
+
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         if how.image is not None:
             raise DitLoraError(

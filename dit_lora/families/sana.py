@@ -172,6 +172,9 @@ class SanaCheckpoint:
         """Trained further in full it is stored in fp32, and relies on fp16's limit as before."""
         return {_TRAINED_IN: "fp16"} if self.saturates else {}
 
+    def as_trained(self, index: Mapping[str, Any]) -> "SanaCheckpoint":
+        return self
+
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         # Without binning: the shape that was asked for, not the nearest of the pipeline's list.
         images = pipeline(

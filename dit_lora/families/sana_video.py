@@ -160,6 +160,9 @@ class SanaVideoCheckpoint:
     def index_changes(self) -> dict[str, Any]:
         return {}
 
+    def as_trained(self, index: Mapping[str, Any]) -> "SanaVideoCheckpoint":
+        return self
+
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         # Without binning: the shape that was asked for, not the nearest of the pipeline's list.
         frames = pipeline(

@@ -55,7 +55,7 @@ SMOKES = {
     ),
     "dit": Smoke("dit-tiny", class_folders, ("data.flip=true",), prompt="red disc"),
     "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
-    "sana": Smoke("sana-600m", captioned_images),
+    "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
     "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
     "video_dit_lora": Smoke("video-dit-text", class_clips),
