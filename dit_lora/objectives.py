@@ -3,6 +3,7 @@
 Shapes: clean, noise, prediction are (B, ...); timesteps (B,) int64; losses (B,).
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,3 +58,139 @@ class VPrediction:
         shape = (-1, *[1] * (like.ndim - 1))
         alpha, sigma = self.alpha.to(like.device), self.sigma.to(like.device)
         return alpha[timesteps].view(shape), sigma[timesteps].view(shape)
+
+
+@dataclass(frozen=True)
+class FlowMatching:
+    """Rectified flow with a shifted noise level: `x = (1 - s) clean + s noise`, target `noise - clean`.
+
+    Noise levels are logit-normal (mean 0, standard deviation 1), then shifted towards noise as Sana and
+    Stable Diffusion 3 do (arXiv 2403.03206, sections 3.1 and 5.3.2, equation 23; arXiv 2410.10629, 3.2).
+    At shift 3 their deciles 1, 5 and 9 are 0.454, 0.750 and 0.915.
+    """
+
+    shift: float
+    """`s' = shift s / (1 + (shift - 1) s)`, the checkpoint's own."""
+    train_timesteps: int
+    """The network sees `s * train_timesteps`."""
+
+    def sigmas(self, gaussian: torch.Tensor) -> torch.Tensor:
+        """Noise levels, fp32 in (0, 1), of standard normal draws of the same shape."""
+        level = torch.sigmoid(gaussian.float())
+        return self.shift * level / (1 + (self.shift - 1) * level)
+
+    def add_noise(
+        self, clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor
+    ) -> torch.Tensor:
+        sigma = sigmas.float().view(-1, *[1] * (clean.ndim - 1))
+        return (1 - sigma) * clean.float() + sigma * noise.float()
+
+    def target(self, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        return noise.float() - clean.float()
+
+    def reported(self, sigmas: torch.Tensor) -> torch.Tensor:
+        """Whole timesteps of these noise levels, int64 from 0 to `train_timesteps` minus one."""
+        return (sigmas * self.train_timesteps).long().clamp(0, self.train_timesteps - 1)
+
+
+@dataclass(frozen=True)
+class EpsilonPrediction:
+    """Noise prediction with a learned variance, as improved DDPM and DiT train (arXiv 2102.09672, section 3.1).
+
+    The variance's own term is the variational bound of one step, in bits per dimension, with the mean's
+    gradient stopped: it teaches the variance and leaves the mean to the error of the noise.
+    """
+
+    alpha: torch.Tensor
+    """sqrt of the cumulative product of alphas, fp32 (timesteps,)."""
+    sigma: torch.Tensor
+    """sqrt of one minus it, fp32 (timesteps,)."""
+    log_beta: torch.Tensor
+    """The largest log variance of a step, fp32 (timesteps,)."""
+    log_posterior: torch.Tensor
+    """The smallest, that of q(x_{t-1} | x_t, x_0); at t = 0, where it is zero, that of t = 1."""
+    clean_share: torch.Tensor
+    """Weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), fp32 (timesteps,)."""
+    noisy_share: torch.Tensor
+    """Weight of x_t in it."""
+
+    @classmethod
+    def from_betas(cls, betas: torch.Tensor) -> "EpsilonPrediction":
+        """Everything is computed in fp64 and rounded once."""
+        beta = betas.double()
+        total = (1 - beta).cumprod(0)
+        before = torch.cat([torch.ones(1, dtype=torch.float64), total[:-1]])
+        variance = beta * (1 - before) / (1 - total)
+        variance[0] = variance[1]
+        wide = (
+            total.sqrt(),
+            (1 - total).sqrt(),
+            beta.log(),
+            variance.log(),
+            before.sqrt() * beta / (1 - total),
+            (1 - beta).sqrt() * (1 - before) / (1 - total),
+        )
+        return cls(*(values.float() for values in wide))
+
+    def add_noise(
+        self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
+    ) -> torch.Tensor:
+        alpha, sigma = (_at(table, timesteps, clean) for table in (self.alpha, self.sigma))
+        return alpha * clean.float() + sigma * noise.float()
+
+    def variational_bound(
+        self,
+        prediction: torch.Tensor,
+        fraction: torch.Tensor,
+        clean: torch.Tensor,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each sample's term of the bound in bits per dimension, fp32 (B,): a gradient for `fraction` alone.
+
+        `fraction` is the network's, -1 for the smallest and 1 for the largest log variance. At t = 0 it is
+        the negative log-likelihood of `clean` in bins of 2/255, elsewhere a Kullback-Leibler divergence.
+        """
+        at = (_at(table, timesteps, clean) for table in self._tables)
+        alpha, sigma, high, low, clean_share, noisy_share = at
+        share = (fraction.float() + 1) / 2
+        log_variance = share * high + (1 - share) * low
+        guess = (noisy.float() - sigma * prediction.detach().float()) / alpha
+        mean = clean_share * guess + noisy_share * noisy.float()
+        error = clean_share * (clean.float() - guess)  # of the mean
+        divergence = 0.5 * (
+            log_variance
+            - low
+            - 1
+            + (low - log_variance).exp()
+            + error.square() * (-log_variance).exp()
+        )
+        likelihood = _binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
+        nats = torch.where(timesteps.view_as(alpha) == 0, -likelihood, divergence)
+        return nats.flatten(1).mean(1) / math.log(2)
+
+    @property
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        own = (self.alpha, self.sigma, self.log_beta, self.log_posterior)
+        return (*own, self.clean_share, self.noisy_share)
+
+
+def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return table.to(like.device)[timesteps].view(-1, *[1] * (like.ndim - 1))
+
+
+def _binned_log_likelihood(
+    x: torch.Tensor, mean: torch.Tensor, log_deviation: torch.Tensor
+) -> torch.Tensor:
+    """log P of the bin of 8-bit pixels around x under a normal distribution; the outermost are open.
+
+    No probability counts as less than 1e-12, as in the code that DiT was trained with.
+    """
+    inverse, distance = (-log_deviation).exp(), x - mean
+    # By symmetry in the lower tail, where differences of small numbers keep their digits.
+    near = torch.special.ndtr((1 / 255 - distance.abs()) * inverse)
+    far = torch.special.ndtr((-1 / 255 - distance.abs()) * inverse)
+    above = torch.special.ndtr((1 / 255 - distance) * inverse)
+    below = torch.special.ndtr((distance + 1 / 255) * inverse)
+    inside = torch.where(x > 0.999, above, torch.where(x < -0.999, below, near - far))
+    return inside.clamp(min=1e-12).log()
