@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -189,6 +190,11 @@ def require_whole_weights(path: Path, components: Sequence[str]) -> None:
                 wrong.append(f"{component}/{file.name}: {error}")
     if wrong:
         raise DitLoraError(listed(f"{path} is not whole; fetch these files again", wrong))
+
+
+def to_uint8(frames: np.ndarray) -> torch.Tensor:
+    """What a pipeline gives with `output_type="np"`, in [0, 1], as uint8 of the same shape."""
+    return torch.from_numpy((frames * 255).round().clip(0, 255).astype("uint8"))
 
 
 def load_or_init(

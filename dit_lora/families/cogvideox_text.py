@@ -26,6 +26,7 @@ from dit_lora.families.base import (
     VideoShape,
     load_or_init,
     refuse_options,
+    to_uint8,
 )
 from dit_lora.numerics.streams import Streams, integers, normal
 from dit_lora.objectives import LossOutput, VPrediction, mean_squared_error
@@ -275,7 +276,7 @@ class CogVideoXCheckpoint:
             generator=torch.Generator("cpu").manual_seed(how.seed),
             output_type="np",
         ).frames[0]
-        return torch.from_numpy((frames * 255).round().clip(0, 255).astype("uint8"))
+        return to_uint8(frames)
 
     def _rotary(
         self, frames: int, height: int, width: int, device: torch.device

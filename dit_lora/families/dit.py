@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DiTTransformer2DModel
+from diffusers import AutoencoderKL, DiTTransformer2DModel
 from diffusers import DiTPipeline as StockPipeline
 from torch import nn
 
@@ -31,6 +31,7 @@ from dit_lora.families.base import (
     read_component_config,
     refuse_options,
     require_whole_weights,
+    to_uint8,
 )
 from dit_lora.families.dit_classes import (
     STOCK_NULL,
@@ -42,9 +43,17 @@ from dit_lora.families.dit_classes import (
     keep_labels,
     unknown,
 )
+from dit_lora.families.noise_prediction import (
+    learns_variance,
+    noise_losses,
+    noise_objective,
+    scaling_factor,
+    spatial_factor,
+    trains_variance,
+)
 from dit_lora.families.tiny_dit import build_dit
-from dit_lora.numerics.streams import Streams, integers, normal
-from dit_lora.objectives import EpsilonPrediction, LossOutput, mean_squared_error
+from dit_lora.numerics.streams import Streams
+from dit_lora.objectives import EpsilonPrediction, LossOutput
 
 # Raised when pixels would be encoded otherwise; part of each image's cache key.
 IMAGE_TRANSFORM = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
@@ -73,13 +82,9 @@ class DiTCheckpoint:
         return StockPipeline if self.classes.count >= STOCK_NULL else DiTPipeline
 
     @property
-    def spatial_factor(self) -> int:
-        """Pixels per latent."""
-        return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
-
-    @property
-    def learns_variance(self) -> bool:
-        return self.transformer_config["out_channels"] == 2 * self.transformer_config["in_channels"]
+    def learned(self) -> bool:
+        """Whether the network has a variance to train."""
+        return learns_variance(self.path.name, self.transformer_config)
 
     @property
     def train_timesteps(self) -> int:
@@ -87,7 +92,7 @@ class DiTCheckpoint:
 
     def check_shape(self, shape: VideoShape) -> None:
         """One frame, square, of the size that the position table is for."""
-        size = self.transformer_config["sample_size"] * self.spatial_factor
+        size = self.transformer_config["sample_size"] * spatial_factor(self.vae_config)
         wrong = [
             f"data.{name} must be {size}; got {value}"
             for name, value in (("height", shape.height), ("width", shape.width))
@@ -102,12 +107,7 @@ class DiTCheckpoint:
         """With the classes of the data: new ones are added, from scratch they are all there is."""
         self.check_shape(VideoShape.of(recipe.data))
         refuse_options(recipe, takes=("data.classes", "train.vlb"))
-        if recipe.train.vlb and not self.learns_variance:
-            raise DitLoraError(
-                f"train.vlb: {self.path.name} has no learned variance (its transformer has as many "
-                "channels out as in); remove it"
-            )
-        vlb = self.learns_variance and recipe.train.vlb is not False
+        vlb = trains_variance(recipe, self.path.name, self.learned)
         classes = self._classes_for(recipe, class_names(recipe.data, recipe.cache_dir))
         for name in unknown(recipe.validation.prompts, classes.row):
             known = classes.near(name)
@@ -157,24 +157,14 @@ class DiTCheckpoint:
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Squared error of the noise, plus the variance's bound in bits, at uniform timesteps; all fp32."""
-        mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
-        shape, device = mean.shape[1:], mean.device
-        posterior_noise = normal(shape, streams("posterior")).to(device)
-        clean = mean + torch.exp(0.5 * logvar) * posterior_noise
-        clean = clean * self.vae_config["scaling_factor"]
-        noise = normal(shape, streams("noise")).to(device)
-        timesteps = integers(0, self.train_timesteps, streams("timestep")).to(device)
-
-        noisy = self.objective.add_noise(clean, noise, timesteps)
-        output = self.predict(transformer, noisy, timesteps, batch).float()
-        prediction, variance = output[:, : shape[0]], output[:, shape[0] :]
-        losses = mean_squared_error(prediction, noise)
-        if self.vlb and self.learns_variance:
-            losses = losses + self.objective.variational_bound(
-                prediction, variance, clean, noisy, timesteps
-            )
-        return LossOutput(losses, timesteps)
+        return noise_losses(
+            self.objective,
+            lambda noisy, timesteps: self.predict(transformer, noisy, timesteps, batch),
+            batch,
+            streams,
+            scale=scaling_factor(self.vae_config),
+            vlb=self.vlb and self.learned,
+        )
 
     def predict(
         self,
@@ -230,7 +220,7 @@ class DiTCheckpoint:
             generator=torch.Generator("cpu").manual_seed(how.seed),
             output_type="np",
         ).images
-        return torch.from_numpy((images * 255).round().clip(0, 255).astype("uint8"))
+        return to_uint8(images)
 
     def _row(self, name: str) -> int:
         row = self.classes.row(name)
@@ -305,16 +295,12 @@ class DiT:
         require_whole_weights(path, ("vae",) if scratch is not None else ("transformer", "vae"))
         config = {**stored, **(scratch or {})}
         config["out_channels"] = config.get("out_channels") or config["in_channels"]
-        if config["out_channels"] not in (config["in_channels"], 2 * config["in_channels"]):
-            raise DitLoraError(
-                f"{model.path}: a transformer of {config['in_channels']} channels gives as many, or twice "
-                f"as many with a learned variance; its config says out_channels={config['out_channels']}"
-            )
+        learns_variance(model.path, config)
         return DiTCheckpoint(
             path=path,
             transformer_config=config,
             vae_config=read_component_config(path, "vae"),
-            objective=_objective(model, read_component_config(path, "scheduler")),
+            objective=noise_objective(model, read_component_config(path, "scheduler")),
             stored=table,
             classes=table,
             scratch=scratch,
@@ -322,21 +308,6 @@ class DiT:
 
     def build_tiny(self, variant: str, out: Path, seed: int) -> None:
         build_dit(out, seed=seed)
-
-
-def _objective(model: ModelConfig, config: Mapping[str, Any]) -> EpsilonPrediction:
-    scheduler: Any = DDIMScheduler.from_config(dict(config))
-    if scheduler.config.prediction_type != "epsilon":
-        raise DitLoraError(
-            f"{model.path}: DiT predicts noise, but its scheduler says "
-            f"prediction_type={scheduler.config.prediction_type}"
-        )
-    if scheduler.betas.max() >= 1:
-        raise DitLoraError(
-            f"{model.path}: its scheduler ends in pure noise (rescale_betas_zero_snr), from which a "
-            "prediction of the noise says nothing of the image"
-        )
-    return EpsilonPrediction.from_betas(scheduler.betas)
 
 
 FAMILY = DiT()

@@ -29,8 +29,9 @@ from dit_lora.families.base import (
     read_component_config,
     refuse_options,
     require_whole_weights,
+    to_uint8,
 )
-from dit_lora.families.frame_latents import (
+from dit_lora.families.noise_prediction import (
     VIDEO_TRANSFORM,
     check_patches,
     learns_variance,
@@ -206,7 +207,7 @@ class LatteCheckpoint:
             decode_chunk_size=1,
             output_type="np",
         ).frames[0]
-        return torch.from_numpy((video * 255).round().clip(0, 255).astype("uint8"))
+        return to_uint8(video)
 
 
 class Latte:

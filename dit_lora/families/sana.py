@@ -38,6 +38,7 @@ from dit_lora.families.base import (
     read_component_config,
     refuse_options,
     require_whole_weights,
+    to_uint8,
 )
 from dit_lora.families.sana_attention import keep_linear_attention_fp32
 from dit_lora.families.tiny_sana import build_sana
@@ -187,7 +188,7 @@ class SanaCheckpoint:
             use_resolution_binning=False,
             output_type="np",
         ).images
-        return torch.from_numpy((images * 255).round().clip(0, 255).astype("uint8"))
+        return to_uint8(images)
 
 
 class Sana:

@@ -27,6 +27,7 @@ from dit_lora.families.base import (
     load_or_init,
     read_component_config,
     refuse_options,
+    to_uint8,
 )
 from dit_lora.families.sana import (
     LORA_TARGETS,
@@ -176,7 +177,7 @@ class SanaVideoCheckpoint:
             use_resolution_binning=False,
             output_type="np",
         ).frames[0]
-        return torch.from_numpy((frames * 255).round().clip(0, 255).astype("uint8"))
+        return to_uint8(frames)
 
     @property
     def _temporal_factor(self) -> int:

@@ -28,9 +28,10 @@ from dit_lora.families.base import (
     read_component_config,
     refuse_options,
     require_whole_weights,
+    to_uint8,
 )
 from dit_lora.families.dit_classes import ClassTable, unknown
-from dit_lora.families.frame_latents import (
+from dit_lora.families.noise_prediction import (
     VIDEO_TRANSFORM,
     check_patches,
     learns_variance,
@@ -224,7 +225,7 @@ class VideoDiTCheckpoint:
             generator=torch.Generator("cpu").manual_seed(how.seed),
             output_type="np",
         ).frames[0]
-        return torch.from_numpy((frames * 255).round().clip(0, 255).astype("uint8"))
+        return to_uint8(frames)
 
     def _row(self, name: str) -> int:
         assert self.classes is not None

@@ -1,4 +1,4 @@
-"""What the video DiT and Latte share: latents of an image VAE, frame by frame, and noise prediction on them.
+"""What DiT, the video DiT and Latte share: latents of an image VAE, and noise prediction on them.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
@@ -61,7 +61,7 @@ def noise_losses(
 ) -> LossOutput:
     """Squared error of the noise, plus the variance's bound in bits with `vlb`, at uniform timesteps; all fp32.
 
-    `predict` takes noisy latents (B, C, F, H, W) and timesteps, and gives the noise and, behind it, the
+    `predict` takes noisy latents (B, C, ...) and timesteps, and gives the noise and, behind it, the
     variance's fraction.
     """
     mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
@@ -92,7 +92,7 @@ def noise_objective(model: ModelConfig, scheduler_config: Mapping[str, Any]) -> 
     if scheduler.betas.max() >= 1:
         raise DitLoraError(
             f"{model.path}: its scheduler ends in pure noise (rescale_betas_zero_snr), from which a "
-            "prediction of the noise says nothing of the video"
+            "prediction of the noise says nothing of the pictures"
         )
     return EpsilonPrediction.from_betas(scheduler.betas)
 
