@@ -29,7 +29,7 @@ from sklearn.svm import SVC
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from dit_lora.adapters.store import load_into_pipeline, read_provenance
+from dit_lora.adapters.store import load_adapter, read_provenance
 from dit_lora.config import ModelConfig
 from dit_lora.families import get_family
 
@@ -208,7 +208,7 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
         checkpoint = checkpoint.as_trained(read_provenance(file)["index"])
     pipeline = checkpoint.pipeline(torch.float32)
     if adapter:
-        load_into_pipeline(pipeline, adapter)
+        load_adapter(pipeline, adapter)
     pipeline.set_progress_bar_config(disable=True)
     found = {}
     for name in NAMES:

@@ -6,18 +6,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dit_lora.adapters.groups import parameter_groups
     from dit_lora.adapters.loader import with_lora
+    from dit_lora.adapters.store import load_adapter
     from dit_lora.config import LadderConfig
     from dit_lora.numerics.callback import GuardCallback
     from dit_lora.numerics.guard import Guard
 
 __version__ = "0.1.0"
-__all__ = ["Guard", "GuardCallback", "LadderConfig", "__version__", "parameter_groups", "with_lora"]
+__all__ = [
+    "Guard",
+    "GuardCallback",
+    "LadderConfig",
+    "__version__",
+    "load_adapter",
+    "parameter_groups",
+    "with_lora",
+]
 
 _HOMES = {
     "Guard": "dit_lora.numerics.guard",
     "GuardCallback": "dit_lora.numerics.callback",
     "LadderConfig": "dit_lora.config",
     "parameter_groups": "dit_lora.adapters.groups",
+    "load_adapter": "dit_lora.adapters.store",
     "with_lora": "dit_lora.adapters.loader",
 }
 

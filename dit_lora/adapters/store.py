@@ -113,12 +113,14 @@ def read_provenance(file: Path) -> dict[str, Any]:
         raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
 
 
-def load_into_pipeline(pipeline: Any, adapter: Path) -> None:
-    """Load an adapter folder or file as the stock pipeline does, and trained base weights if beside it.
+def load_adapter(pipeline: Any, adapter: str | Path) -> None:
+    """Load an adapter folder or file as the stock pipeline does, and what was trained beside it.
 
-    A pipeline without a LoRA loader gets one (`with_lora`).
+    That is base weights, and classes that are new to a model with a class table, names included. A pipeline
+    without a LoRA loader gets one (`with_lora`). Raises `DitLoraError` if the adapter does not fit.
     """
     with_lora(pipeline)
+    adapter = Path(adapter)
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")
@@ -131,9 +133,16 @@ def load_into_pipeline(pipeline: Any, adapter: Path) -> None:
         if unexpected:
             raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    labels = (read_provenance(file).get("index") or {}).get("id2label", {})
+    if labels and hasattr(
+        pipeline, "labels"
+    ):  # as DiTPipeline reads them: a class may have several names
+        pipeline.labels = {
+            name.strip(): int(row) for row, names in labels.items() for name in names.split(",")
+        }
 
 
-def _grow_tables(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Make room for the rows that training added to embedding tables, for classes new to the model."""
     for name, module in model.named_modules():
         weight = weights.get(f"{name}.weight")
@@ -142,6 +151,10 @@ def _grow_tables(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         if len(weight) > module.num_embeddings:
             module.num_embeddings = len(weight)
             module.weight = nn.Parameter(weight.to(module.weight), requires_grad=False)
+            if (
+                "num_embeds_ada_norm" in model.config
+            ):  # DiT: its pipeline looks there for the null row
+                model.register_to_config(num_embeds_ada_norm=len(weight) - 1)
 
 
 def _plain(value: Any) -> Any:

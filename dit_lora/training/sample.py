@@ -13,7 +13,7 @@ import yaml
 from dit_lora.adapters.store import (
     ADAPTER_FILE,
     PROVENANCE_FILE,
-    load_into_pipeline,
+    load_adapter,
     read_provenance,
 )
 from dit_lora.config import ModelConfig
@@ -73,7 +73,7 @@ def sample(request: SampleRequest) -> list[Path]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = checkpoint.pipeline(choose_precision("auto", device).dtype)
     if adapter:
-        load_into_pipeline(pipeline, adapter)
+        load_adapter(pipeline, adapter)
     pipeline.to(device)
     how = Sampling(
         shape, request.inference_steps, request.guidance_scale, request.seed, request.image

@@ -14,7 +14,7 @@ from dit_lora.adapters.groups import parameter_groups
 from dit_lora.adapters.store import (
     ADAPTER_FILE,
     BASE_FILE,
-    load_into_pipeline,
+    load_adapter,
     read_provenance,
     save_adapter,
 )
@@ -109,7 +109,7 @@ def test_trained_base_weights_are_stored_beside_and_loaded_back(
     assert not any(name.startswith("transformer_blocks") for name in names)
 
     pipeline = CogVideoXPipeline.from_pretrained(tiny_checkpoints["cogvideox-5b"])
-    load_into_pipeline(pipeline, tmp_path)
+    load_adapter(pipeline, tmp_path)
     inputs = {
         "hidden_states": torch.randn(1, 3, 4, 4, 6),
         "encoder_hidden_states": torch.randn(1, 226, 32),
@@ -146,7 +146,7 @@ def test_base_weights_of_another_model_are_refused(
     save_file({"decoder.weight": torch.zeros(2)}, tmp_path / BASE_FILE)
     pipeline = CogVideoXPipeline.from_pretrained(tiny_checkpoints["cogvideox-5b"])
     with pytest.raises(DitLoraError, match=r"the model has no such weights\n  - decoder\.weight"):
-        load_into_pipeline(pipeline, tmp_path)
+        load_adapter(pipeline, tmp_path)
 
 
 def test_base_weights_of_an_earlier_run_do_not_stay_behind(

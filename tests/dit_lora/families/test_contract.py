@@ -11,7 +11,7 @@ from family_cases.case import Case
 from PIL import Image
 
 from dit_lora.adapters.attach import attach_lora, is_lora_a, is_lora_b
-from dit_lora.adapters.store import ADAPTER_FILE, load_into_pipeline, save_adapter
+from dit_lora.adapters.store import ADAPTER_FILE, load_adapter, save_adapter
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_family
@@ -184,7 +184,7 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
     save_adapter(transformer, subject.checkpoint.pipeline_class, tmp_path, {})
     pipeline = subject.checkpoint.pipeline_class.from_pretrained(subject.path)
     base = subject.checkpoint.load_transformer(torch.float32)
-    load_into_pipeline(pipeline, tmp_path)
+    load_adapter(pipeline, tmp_path)
     batch = encoded_batch(subject)
 
     def losses(model: torch.nn.Module) -> torch.Tensor:

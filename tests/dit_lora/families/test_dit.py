@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.adapters.store import load_into_pipeline, save_adapter, save_pipeline
+from dit_lora.adapters.store import load_adapter, save_adapter, save_pipeline
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.data.shapes import write_class_folders
 from dit_lora.errors import DitLoraError
@@ -168,7 +168,7 @@ def test_an_adapter_is_loaded_weighted_unloaded_and_leaves_the_pipelines_name(
             ).sample
 
     base = output()
-    load_into_pipeline(pipeline, tmp_path / "adapter")
+    load_adapter(pipeline, tmp_path / "adapter")
     whole = output()
     pipeline.set_adapters(["default_0"], [0.5])
     half = output()

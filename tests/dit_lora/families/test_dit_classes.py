@@ -6,17 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiTPipeline
+from PIL import Image
 from safetensors.torch import load_file
 
-from dit_lora.adapters.store import BASE_FILE, load_into_pipeline
+import dit_lora
+from dit_lora.adapters.store import ADAPTER_FILE, BASE_FILE, load_adapter, read_provenance
 from dit_lora.config import ModelConfig
 from dit_lora.data.shapes import write_class_folders
 from dit_lora.errors import DitLoraError
 from dit_lora.families import dit_classes, get_family
+from dit_lora.families.base import to_uint8
 from dit_lora.families.dit_classes import TABLE, ClassTable
+from dit_lora.families.dit_classes import DiTPipeline as ClassPipeline
 from dit_lora.families.tiny_dit import build_dit
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.sample import SampleRequest, sample
@@ -178,6 +183,12 @@ def run(values: Values, main: Main, tmp_path: Path, name: str) -> Path:
     return tmp_path / name
 
 
+def first_new_row(folder: Path, name: str) -> int:
+    """As the run's own header has it."""
+    labels = read_provenance(folder / "adapter" / ADAPTER_FILE)["index"]["id2label"]
+    return next(int(row) for row, value in labels.items() if value == name)
+
+
 def test_new_rows_train_others_stay_and_samples_know_their_names(
     values: Values, lora_main: Main, tiny: Path, tmp_path: Path
 ) -> None:
@@ -200,10 +211,12 @@ def test_new_rows_train_others_stay_and_samples_know_their_names(
     assert validated.is_file()
 
     pipeline: Any = DiTPipeline.from_pretrained(tiny)  # the stock table, of 1001 rows
-    load_into_pipeline(pipeline, folder / "adapter")
+    load_adapter(pipeline, folder / "adapter")
     table = pipeline.transformer.transformer_blocks[1].norm1.emb.class_embedder.embedding_table
     assert torch.equal(table.weight, weights[TABLE.format(1)])
     pipeline([1003], num_inference_steps=2)
+    assert pipeline.get_label_ids(["red disc"]) == [first_new_row(folder, "red disc")]
+    assert pipeline.labels["goldfish"] < 1000
 
 
 def test_weight_decay_alone_would_move_rows_without_a_gradient() -> None:
@@ -269,5 +282,20 @@ def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(
         assert torch.equal(table[:6], stored[name][:6])
         assert torch.equal(table[7], stored[name][6])
         assert not torch.equal(table[6], stored[name][6])
-    request = SampleRequest(tmp_path / "added", ("mauve blob",), inference_steps=2)
-    assert sample(request)[0].is_file()
+    request = SampleRequest(
+        tmp_path / "added", ("mauve blob",), inference_steps=2, guidance_scale=3.0
+    )
+    (written,) = sample(request)
+
+    pipeline: Any = ClassPipeline.from_pretrained(model)  # and the same by hand
+    pipeline.set_progress_bar_config(disable=True)
+    dit_lora.load_adapter(pipeline, str(adapter))
+    rows = pipeline.get_label_ids(["mauve blob"])
+    images = pipeline(
+        rows,
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+    ).images
+    assert torch.equal(to_uint8(images)[0], torch.from_numpy(np.array(Image.open(written))))

@@ -13,7 +13,7 @@ from diffusers import SanaPipeline
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_a
-from dit_lora.adapters.store import load_into_pipeline, save_adapter
+from dit_lora.adapters.store import load_adapter, save_adapter
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -351,7 +351,7 @@ def test_the_mix_ffn_can_be_adapted_too_and_loads_in_the_stock_pipeline(
     assert sum(is_lora_a(name) for name, _ in transformer.named_parameters()) == 8
     save_adapter(transformer, checkpoint.pipeline_class, tmp_path, {})
     pipeline = checkpoint.pipeline_class.from_pretrained(tiny_checkpoints[variant])
-    load_into_pipeline(pipeline, tmp_path)
+    load_adapter(pipeline, tmp_path)
     with torch.no_grad():
         ours, theirs = (
             checkpoint.losses(m.eval(), batch, Streams(0, [4, 5])).losses
