@@ -57,8 +57,12 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load_recipe` reads back to an equal one."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved recipe as YAML that `load_recipe` reads back equal, without what its mode does not have."""
+    values = recipe.model_dump(mode="json")
+    if recipe.train.mode == "full":
+        del values["lora"], values["optim"]["groups"]["adapter"]
+        del values["optim"]["groups"]["adapter_b"]
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def recipe_schema() -> dict[str, Any]:
