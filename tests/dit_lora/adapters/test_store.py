@@ -17,6 +17,7 @@ from dit_lora.adapters.store import (
     load_adapter,
     read_provenance,
     save_adapter,
+    save_pipeline,
 )
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
@@ -162,3 +163,27 @@ def test_a_file_that_is_no_adapter_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"nonsense")
     with pytest.raises(DitLoraError, match=r"x\.safetensors is not a safetensors adapter"):
         read_provenance(tmp_path / "x.safetensors")
+
+
+def test_a_whole_pipeline_replaces_an_earlier_one_and_never_with_bad_weights(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    base = tiny_checkpoints["cogvideox-5b"]
+    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(base))).load_transformer(
+        torch.float32
+    )
+    out = tmp_path / "model"
+    weight = model.get_parameter("proj_out.weight")
+    for value in (1.0, 2.0):
+        weight.data.fill_(value)
+        assert save_pipeline(model, base, out, {"steps": 3}, {"trained": value}) == out
+    loaded = CogVideoXPipeline.from_pretrained(out)
+    assert (loaded.transformer.proj_out.weight == 2).all()
+    assert json.loads((out / "model_index.json").read_text())["trained"] == 2.0
+    assert json.loads((out / "dit_lora.json").read_text()) == {"steps": 3}
+    whole = {path.relative_to(out): path.stat().st_mtime_ns for path in out.rglob("*")}
+    weight.data[0, 0] = torch.nan
+    with pytest.raises(CheckFailedError, match=r"proj_out\.weight"):
+        save_pipeline(model, base, out, {}, {})
+    assert whole == {path.relative_to(out): path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

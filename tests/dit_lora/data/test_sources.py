@@ -205,3 +205,13 @@ def test_a_column_of_first_images_is_read_where_it_is_asked_for(folder: Path) ->
     (folder / "metadata.jsonl").unlink()
     with pytest.raises(DitLoraError, match="needs metadata"):
         read_clips(config(folder, image_column="start"))
+
+
+def test_a_label_of_zero_is_a_caption(folder: Path) -> None:
+    write_jsonl(
+        folder, [{"file_name": "a.mp4", "label": 0}, {"file_name": "sub/b.mp4", "label": 1}]
+    )
+    assert [clip.caption for clip in read_clips(config(folder))] == ["0", "1"]
+    write_jsonl(folder, [{"file_name": "a.mp4", "label": None}])
+    with pytest.raises(DitLoraError, match="its caption is empty"):
+        read_clips(config(folder))

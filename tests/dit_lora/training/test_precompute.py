@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from PIL import Image
 
 from dit_lora.config import ModelConfig
+from dit_lora.data.digest import Digests
 from dit_lora.data.shapes import write_shapes
 from dit_lora.data.video import read_frames
 from dit_lora.families import get_family
 from dit_lora.recipe import parse_recipe
-from dit_lora.training.precompute import Precomputed, precompute
+from dit_lora.training.precompute import Precomputed, precompute, transformer_digest
 from dit_lora.training.runtime import running
 
 Encode = Callable[..., Precomputed]
@@ -134,3 +136,64 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
     said = capsys.readouterr().err
     assert "caption '' is encoded anew" in said
     assert "caption 'a cat' is encoded anew" in said
+
+
+def test_a_mirror_image_is_an_entry_of_its_own_beside_the_image(
+    encode: Encode, shape_clips: Path, tiny_checkpoints: dict[str, Path]
+) -> None:
+    plain, flipped = encode(data__frames=1), encode(data__frames=1, data__flip=True)
+    assert keys(plain) == keys(flipped)
+    assert all(entry.mirror_key is None for entry in plain.clips.entries)
+    assert plain.data_digest != flipped.data_digest
+    entry = flipped.clips.entries[3]
+    assert entry.mirror_key is not None
+    mirror, fault = flipped.clips.videos.read(entry.mirror_key, {})
+    assert fault is None
+    frames = read_frames(shape_clips / entry.id, frames=1, height=32, width=48, fps=8).flip(3)
+    path = str(tiny_checkpoints["cogvideox-2b"])
+    vae = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
+    expected = vae.load_video_encoder(torch.float32, torch.device("cpu"))(frames)
+    assert torch.equal(mirror["latent_mean"], expected["latent_mean"])
+
+
+def test_another_first_image_is_another_entry(
+    encode: Encode, shape_clips: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    clips = Path(shutil.copytree(shape_clips, tmp_path / "clips"))
+    name = min(path.name for path in clips.glob("*.mp4"))
+    row = {"file_name": name, "text": "a disc", "first": "first.png"}
+    (clips / "metadata.jsonl").write_text(json.dumps(row) + "\n")
+
+    def key(colour: str) -> str:
+        Image.new("RGB", (96, 64), colour).save(clips / "first.png")
+        encoded = encode(
+            model__path=str(tiny_checkpoints["cogvideox-5b-i2v"]),
+            data__path=str(clips),
+            data__image_column="first",
+            data__height=64,
+            data__width=96,
+        )
+        return encoded.clips.entries[0].video_key
+
+    assert key("navy") == key("navy") != key("olive")
+
+
+def test_random_weights_are_told_apart_by_what_they_are_drawn_from(
+    recipe_values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Preflight remembers by this digest; the files of the transformer are not read."""
+
+    class NoFiles:
+        path = tmp_path
+
+    def digest(scratch: dict[str, Any], seed: int) -> str:
+        recipe_values["model"]["from_scratch"] = scratch
+        recipe_values["optim"] = {"groups": {"backbone": {"lr": 1e-4}}}
+        recipe_values["train"] |= {"mode": "full", "seed": seed}
+        recipe_values.pop("lora", None)
+        recipe = parse_recipe(recipe_values, "test")
+        checkpoint: Any = NoFiles()
+        return transformer_digest(checkpoint, recipe, Digests(tmp_path / "digests.json"))
+
+    assert digest({}, 1) == digest({}, 1)
+    assert len({digest({}, 1), digest({}, 2), digest({"num_layers": 1}, 1)}) == 3

@@ -1,0 +1,68 @@
+"""What a resumed run must share with its checkpoint: everything that changes the trajectory."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dit_lora.recipe import parse_recipe
+from dit_lora.training.run import run_identity
+
+VALUES: dict[str, Any] = {
+    "model": {"family": "dit", "path": "x"},
+    "data": {"path": "images", "height": 32, "width": 32},
+    "optim": {"groups": {"adapter": {"lr": 1e-4}}},
+    "train": {"steps": 10},
+    "run": {"dir": "runs/a"},
+}
+
+
+def identity(**changes: Any) -> dict[str, Any]:
+    values = copy.deepcopy(VALUES)
+    for key, value in changes.items():
+        section, name = key.split("__")
+        values[section][name] = value
+    fakes: Any = SimpleNamespace(
+        recipe=parse_recipe(values, "test"),
+        accelerator=SimpleNamespace(num_processes=2),
+        precision=SimpleNamespace(dtype=torch.float32),
+    )
+    encoded: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
+    return run_identity(fakes, encoded, torch.nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"data__flip": True}, "data.flip"),
+        ({"data__caption_dropout": 0.1}, "data.caption_dropout"),
+        ({"data__image_dropout": 0.1}, "data.image_dropout"),
+        ({"train__seed": 1}, "train.seed"),
+        ({"train__ema": 0.9}, "train.ema"),
+        ({"train__vlb": False}, "train.vlb"),
+        ({"train__accumulate": 3}, "train.batch_size x accumulate x processes"),
+        (
+            {"train__mode": "full", "optim__groups": {"backbone": {"lr": 1e-4}}},
+            "train.mode",
+        ),
+        (
+            {
+                "train__mode": "full",
+                "optim__groups": {"backbone": {"lr": 1e-4}},
+                "model__from_scratch": {"num_layers": 2},
+            },
+            "model.from_scratch",
+        ),
+    ],
+)
+def test_what_changes_the_trajectory_is_named(change: dict[str, Any], key: str) -> None:
+    before, after = identity(), identity(**change)
+    assert key in before
+    assert before[key] != after[key]
+
+
+@pytest.mark.parametrize("change", [{"train__steps": 20}, {"train__keep": 9}, {"run__dir": "b"}])
+def test_what_does_not_may_change(change: dict[str, Any]) -> None:
+    assert identity() == identity(**change)
