@@ -93,8 +93,9 @@ class DataConfig(Section):
     """Share of samples trained with an empty caption (or the null class), for classifier-free guidance."""
     image_dropout: Probability = 0.0
     """Image-to-video: share of samples trained without their first image."""
-    image_noise: bool = True
-    """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with."""
+    image_noise: bool | None = None
+    """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with; null
+    for yes."""
     cache: str | None = None
     """Folder of encoded clips and captions, shared by runs; by default `cache` beside the run's folder."""
     workers: Annotated[int, Field(ge=0)] = 2

@@ -95,8 +95,9 @@ def _rows(root: Path, data: DataConfig) -> tuple[str, Iterator[Row]]:
         return jsonl.name, _records(jsonl, _read_jsonl(jsonl), data)
     if table.is_file():
         return table.name, _records(table, _read_csv(table), data)
-    if data.image_column is not None:
-        raise DitLoraError("data.image_column needs metadata.jsonl or metadata.csv")
+    for name in ("image_column", "caption_column"):
+        if getattr(data, name) is not None:
+            raise DitLoraError(f"data.{name} needs metadata.jsonl or metadata.csv, or a dataset")
     if prompts.is_file() or videos.is_file():
         return "prompts.txt and videos.txt", _paired_lines(prompts, videos)
     media = _media(root)

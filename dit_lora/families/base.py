@@ -228,12 +228,15 @@ def load_or_init(
 def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     """Raise if the recipe sets options of other families: all but those in `takes`.
 
-    They are `data.classes`, `data.image_column`, `data.image_dropout`, `validation.images` and `train.vlb`.
+    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`
+    and `train.vlb`; and `data.fps` of images.
     """
     given = {
         "data.classes": recipe.data.classes is not None,
         "data.image_column": recipe.data.image_column is not None,
         "data.image_dropout": recipe.data.image_dropout > 0,
+        "data.image_noise": recipe.data.image_noise is not None,
+        "data.fps": recipe.data.fps is not None and recipe.data.frames == 1,
         "validation.images": bool(recipe.validation.images),
         "train.vlb": recipe.train.vlb is not None,
     }

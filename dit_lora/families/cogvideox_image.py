@@ -37,6 +37,14 @@ IMAGE_TRANSFORM = "cogvideox-i2v-1: the pipeline's preprocessing; clean, then no
 OFFSET = 2.0
 
 
+_IMAGE_OPTIONS = (
+    "data.image_column",
+    "data.image_dropout",
+    "data.image_noise",
+    "validation.images",
+)
+
+
 @dataclass(frozen=True)
 class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     """One CogVideoX image-to-video checkpoint."""
@@ -48,7 +56,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     def for_recipe(self, recipe: Recipe) -> "CogVideoXImageCheckpoint":
         """With `data.image_noise` and `data.image_dropout`; refuses prompts without their first images."""
         self.check_shape(VideoShape.of(recipe.data))
-        refuse_options(recipe, ("data.image_column", "data.image_dropout", "validation.images"))
+        refuse_options(recipe, _IMAGE_OPTIONS)
         prompts, images = recipe.validation.prompts, recipe.validation.images
         wrong = []
         if len(prompts) != len(images):
@@ -63,7 +71,9 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         if wrong:
             raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
         data = recipe.data
-        return replace(self, image_noise=data.image_noise, image_dropout=data.image_dropout)
+        return replace(
+            self, image_noise=data.image_noise is not False, image_dropout=data.image_dropout
+        )
 
     def video_facts(self) -> dict[str, Any]:
         encodings = 1 + NOISED_ENCODINGS * self.image_noise

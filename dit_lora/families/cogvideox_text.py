@@ -111,10 +111,6 @@ class CogVideoXCheckpoint:
         """The checkpoint itself; refuses options of image-to-video."""
         self.check_shape(VideoShape.of(recipe.data))
         refuse_options(recipe)
-        if not recipe.data.image_noise:
-            raise DitLoraError(
-                f"data.image_noise: {self.path.name} is text-to-video and starts from no image; remove it"
-            )
         return self
 
     def text_facts(self) -> dict[str, Any]:

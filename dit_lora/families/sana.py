@@ -99,8 +99,6 @@ class SanaCheckpoint:
     def for_recipe(self, recipe: Recipe) -> "SanaCheckpoint":
         self.check_shape(VideoShape.of(recipe.data))
         refuse_options(recipe)
-        if recipe.data.fps is not None:
-            raise DitLoraError("data.fps does not apply to family sana: images have no rate")
         return self
 
     def text_facts(self) -> dict[str, Any]:

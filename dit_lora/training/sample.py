@@ -55,9 +55,7 @@ def sample(request: SampleRequest) -> list[Path]:
     quiet_libraries()
     whole = _whole_pipeline(request.target)
     adapter = None if whole else find_adapter(request.target)
-    made = (
-        _made(whole / PROVENANCE_FILE) if whole else read_provenance(find_adapter(request.target))
-    )
+    made = read_provenance(adapter) if adapter else _made(whole)
     model = _base_model(request, made, whole)
     family = get_family(made.get("family") or _family_of(model))
     checkpoint = family.open(model)
@@ -113,7 +111,8 @@ def _whole_pipeline(target: Path) -> Path | None:
     return next(found, None)
 
 
-def _made(file: Path) -> dict[str, Any]:
+def _made(whole: Path | None) -> dict[str, Any]:
+    file = (whole or Path()) / PROVENANCE_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
@@ -121,6 +120,8 @@ def _base_model(request: SampleRequest, made: dict[str, Any], whole: Path | None
     """A whole pipeline itself; else `--model`, the run's own, or the Hub id that the adapter names."""
     family = made.get("family", "")
     if whole:
+        if request.model:
+            raise DitLoraError(f"--model does not apply: {whole} is a whole model, not an adapter")
         return ModelConfig(family=family, path=str(whole))
     if request.model:
         return ModelConfig(family=family, path=request.model)

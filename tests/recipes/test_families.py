@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from runs import lines, poison
 from safetensors.torch import load_file
 
 from dit_lora.data.shapes import write_class_folders, write_shapes
+from dit_lora.errors import DitLoraError
 from dit_lora.recipe import load_recipe
 from dit_lora.training.replay import replay_bundle
 from dit_lora.training.sample import SampleRequest, sample
@@ -107,6 +108,9 @@ def test_a_smoke_recipe_trains_resumes_and_samples(
     request = SampleRequest(whole, (smoke.prompt,), inference_steps=2, image=image)
     (made,) = sample(request)
     assert made.stat().st_size > 0
+    if trained.mode == "full":
+        with pytest.raises(DitLoraError, match="--model does not apply"):
+            sample(replace(request, model="elsewhere"))
 
 
 def state(run: Path) -> dict[str, bytes]:

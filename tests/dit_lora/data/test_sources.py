@@ -203,8 +203,9 @@ def test_a_column_of_first_images_is_read_where_it_is_asked_for(folder: Path) ->
     with pytest.raises(DitLoraError, match=r"a\.mp4: no such first image: .*gone\.png"):
         read_clips(config(folder, image_column="start"))
     (folder / "metadata.jsonl").unlink()
-    with pytest.raises(DitLoraError, match="needs metadata"):
-        read_clips(config(folder, image_column="start"))
+    for column in ("image_column", "caption_column"):
+        with pytest.raises(DitLoraError, match=f"data.{column} needs metadata"):
+            read_clips(config(folder, **{column: "start"}))
 
 
 def test_a_label_of_zero_is_a_caption(folder: Path) -> None:

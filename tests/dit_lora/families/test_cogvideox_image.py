@@ -293,7 +293,7 @@ def test_mirror_images_are_refused(image_recipe: dict[str, Any]) -> None:
     config = Path(image_recipe["model"]["path"]) / "transformer" / "config.json"
     assert "sample_frames" in config.read_text()
     image_recipe["model"]["path"] = image_recipe["model"]["path"].replace("5b-i2v", "1.5-i2v")
-    image_recipe["data"] |= {"frames": 1, "flip": True}
+    image_recipe["data"] |= {"frames": 1, "flip": True, "fps": None}
     with pytest.raises(DitLoraError, match=r"data\.flip"):
         for_recipe(image_recipe)
 
@@ -304,6 +304,8 @@ def test_mirror_images_are_refused(image_recipe: dict[str, Any]) -> None:
         ("data", "image_column", "first"),
         ("data", "image_dropout", 0.1),
         ("data", "image_noise", False),
+        ("data", "image_noise", True),
+        ("data", "classes", ["cat"]),
         ("validation", "images", ["a.png"]),
     ],
 )
