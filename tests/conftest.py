@@ -14,6 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, at its import
 from accelerate.state import AcceleratorState
 from launching import ROOT, SCRIPT, launch_command, launch_environment
 

@@ -18,4 +18,5 @@ def launch_command(args: list[str], ranks: int = 1) -> list[str]:
 
 
 def launch_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # as users run it
+    return {**own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
