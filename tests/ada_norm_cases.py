@@ -1,0 +1,104 @@
+"""What the tests of `ada_norm` share: its uses, random operands, the stock lines, outputs with gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+Tensors = dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    norm: str
+    shape: tuple[int, int, int]
+    groups: int = 1
+    without: str = ""
+
+
+CASES = [
+    Case("layer", (2, 5, 1152), without="weight bias"),  # DiT, second norm
+    Case("layer", (3, 3, 1920)),  # CogVideoX
+    Case(
+        "layer", (1, 6, 2240), 2, "weight bias gate"
+    ),  # SanaVideo: a row a frame, cross attention's residual
+    Case("rms", (2, 4, 640), 4, "weight bias"),  # LTX: a row a token
+    Case("rms", (2, 7, 72), without="bias y gate"),
+    Case("layer", (3, 6, 64), 3, "bias"),
+    Case("layer", (2, 5, 112), without="weight shift scale y gate"),
+    Case("layer", (2, 5, 40), without="weight bias scale"),
+]
+CASE = Case("layer", (2, 7, 40))
+
+
+def make(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
+    (B, T, D), G = case.shape, case.groups
+    shapes = dict.fromkeys(("x", "y"), (B, T, D))
+    shapes |= dict.fromkeys(("shift", "scale", "gate"), (B, G, D))
+    shapes |= dict.fromkeys(("weight", "bias"), (D,))
+    generator = torch.Generator().manual_seed(B * T * D)
+    values = {k: torch.randn(s, generator=generator) + 0.25 for k, s in shapes.items()}
+    return {
+        k: v.to(DEVICE, dtype).requires_grad_()
+        for k, v in values.items()
+        if k not in case.without.split()
+    }
+
+
+def eager(norm: str, x: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
+    """The stock lines, in the dtype of the operands."""
+
+    def rows(name: str) -> Tensor:
+        table = others[name]
+        return table.repeat_interleave(x.shape[1] // table.shape[1], 1)
+
+    if "y" in others:
+        x = (x + (rows("gate") * others["y"] if "gate" in others else others["y"])).type_as(x)
+    weight, bias = others.get("weight"), others.get("bias")
+    if norm == "layer":
+        out = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+    else:
+        out = F.rms_norm(x, x.shape[-1:], weight, EPS)
+        out = out if bias is None else out + bias
+    out = out * (1 + rows("scale")) if "scale" in others else out
+    return (out + rows("shift") if "shift" in others else out), x
+
+
+def ours(norm: str, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """`ada_norm`, with x itself where it returns no sum."""
+    made: Any = ada_norm(norm=norm, eps=EPS, **tensors)  # type: ignore[call-overload]
+    return made if "y" in tensors else (made, tensors["x"])
+
+
+def cotangents(like: tuple[Tensor, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(v.shape, generator=generator).to(v.device, v.dtype) for v in like]
+
+
+def results(run: Callable[..., tuple[Tensor, Tensor]], norm: str, tensors: Tensors) -> Tensors:
+    """Outputs, and the gradient of everything that requires one."""
+    outputs = run(norm, **tensors)
+    leaves = {k: v for k, v in tensors.items() if v.requires_grad}
+    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents(outputs))
+    named = {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"out": outputs[0].detach(), "residual": outputs[1].detach(), **named}
+
+
+def assert_same(one: Tensors, two: Tensors) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+def joint(tensors: Tensors, text: Tensors, norm: str = "layer") -> tuple[Tensor, ...]:
+    """Text without a y first, then video with one."""
+    affine = tensors["weight"], tensors["bias"]
+    fields = Stream._fields
+    streams = [Stream(**{k: v[k] for k in fields if k in v}) for v in (text, tensors)]
+    out, residuals = joint_ada_norm(streams, *affine, norm=norm, eps=EPS)  # type: ignore[arg-type]
+    return (out, *residuals)

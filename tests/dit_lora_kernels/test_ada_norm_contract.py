@@ -1,0 +1,240 @@
+"""`ada_norm`: hard values, offsets, memory, compilation, refusals, and what ptxas makes of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ada_norm_cases import (
+    CASE,
+    CASES,
+    DEVICE,
+    EPS,
+    Case,
+    assert_same,
+    cotangents,
+    eager,
+    joint,
+    make,
+    ours,
+    results,
+)
+from kernel_checks import (
+    relative_error,
+    saved_bytes,
+)
+
+from dit_lora_kernels import ada_norm as op
+from dit_lora_kernels import ada_norm_kernels as kernels
+from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+
+
+@pytest.fixture(autouse=True)
+def several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few rows as here would have a program each."""
+    monkeypatch.setattr(kernels, "MIN_PROGRAMS", 1)
+
+
+HARD = {
+    "far from zero": lambda x: 100 + x,
+    "constant": lambda x: x * 0 + 3,
+    "zero": lambda x: x * 0,
+    "large": lambda x: 1e4 + x,
+    "tiny": lambda x: x * 1e-20,
+}
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(
+    ("what", "dtype"), [*((k, torch.float32) for k in HARD), ("large", torch.float16)]
+)
+def test_hard_values(what: str, norm: str, dtype: torch.dtype) -> None:
+    tensors = make(Case(norm, (2, 5, 72), without="y gate"), dtype)
+    tensors["x"] = HARD[what](tensors["x"].detach()).requires_grad_()
+    wide = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
+    exact, stock = results(eager, norm, wide), results(eager, norm, tensors)
+    for name, value in results(ours, norm, tensors).items():
+        assert torch.isfinite(value).all(), name
+        # Both round the mean to its dtype: noise as large as the error that it leaves.
+        allowed = 2 * relative_error(stock[name], exact[name]) + torch.finfo(dtype).eps * 8
+        assert relative_error(value, exact[name]) <= allowed, name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_bad_row_stays_in_its_row(bad: float, norm: str) -> None:
+    tensors = make(Case(norm, (2, 7, 40), without="shift scale weight bias gate"))
+    clean = results(ours, norm, tensors)
+    tensors["x"] = tensors["x"].detach().clone()
+    tensors["x"][1, 5, 3] = bad
+    tensors["x"].requires_grad_()
+    for name, value in results(ours, norm, tensors).items():
+        reached = torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
+        reached[1, 5] = False
+        assert not torch.isfinite(value[1, 5]).all()
+        assert torch.equal(value[reached], clean[name][reached])
+
+
+def test_a_gate_of_zero_passes_x() -> None:
+    tensors = make(CASE)
+    tensors["gate"] = torch.zeros_like(tensors["gate"])
+    made = results(ours, "layer", tensors)
+    assert torch.equal(made["residual"], tensors["x"])
+    assert not made["d_y"].any()
+
+
+def test_repeats_to_the_bit() -> None:
+    case = Case("layer", (3, 33, 72))
+    assert_same(results(ours, "layer", make(case)), results(ours, "layer", make(case)))
+
+
+def test_autocast_changes_nothing() -> None:
+    expected = results(ours, "layer", make(CASE))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_same(results(ours, "layer", make(CASE)), expected)
+
+
+def test_offsets_beyond_two_to_the_31() -> None:
+    """Rows of the third sample lie past 2**31 elements of memory that is only reserved."""
+    stride, (B, T, D) = 2**30, (3, 2, 16)
+    tensors = make(Case("layer", (B, T, D)), torch.bfloat16)
+    far = {}
+    for name in ("x", "y", "out", "grad", "grad_residual"):
+        far[name] = torch.empty(2 * stride + T * D, dtype=torch.bfloat16, device=DEVICE)
+        far[name] = far[name].as_strided((B, T, D), (stride, D, 1))
+    for name in ("x", "y"):
+        far[name].copy_(tensors[name].detach())
+    plain = {k: v.detach() for k, v in tensors.items()}
+    stream = Stream(far["x"], plain["shift"], plain["scale"], far["y"], plain["gate"])
+    residual, stats = torch.empty_like(plain["x"]), torch.empty(2, B, stride // D, device=DEVICE)
+    affine = plain["weight"], plain["bias"]
+    kernels.launch_forward(stream, *affine, residual, far["out"], stats[..., :T], EPS)
+    expected = results(ours, "layer", tensors)
+    assert torch.equal(far["out"], expected["out"])
+    weights = cotangents((plain["x"], plain["x"]))
+    far["grad"].copy_(weights[0])
+    far["grad_residual"].copy_(weights[1])
+    known = kernels.Known(
+        far["grad"], far["grad_residual"], far["x"].copy_(residual), stats[..., :T], far["y"],
+        plain["gate"], plain["scale"], plain["weight"],
+    )  # fmt: skip
+    dx, dy = torch.empty_like(residual), torch.empty_like(residual)
+    *_, dgate = kernels.launch_backward(known, (dx, dy), 1, [True, True, True])
+    assert dgate is not None
+    made = {"d_x": dx, "d_y": dy, "d_gate": dgate.bfloat16()}
+    assert_same(made, {k: expected[k] for k in made})
+
+
+def test_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MIN_PROGRAMS", 512)
+    assert [
+        kernels.rows_per_program(*v) for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
+    ] == [32, 1, 1, 1]
+    assert kernels.rows_per_program(17_550, 13) == 8
+    assert kernels.rows_per_program(0, 0) == 1
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernel:
+        monkeypatch.setattr(op, "launches", lambda tensor: False)
+    t = {k: v.detach() for k, v in make(CASE).items()}
+    text = [t["x"][:, :3], None, t["scale"], None, None]
+    flat = [*text, *(t[k] for k in Stream._fields)]
+    torch.library.opcheck(op.ada_norm_forward, (flat, t["weight"], t["bias"], True, EPS))
+    _, stats, residual = op.ada_norm_forward(flat, t["weight"], t["bias"], True, EPS)
+    known = [t["x"], t["y"], residual, stats[..., 3:], t["y"], t["gate"], t["scale"], t["weight"]]
+    for wanted in ((True, torch.bfloat16, [True, True, True]), (True, None, [False, True, False])):
+        torch.library.opcheck(op.ada_norm_backward, (known, 1, *wanted))
+
+
+def test_saved_bytes() -> None:
+    """x' and a mean and rstd a row, and nothing of a row where there is no y; eager keeps the normalised rows too."""
+    B, T, D = shape = (2, 7, 1152)
+    full, bare = (
+        make(Case("layer", shape), torch.bfloat16),
+        make(Case("rms", shape, without="y gate"), torch.bfloat16),
+    )
+    rows, stats = B * T * D * 2, B * T * 4
+    kept = [
+        saved_bytes(lambda run=run: run("layer", **full), [*full.values()]) for run in (ours, eager)
+    ]
+    assert kept[0] == rows + 2 * stats
+    assert kept[1] >= kept[0] + rows
+    assert saved_bytes(lambda: ours("rms", **bare), [*bare.values()]) == stats
+    full["gate"] = full["gate"].detach()  # then y is not needed either
+    assert (
+        saved_bytes(lambda: ours("layer", **full), [v for k, v in full.items() if k != "y"])
+        == rows + 2 * stats
+    )
+
+
+def test_compiles_without_a_break() -> None:
+    tensors, text = make(CASE), make(Case("layer", (2, 3, 40), without="weight bias y gate"))
+    leaves = [*tensors.values(), *text.values()]
+    whole = torch.compile(joint, fullgraph=True, backend="aot_eager")
+    made = [
+        (outputs, torch.autograd.grad(outputs, leaves, cotangents(outputs)))
+        for outputs in (joint(tensors, text), whole(tensors, text))
+    ]
+    for one, other in zip(*([*outputs, *grads] for outputs, grads in made), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm": "batch"}, "norm must be 'layer' or 'rms', got 'batch'"),
+        ({"x": torch.zeros(7, 40)}, r"x of stream 0 must be floating \(B,T,D\)"),
+        ({"x": torch.zeros(2, 7, 40, dtype=torch.int32)}, "must be floating"),
+        (
+            {"y": torch.zeros(2, 6, 40)},
+            r"y of stream 0 must have the shape of x \(2, 7, 40\), got \(2, 6, 40\)",
+        ),
+        ({"y": None}, "gate of stream 0 multiplies y, and there is no y"),
+        ({"shift": torch.zeros(2, 3, 40)}, "shift of stream 0 must be .* divides T=7; got"),
+        ({"scale": torch.zeros(1, 40)}, "scale of stream 0"),
+        ({"gate": torch.zeros(2, 2, 7, 40)}, "gate of stream 0"),
+        ({"weight": torch.zeros(1)}, r"weight must be \(40,\), got \(1,\)"),
+        ({"bias": torch.zeros(41)}, r"bias must be \(40,\), got \(41,\)"),
+    ],
+)
+def test_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ada_norm(**{"norm": "layer", "eps": EPS, **make(CASE), **changes})
+
+
+def test_refuses_streams_that_do_not_go_together() -> None:
+    x = torch.zeros(2, 3, 40)
+    with pytest.raises(ValueError, match="at least one stream"):
+        joint_ada_norm([], norm="rms", eps=EPS)
+    for other in (x[:1], x[..., 1:], x.double()):
+        with pytest.raises(ValueError, match=r"x of stream 1 must be .* of stream 0"):
+            joint_ada_norm([Stream(x), Stream(other)], norm="rms", eps=EPS)
+
+
+@pytest.mark.parametrize("shape", [(0, 7, 40), (2, 0, 40)])
+def test_empty(shape: tuple[int, int, int]) -> None:
+    made = results(ours, "layer", make(Case("layer", shape)))
+    assert made["out"].shape == made["d_y"].shape == shape
+    assert made["d_weight"].shape == (40,)
+    assert not any(made[k].any() for k in made)
+
+
+@pytest.mark.parametrize("case", [CASE, Case("rms", (2, 6, 40), 3), CASES[2]], ids=str)
+def test_agrees_without_the_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make(case, torch.float64)
+    made = results(ours, case.norm, tensors)
+    monkeypatch.setattr(op, "launches", lambda tensor: False)
+    for name, value in results(ours, case.norm, tensors).items():
+        torch.testing.assert_close(value, made[name], msg=name)
+
+
+def test_compiled_for_sm90(sm90: Callable[[str], list[dict[str, Any]]]) -> None:
+    for case in sm90("ada_norm"):
+        # One 8-byte value a thread at D 5120 with every table's gradient, of 512 threads that share 64k registers.
+        assert case["spills"] <= (8 if case["name"] == "wan backward with tables" else 0), case
+        statistics = (4, 4) if "ltx" not in case["name"] else (4,)
+        rows = [width for width in case["loads"] + case["stores"] if width != 4]
+        assert set(rows) == {16}, case
+        assert len(case["loads"]) + len(case["stores"]) - len(rows) == len(statistics), case
