@@ -1,0 +1,353 @@
+"""QK-norm and rotary embedding of one of q, k, in one pass: ``out = R(norm(x) * weight + bias)``.
+
+Shapes: B samples, S tokens, H heads, D elements a head; R tokens from `first` on are rotated, the others only normed.
+`norm` is LayerNorm or RMSNorm over D, or over H*D (across heads), or none. With the pairs (a, b) = (2i, 2i+1) or
+(i, i+D/2), ``R(y)[a] = y[a] cos[a] - y[b] sin[a]`` and ``R(y)[b] = y[b] cos[b] + y[a] sin[b]``.
+
+Source: RoFormer, https://arxiv.org/abs/2104.09864, section 3.2; tables and formula are those of Diffusers'
+`apply_rotary_emb` and `get_1d_rotary_pos_embed(use_real=True)`.
+
+Backward from its own output, which attention saves anyway: ``x_hat = (R^-1(out) - bias) / weight``, and with
+``g = R^T(dout) * weight``: ``dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))``, the last for LayerNorm alone.
+Traffic in passes over x: forward 2, backward 3 (2 without a norm), beside the tables and rstd.
+Saved for backward beyond `out`: rstd, fp32, one number a head (or a token, across heads).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dit_lora_kernels.qk_norm_rope_kernels import Options, launch_backward, launch_forward
+from dit_lora_kernels.support import launches
+
+# 1 --- reference ---------------------------------------------------------------------------------
+
+
+def _accumulate(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _turned(y: Tensor, rotation: str) -> Tensor:
+    """(-b, a) for every pair (a, b)."""
+    if rotation == "half":
+        a, b = y.chunk(2, dim=-1)
+        return torch.cat([-b, a], dim=-1)
+    return torch.stack([-y[..., 1::2], y[..., 0::2]], dim=-1).flatten(-2)
+
+
+def _rotate(
+    y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
+) -> Tensor:
+    """R(y) of the tokens that have a row in the tables; its transpose, and inverse, with `sign` -1."""
+    if cos is None or sin is None:
+        return y
+    stop = options.first + cos.shape[-2]
+    heads = cos.shape[-1] // y.shape[-1]
+    c, s = (t.to(y.dtype).unflatten(-1, (heads, y.shape[-1])) for t in (cos, sin))
+    part = y[:, options.first : stop]
+    if sign > 0:
+        part = part * c + _turned(part, options.rotation) * s
+    else:
+        part = part * c - _turned(part * s, options.rotation)
+    return torch.cat([y[:, : options.first], part, y[:, stop:]], dim=1)
+
+
+def _normalize(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """x_hat and rstd, (B, S, H or 1, 1)."""
+    dims = (-2, -1) if options.across_heads else (-1,)
+    if options.norm == "layer":
+        x = x - x.mean(dims, keepdim=True)
+    rstd = torch.rsqrt(x.square().mean(dims, keepdim=True) + options.eps)
+    return x * rstd, rstd
+
+
+def _by_head(parameter: Tensor | None, x: Tensor, otherwise: float) -> Tensor:
+    """(D,) or (H*D,) as (1 or H, D), in x's dtype."""
+    if parameter is None:
+        return x.new_full((1, x.shape[-1]), otherwise)
+    return parameter.to(x.dtype).view(-1, x.shape[-1])
+
+
+def qk_norm_rope_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    norm: str,
+    eps: float,
+    across_heads: bool = False,
+    rotation: str = "interleaved",
+    first: int = 0,
+) -> Tensor:
+    """The definition of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
+    options = Options(norm, eps, across_heads, rotation, first)
+    y = x.to(_accumulate(x))
+    if norm != "none":
+        y = _normalize(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
+    return _rotate(y, cos, sin, options).to(x.dtype)
+
+
+def _reference_gradients(
+    grad: Tensor,
+    source: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    options: Options,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What `launch_backward` computes, in torch."""
+    kind = _accumulate(grad)
+    dy = _rotate(grad.to(kind), cos, sin, options, sign=-1)
+    if source is None:
+        return dy.to(grad.dtype), None, None
+    w = _by_head(weight, dy, 1.0)
+    if rstd is None:
+        x_hat, rstd = _normalize(source.to(kind), options)
+    else:
+        y = _rotate(source.to(kind), cos, sin, options, sign=-1)
+        x_hat, rstd = (y - _by_head(bias, y, 0.0)) / w, rstd[..., None]
+    dims = (-2, -1) if options.across_heads else (-1,)
+    g = dy * w
+    dx = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
+    if options.norm == "layer":
+        dx = dx - g.mean(dims, keepdim=True)
+    rows = (0, 1) if options.across_heads else (0, 1, 2)
+    return (
+        (dx * rstd).to(grad.dtype) if needs[0] else None,
+        (dy * x_hat).sum(rows).flatten().to(weight.dtype)
+        if needs[1] and weight is not None
+        else None,
+        dy.sum(rows).flatten().to(bias.dtype) if needs[2] and bias is not None else None,
+    )
+
+
+# 4 --- op ----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dit_lora::qk_norm_rope", mutates_args=(), device_types=("cpu", "cuda"))
+def _op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norm: str,
+    eps: float,
+    across_heads: bool,
+    rotation: str,
+    first: int,
+    from_output: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output, and rstd if the backward starts from the output (else an empty tensor)."""
+    options = Options(norm, eps, across_heads, rotation, first)
+    rstd = torch.empty(_rstd_shape(x, options, from_output), dtype=_accumulate(x), device=x.device)
+    if launches(x):
+        out = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
+        return out, rstd
+    if from_output:
+        rstd = _normalize(x.to(rstd.dtype), options)[1].squeeze(-1)
+    out = qk_norm_rope_reference(x, weight, bias, cos, sin, **options._asdict())
+    return out.contiguous(), rstd
+
+
+def _rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
+    if not from_output:
+        return (0,)
+    return (*x.shape[:2], 1 if options.across_heads else x.shape[2])
+
+
+@_op.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norm: str,
+    eps: float,
+    across_heads: bool,
+    rotation: str,
+    first: int,
+    from_output: bool,
+) -> tuple[Tensor, Tensor]:
+    options = Options(norm, eps, across_heads, rotation, first)
+    rstd = x.new_empty(_rstd_shape(x, options, from_output), dtype=_accumulate(x))
+    return x.new_empty(x.shape), rstd
+
+
+@torch.library.custom_op(
+    "dit_lora::qk_norm_rope_backward", mutates_args=(), device_types=("cpu", "cuda")
+)
+def _backward_op(
+    grad: Tensor,
+    source: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norm: str,
+    eps: float,
+    across_heads: bool,
+    rotation: str,
+    first: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias; an empty tensor for one that is not asked for."""
+    options = Options(norm, eps, across_heads, rotation, first)
+    run = launch_backward if launches(grad) else _reference_gradients
+    wanted = (needs[0], needs[1], needs[2])
+    found = run(grad, source, rstd, weight, bias, cos, sin, options, wanted)
+    dx, dweight, dbias = (grad.new_empty(0) if gradient is None else gradient for gradient in found)
+    return dx, dweight, dbias
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor,
+    source: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norm: str,
+    eps: float,
+    across_heads: bool,
+    rotation: str,
+    first: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        grad.new_empty(grad.shape if needs[0] else (0,)),
+        grad.new_empty(0) if weight is None or not needs[1] else torch.empty_like(weight),
+        grad.new_empty(0) if bias is None or not needs[2] else torch.empty_like(bias),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, cos, sin, norm, *options, from_output = inputs
+    out, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.options = (norm, *options)
+    if norm == "none":
+        ctx.save_for_backward(None, None, None, None, cos, sin)
+    elif from_output:
+        ctx.save_for_backward(out, rstd, weight, bias, cos, sin)
+    else:
+        ctx.save_for_backward(x, None, weight, bias, cos, sin)
+
+
+def _backward(ctx: Any, grad: Tensor, _grad_rstd: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:3])
+    found = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
+    gradients = [g if need else None for g, need in zip(found, needs, strict=True)]
+    return (*gradients, *(None for _ in range(8)))
+
+
+_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
+    """Whether x_hat can be computed back from a 16-bit output: once, when a model is patched (it waits for a GPU).
+
+    The output's rounding, relative to the row, is divided by each weight: none may be under 1e-3, and
+    rms(weight, bias) / |weight| may be 16 in the root mean square over the elements. At that limit the
+    gradient's error is that of rounding it to bf16.
+    """
+    if weight is None:
+        return True
+    size = weight.detach().double().abs()
+    if not bool((size > 1e-3).all()):
+        return False
+    power = size.square().mean()
+    if bias is not None:
+        power = power + bias.detach().double().square().mean()
+    return bool((power / size.square()).mean().sqrt() <= 16)
+
+
+def _check(
+    x: Tensor,
+    parameters: dict[str, Tensor | None],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    options: Options,
+) -> None:
+    """Raise for what the kernels do not compute, by name."""
+    if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
+        raise ValueError(
+            f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}"
+        )
+    if options.norm not in ("layer", "rms", "none"):
+        raise ValueError(f"norm is 'layer', 'rms' or 'none', not {options.norm!r}")
+    if options.rotation not in ("interleaved", "half"):
+        raise ValueError(f"rotation is 'interleaved' or 'half', not {options.rotation!r}")
+    batch, tokens, heads, width = x.shape
+    size = heads * width if options.across_heads else width
+    for name, parameter in parameters.items():
+        if parameter is None:
+            continue
+        if options.norm == "none":
+            raise ValueError(f"{name} is given, but norm is 'none': there is nothing to scale")
+        if parameter.shape != (size,):
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}; this norm needs ({size},)"
+            )
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None or cos.shape != sin.shape:
+        shapes = [None if t is None else tuple(t.shape) for t in (cos, sin)]
+        raise ValueError(
+            f"cos and sin come together, in one shape; got {shapes[0]} and {shapes[1]}"
+        )
+    fits = cos.shape[-1] in (width, heads * width) and cos.ndim in (2, 3)
+    if not fits or (cos.ndim == 3 and cos.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"cos and sin are (R, D), (1 or B, R, D) or (1 or B, R, H*D) for x {tuple(x.shape)}; got {tuple(cos.shape)}"
+        )
+    if options.first < 0 or options.first + cos.shape[-2] > tokens:
+        raise ValueError(
+            f"the tables rotate tokens {options.first} to {options.first + cos.shape[-2]}, but x has {tokens}"
+        )
+
+
+def qk_norm_rope(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    norm: str,
+    eps: float,
+    across_heads: bool = False,
+    rotation: str = "interleaved",
+    first: int = 0,
+    from_output: bool = True,
+) -> Tensor:
+    """Normalise the heads of x and rotate tokens `first` to `first + R`, in one pass each way.
+
+    x: (B, S, H, D), any strides with a contiguous D, even. weight, bias: (D,), or (H*D,) across heads. cos, sin:
+    (R, D), (1 or B, R, D) or (1 or B, R, H*D), rotations (cos^2 + sin^2 = 1 in every pair), not differentiated.
+    Returns (B, S, H, D) contiguous, in x's dtype; fp32 inside, fp64 of fp64.
+
+    `from_output`: the backward computes x_hat back from the output; pass `recoverable(weight, bias)`, found once.
+    False, or a weight or bias that is trained, saves x instead. Source: see the module.
+
+    Raises:
+        ValueError: a shape, `norm` or `rotation` other than these; a weight or bias without a norm.
+    """
+    options = Options(norm, eps, across_heads, rotation, first)
+    _check(x, {"weight": weight, "bias": bias}, cos, sin, options)
+    if norm == "none" and cos is None:
+        return x.contiguous()
+    trained = any(t is not None and t.requires_grad for t in (weight, bias))
+    from_output = from_output and norm != "none" and not trained
+    out, _rstd = _op(x, weight, bias, cos, sin, *options, from_output)
+    return out
