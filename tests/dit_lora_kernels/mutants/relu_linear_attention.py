@@ -1,0 +1,93 @@
+"""Ways to break relu_linear_attention: (what is wrong, old source, new source)."""
+
+MUTANTS: list[tuple[str, str, str]] = [
+    ("head of another program", "h = program % H", "h = (program + 1) % H"),
+    ("sample 0's rows for every sample", "b = program // H // CHUNKS", "b = program * 0"),
+    ("remainder for quotient in the chunk", "program // H % CHUNKS", "program % CHUNKS"),
+    ("int32 offsets", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
+    ("no upcast of a load", "mask=inside, other=0.0).to(ACC)", "mask=inside, other=0.0)"),
+    ("relu hides NaN", "return tl.where(x < 0, 0.0, x)", "return tl.where(x > 0, x, 0.0)"),
+    (
+        "last row left unwritten",
+        "(columns < D)[None, :]\n    at =",
+        "(columns < D)[None, :] & (rows < S - 1)[:, None]\n    at =",
+    ),
+    (
+        "last channel left unwritten",
+        "(columns < D)[None, :]\n    at =",
+        "(columns < D - 1)[None, :]\n    at =",
+    ),
+    (
+        "one row too many is read",
+        "inside = (rows < S)[:, None] & (columns < D)[None, :]\n    return",
+        "inside = (rows < S + 1)[:, None] & (columns < D)[None, :]\n    return",
+    ),
+    (
+        "the next head's channels are read",
+        "& (columns < D)[None, :]\n    return",
+        "& (columns < D + 1)[None, :]\n    return",
+    ),
+    (
+        "sine of the even channel",
+        "_even, sin = _pairs(_load(sin_ptr",
+        "_even, sin = _pairs(_load(cos_ptr",
+    ),
+    ("the gradient is rotated forwards", "            sin = -sin\n", "            sin = sin * 1\n"),
+    ("sample 0's table for every sample", "0 if shared else", "0 if not shared else"),
+    ("no dead rows in the kernel", "dead = den <= EPS * tl.where", "dead = den < 0 * tl.where"),
+    ("the bound ignores the query", "tl.where(p_sum > z_sum, p_sum, z_sum)", "z_sum"),
+    ("the bound ignores z", "tl.where(p_sum > z_sum, p_sum, z_sum)", "p_sum"),
+    (
+        "channels that are not shared decide",
+        "shared = (p > 0) & (z > 0)\n    z_sum = tl",
+        "shared = (p >= 0) & (z >= 0)\n    z_sum = tl",
+    ),
+    ("mean for sum of z", "_total(state), _total(z)\n", "_total(state), z.mean(1)\n"),
+    ("the first chunk's partial alone", "partials.sum(1)", "partials[:, 0].clone()"),
+    (
+        "z of the rotated keys",
+        "        z += tl.sum(c, 0)\n        c = _rotate(c, cos_ptr, sin_ptr, rows, columns, S, D, False)\n",
+        "        c = _rotate(c, cos_ptr, sin_ptr, rows, columns, S, D, False)\n        z += tl.sum(c, 0)\n",
+    ),
+    (
+        "state overwritten by its last block",
+        "state += tl.dot(tl.trans(c), v,",
+        "state = tl.dot(tl.trans(c), v,",
+    ),
+    ("last block of channels alone", "total += tl.dot(x, matrix,", "total = tl.dot(x, matrix,"),
+    (
+        "matrix not transposed",
+        "matrix = _load(matrix_ptr, columns, some, D, D, D, ACC)",
+        "matrix = tl.trans(_load(matrix_ptr, some, columns, D, D, D, ACC))",
+    ),
+    ("w once in the denominator's gradient", "dden = -w * w * tl", "dden = -w * tl"),
+    ("the denominator has no gradient", "True) + dden * z", "True) + dden * 0"),
+    ("dz without the queries", "dz += tl.sum(p * dden, 0)", "dz += tl.sum(dden, 0)"),
+    ("dz of the last block", "dz += tl.sum(p * dden, 0)", "dz = tl.sum(p * dden, 0)"),
+    ("no relu in dq", "tl.where(p <= 0, 0.0, dp)", "dp"),
+    ("no relu in dk", "tl.where(c <= 0, 0.0, dc)", "dc"),
+    (
+        "unrotated queries in dstate",
+        "tl.dot(tl.trans(turned * w), g,",
+        "tl.dot(tl.trans(p * w), g,",
+    ),
+    ("dz forgotten in dk", "S, D, True) + dz\n", "S, D, True)\n"),
+    (
+        "strides of q for grad",
+        "*grad.stride()[:3], *q.stride()[:3]",
+        "*q.stride()[:3], *q.stride()[:3]",
+    ),
+    (
+        "the last dimension's stride is assumed",
+        "return x if x.stride(-1) == 1 else x.contiguous()",
+        "return x",
+    ),
+    ("keys' gradients always", "keys = dk is not None or dv is not None", "keys = True"),
+    (
+        "the reference follows autocast",
+        "enabled=False):\n        p, c, v",
+        "enabled=True):\n        p, c, v",
+    ),
+    ("no dead rows in the reference", "dead = den <= eps * torch", "dead = den < 0 * torch"),
+    ("the backward's reference forgets dz", "back) + dz[:, None]", "back)"),
+]
