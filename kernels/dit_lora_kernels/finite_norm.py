@@ -1,0 +1,161 @@
+"""L2 norms of groups of tensors in one pass, finite exactly if every element is: for a guard over gradients.
+
+    norm[g] = sqrt(sum of x^2 over the elements x of the tensors of group g)
+
+Squares in fp32 overflow from 1.8e19 and vanish below 1e-23, and norms in bf16 have 8 bits.
+Here a program takes CHUNK elements of one tensor to fp32 and scales them by a power of two, which rounds nothing,
+chosen by the largest: 2^-72 from 2^56 up, 2^88 below 2^-40, else 1. Their sum of squares then stays in range. It
+stores the chunk's norm; the norm of a group's chunks is taken in fp64, in a fixed order. A NaN or Inf goes through
+every step. fp64 tensors are computed in fp64.
+
+Traffic: every element is read once; a chunk, 24 bytes of table read and 4 written. The host waits for nothing.
+Source: scaling as in J. L. Blue 1978, https://doi.org/10.1145/355769.355771; chunks as in torch._foreach_norm.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dit_lora_kernels.support import accumulator, launches, tl, triton
+
+CHUNK = 4096
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# 1. reference
+
+
+def finite_norms_reference(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
+    """The op in plain torch: fp64 inside, rounded once, to fp32 (count,)."""
+    squares = torch.zeros(count, dtype=torch.float64, device=tensors[0].device)
+    for tensor, group in zip(tensors, groups, strict=True):
+        squares[group] += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    return squares.sqrt().float()
+
+
+# 2. kernel
+
+
+@triton.jit
+def _chunk_kernel(
+    table_ptr, norms_ptr,
+    CHUNK: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One row of the table a program: a chunk's address, its elements, and where its norm goes."""
+    row = table_ptr + tl.program_id(0).to(tl.int64) * 3
+    data = tl.load(row).to(tl.pointer_type(ELEMENT))
+    elements = tl.load(row + 1)
+    if ALIGNED:
+        data = tl.multiple_of(data, 16)
+        elements = tl.multiple_of(elements, 16)
+    i = tl.arange(0, CHUNK)
+    x = tl.load(data + i, mask=i < elements, other=0).to(ACC)
+    largest = tl.max(tl.abs(x), axis=0)
+    tiny, huge = largest < 2.0**-40, largest >= 2.0**56
+    x = x * tl.where(tiny, 2.0**88, tl.where(huge, 2.0**-72, 1.0))
+    norm = tl.sqrt(tl.sum(x * x, axis=0))
+    norm = norm * tl.where(tiny, 2.0**-88, tl.where(huge, 2.0**72, 1.0))
+    tl.store(norms_ptr + tl.load(row + 2), norm)
+
+
+# 3. launcher
+
+
+def _element(dtype: torch.dtype) -> Any:
+    return {
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+        torch.float32: tl.float32,
+        torch.float64: tl.float64,
+    }[dtype]
+
+
+def _table(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    """(chunks,3) int64 on the host: address, elements and place of the norm; a tensor's places are consecutive."""
+    known = [(t.data_ptr(), t.numel(), place) for t, place in zip(tensors, places, strict=True)]
+    address, size, place = torch.tensor(known, dtype=torch.int64).unbind(1)
+    chunks = (size + CHUNK - 1) // CHUNK
+    of = torch.repeat_interleave(chunks)
+    index = torch.arange(len(of)) - (chunks.cumsum(0) - chunks)[of]
+    left = size[of] - index * CHUNK
+    start = address[of] + index * (CHUNK * tensors[0].element_size())
+    return torch.stack([start, left.clamp(max=CHUNK), place[of] + index], dim=1)
+
+
+def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
+    device = tensors[0].device
+    # A row a group, padded with zeros; a chunk's place does not depend on which launch it is in.
+    used = [0] * count
+    places = []
+    for tensor, group in zip(tensors, groups, strict=True):
+        places.append(used[group])
+        used[group] += triton.cdiv(tensor.numel(), CHUNK)
+    longest = max(used)
+    norms = torch.zeros((count, longest), dtype=torch.float32, device=device)
+    launched = defaultdict(list)
+    for tensor, group, place in zip(tensors, groups, places, strict=True):
+        if tensor.numel() == 0:
+            continue
+        flat = tensor.contiguous()
+        aligned = flat.data_ptr() % 16 == 0 and flat.numel() % 16 == 0
+        launched[flat.dtype, aligned].append((flat, group * longest + place))
+    for (dtype, aligned), chosen in launched.items():
+        table = _table(*zip(*chosen, strict=True))
+        if device.type == "cuda":
+            table = table.pin_memory().to(device, non_blocking=True)
+        _chunk_kernel[(len(table),)](
+            table, norms, CHUNK=CHUNK, ELEMENT=_element(dtype), ALIGNED=aligned,
+            ACC=accumulator(dtype), num_warps=4,
+        )  # fmt: skip
+    return norms.double().square().sum(1).sqrt().float()
+
+
+# 4. op
+
+
+@torch.library.custom_op("dit_lora::finite_norms", mutates_args=(), device_types=("cpu", "cuda"))
+def finite_norms_op(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
+    """`finite_norms` of checked operands, at least one."""
+    if launches(tensors[0]):
+        return _launch(tensors, groups, count)
+    return finite_norms_reference(tensors, groups, count)
+
+
+@finite_norms_op.register_fake
+def _(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
+    return tensors[0].new_empty(count, dtype=torch.float32)
+
+
+def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
+    """The L2 norm of each group's elements, fp32 (count,) on the tensors' device; not differentiable.
+
+    `groups[i]`, from 0 to count - 1, is the group of `tensors[i]`. Tensors are of any shapes and strides, in fp16,
+    bf16, fp32 or fp64, on one device; those that are not contiguous are copied. A norm is NaN or Inf exactly if an
+    element is, or if it exceeds fp32; it is zero exactly if every element is (fp64 below fp32's range aside).
+    Empty tensors and groups give 0; without any tensor, zeros on the CPU.
+
+    Raises ValueError if groups do not match the tensors or the devices differ, TypeError for another dtype.
+    """
+    if len(groups) != len(tensors):
+        raise ValueError(
+            f"groups must name a group for each of {len(tensors)} tensors; received {len(groups)}."
+        )
+    for index, (tensor, group) in enumerate(zip(tensors, groups, strict=True)):
+        if not 0 <= group < count:
+            raise ValueError(f"groups[{index}] must be from 0 to {count - 1}; received {group}.")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"tensors[{index}] must be float16, bfloat16, float32 or float64; received {tensor.dtype}."
+            )
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"tensors must be on one device; received {tensors[0].device} and, at {index}, "
+                f"{tensor.device}."
+            )
+    if not tensors:
+        return torch.zeros(count)
+    with torch.no_grad():
+        norms: Tensor = finite_norms_op(list(tensors), list(groups), count)
+    return norms
