@@ -1,0 +1,294 @@
+"""Linear layers with a LoRA adapter on a frozen base, alone or several on one input.
+
+    y = x W^T + bias + s dropout(x) A^T B^T        frozen: W, bias; trained: A, B
+
+Shape suffixes: N rows (batch x tokens), I in, O out, R rank, of all projections of one input together.
+Source: LoRA, https://arxiv.org/abs/2106.09685, section 4.1; PEFT's `tuners/lora/layer.py` computes the same.
+Products are cuBLAS GEMMs, there is no kernel here: `addmm` adds each into its sum, s is folded into B.
+
+Traffic beside the base products, e = element size: forward reads x (N*I*e) once for all projections and reads
+and writes each y (2*N*O*e). Backward reads x once, reads each dy twice and reads and writes dx once for all adapters.
+Saved: x once, s-free products x A^T (N*R*e), and with dropout a mask of N*I bytes for each projection.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Adapter(NamedTuple):
+    """A (R, I) and B (O, R), any floating dtype: their gradients have it. `lowered` is `lower(...)` of them, to reuse."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    lowered: tuple[Tensor, Tensor] | None = None
+
+
+class Quantized(NamedTuple):
+    """A quantised base by its own library: (N, I) to (N, O) with the bias; and its weight (O, I) in a dtype."""
+
+    product: Callable[[Tensor], Tensor]
+    dequantize: Callable[[torch.dtype], Tensor]
+
+
+class Projection(NamedTuple):
+    """One linear layer and its adapter: a frozen weight (O, I) and bias (O,), or `quantized` and neither."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    adapter: Adapter
+    quantized: Quantized | None = None
+
+
+def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype to compute in: autocast's where it is on, else the base weight's, else (quantised) that of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype if weight is None else weight.dtype
+
+
+def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A and s*B in the compute dtype, without gradient: what the products use. One rounding each."""
+    a, b = a.detach(), b.detach()
+    scaled = b if scaling == 1 else b.to(torch.promote_types(b.dtype, dtype)) * scaling
+    return a.to(dtype), scaled.to(dtype)
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    adapter: Adapter,
+    *,
+    dropout: float = 0.0,
+    quantized: Quantized | None = None,
+) -> Tensor:
+    """Adapted linear layer that saves x once, in the compute dtype, and makes no pass for casts, scaling or sums.
+
+    x (..., I) gives (..., O) in `compute_dtype(x, weight)`; x is cast to it, and so is a weight under autocast.
+    Gradients: dx in x's dtype, dA and dB in theirs, from fp32 sums (of a GEMM of `out_dtype` fp32 on a GPU).
+    `dropout`'s mask is torch's own: the one `F.dropout` draws for this x in the compute dtype at this point of the generator.
+    Raises `ValueError` for shapes that do not fit, a base that is not frozen, a dropout outside of [0, 1).
+    """
+    return lora_qkv(x, [Projection(weight, bias, adapter, quantized)], dropout=dropout)[0]
+
+
+def lora_qkv(
+    x: Tensor, projections: Sequence[Projection], *, dropout: float = 0.0
+) -> tuple[Tensor, ...]:
+    """`lora_linear` of several layers that share x: it is saved once, and A's products are one GEMM.
+
+    dx is one buffer that every product is added into. With `dropout` each layer draws its own mask, in order,
+    as they would one after the other. Raises `ValueError` as `lora_linear`, and where compute dtypes differ.
+    """
+    dtype = compute_dtype(x, projections[0].weight)
+    _check(x, projections, dropout, dtype)
+    operands: list[Tensor | None] = []
+    for weight, bias, (a, b, scaling, lowered), _ in projections:
+        operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
+    settings = _Settings(
+        dropout,
+        tuple(p.adapter.scaling for p in projections),
+        tuple(p.quantized for p in projections),
+    )
+    return _LoraProjections.apply(x.to(dtype), settings, *operands)
+
+
+def _check(
+    x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype
+) -> None:
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    if dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"the compute dtype must be one of {COMPUTE_DTYPES}, got {dtype}")
+    for weight, bias, (a, b, _, lowered), quantized in projections:
+        if compute_dtype(x, weight) is not dtype:
+            raise ValueError("projections of one input must have weights of one dtype")
+        if b.ndim != 2 or a.shape != (b.shape[1], x.shape[-1]):
+            raise ValueError(
+                f"a (R, {x.shape[-1]}) and b (O, R) expected, got {(*a.shape,)} and {(*b.shape,)}"
+            )
+        if (weight is None) is (quantized is None) or (weight is None and bias is not None):
+            raise ValueError("give a weight, with or without a bias, or `quantized` alone")
+        for tensor, shape in ((weight, (b.shape[0], a.shape[1])), (bias, (b.shape[0],))):
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"base of shape {shape} expected, got {(*tensor.shape,)}")
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError("the base must be frozen: its weight or bias requires a gradient")
+        if lowered is not None and {t.dtype for t in lowered} != {dtype}:
+            raise ValueError(f"lowered a and b must be {dtype}, got {[t.dtype for t in lowered]}")
+
+
+class _Settings(NamedTuple):
+    dropout: float
+    scalings: tuple[float, ...]
+    quantized: tuple[Quantized | None, ...]
+
+
+_OPERANDS = 6  # of each projection: weight, bias, a, b, lowered a, lowered b
+
+
+class _LoraProjections(torch.autograd.Function):
+    """Autocast is off inside: every operand is in the compute dtype already, or is cast here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, settings: _Settings, *operands: Any) -> tuple[Tensor, ...]:
+        weights, biases, masters_a, masters_b, lows_a, lows_b = (
+            operands[i::_OPERANDS] for i in range(_OPERANDS)
+        )
+        outputs = []
+        with _no_autocast(x):
+            rows = _rows(x)
+            products, masks = _inner_products(rows, lows_a, settings.dropout)
+            for i, quantized in enumerate(settings.quantized):
+                y = _base_product(rows, weights[i], biases[i], quantized)
+                y.addmm_(products[i], lows_b[i].t())
+                outputs.append(y.view(*x.shape[:-1], y.shape[1]))
+        ctx.settings, ctx.shape = settings, x.shape
+        ctx.dtypes = [a.dtype for a in masters_a], [b.dtype for b in masters_b]
+        # x is saved as it came: of a strided one, `rows` is a second copy of what others keep.
+        kept = x if any(ctx.needs_input_grad[4::_OPERANDS]) else None
+        ctx.save_for_backward(kept, *weights, *lows_a, *lows_b, *products, *masks)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        count, settings = len(gradients), ctx.settings
+        x, *saved = ctx.saved_tensors
+        weights, lows_a, lows_b, products, masks = (
+            saved[i * count : (i + 1) * count] for i in range(5)
+        )
+        needs_b = ctx.needs_input_grad[5::_OPERANDS]
+        d_b: list[Tensor | None] = [None] * count
+        with _no_autocast(gradients[0]):
+            dys = [_rows(dy) for dy in gradients]
+            for i in range(count):
+                if needs_b[i]:
+                    d_b[i] = _weight_gradient(dys[i].t(), products[i])
+                    if settings.scalings[i] != 1:
+                        d_b[i] *= settings.scalings[i]
+            inner = [dy @ low_b for dy, low_b in zip(dys, lows_b, strict=True)]
+            dx = _base_backward(dys, weights, settings) if ctx.needs_input_grad[0] else None
+            rows = None if x is None else _rows(x)
+            if masks:
+                d_a = _masked_backward(rows, dx, inner, lows_a, masks, settings.dropout)
+            else:
+                d_a = _joint_backward(rows, dx, inner, lows_a)
+        results: list[Tensor | None] = []
+        for grad_a, grad_b, dtype_a, dtype_b in zip(d_a, d_b, *ctx.dtypes, strict=True):
+            results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b), None, None]
+        return (None if dx is None else dx.view(ctx.shape), None, *results)
+
+
+def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(N, last) that a GEMM reads as it is: rows may lie apart, but neither overlap nor be strided inside."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]:
+        return rows
+    return rows.contiguous()
+
+
+def _inner_products(
+    rows: Tensor, lows_a: Sequence[Tensor], dropout: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """x A^T of every projection and, with dropout, the mask of every one."""
+    if not dropout:
+        joint = rows @ _stacked(lows_a).t()
+        return _split(joint, [a.shape[0] for a in lows_a], 1), []
+    products, masks = [], []
+    for low_a in lows_a:
+        dropped, mask = torch.native_dropout(rows, dropout, True)
+        products.append(dropped @ low_a.t())
+        masks.append(mask)
+    return products, masks
+
+
+def _base_product(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, quantized: Quantized | None
+) -> Tensor:
+    if quantized is not None:
+        return quantized.product(rows).to(rows.dtype)
+    assert weight is not None  # `_check` has seen to it
+    return linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+
+
+def _base_backward(
+    dys: list[Tensor], weights: Sequence[Tensor | None], settings: _Settings
+) -> Tensor:
+    """The sum of dy W over projections, in a buffer of its own that may be added to."""
+    dx = dys[0] @ _base_weight(weights[0], settings.quantized[0], dys[0].dtype)
+    for i in range(1, len(dys)):
+        dx.addmm_(dys[i], _base_weight(weights[i], settings.quantized[i], dys[i].dtype))
+    return dx
+
+
+def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torch.dtype) -> Tensor:
+    if quantized is not None:
+        return quantized.dequantize(dtype)
+    assert weight is not None  # `_check` has seen to it
+    return weight.to(dtype)
+
+
+def _joint_backward(
+    rows: Tensor | None, dx: Tensor | None, inner: list[Tensor], lows_a: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """dA of every projection in one GEMM; what goes through the adapters is added to dx in another."""
+    joint = _stacked(inner, 1)
+    if dx is not None:
+        dx.addmm_(joint, _stacked(lows_a))
+    if rows is None:
+        return [None] * len(inner)
+    return _split(_weight_gradient(joint.t(), rows), [a.shape[0] for a in lows_a], 0)
+
+
+def _masked_backward(
+    rows: Tensor | None,
+    dx: Tensor | None,
+    inner: list[Tensor],
+    lows_a: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    dropout: float,
+) -> Sequence[Tensor | None]:
+    """As `_joint_backward`, where every projection saw another part of x."""
+    masked, scale = torch.ops.aten.native_dropout_backward, 1 / (1 - dropout)
+    d_a: list[Tensor | None] = []
+    for gradient, low_a, mask in zip(inner, lows_a, masks, strict=True):
+        d_a.append(
+            None if rows is None else _weight_gradient(gradient.t(), masked(rows, mask, scale))
+        )
+        if dx is not None:
+            dx += masked(gradient @ low_a, mask, scale)
+    return d_a
+
+
+def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def _split(whole: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    return [whole] if len(sizes) == 1 else list(whole.split(sizes, dim))
+
+
+def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in fp32 or more, a sum over all rows: a GPU's is not rounded, a CPU has no such GEMM."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).to(torch.promote_types(left.dtype, torch.float32))
+
+
+def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else gradient.to(dtype)
