@@ -188,11 +188,47 @@ class TrainConfig(Section):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of a moving average of what is trained (Diffusers' EMAModel), which is then what is validated
     and saved; null for none."""
-    checkpointing: Literal["none", "full"] = "full"
-    """Gradient checkpointing: `full` recomputes each block in the backward pass and saves memory."""
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """What of each block the backward pass computes again, to save memory: `none`; `selective`, all but
+    attention; `full`, all. `auto`: the least that fits the device's free memory. No value depends on it."""
     vlb: bool | None = None
     """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
     yes where the checkpoint has one."""
+
+
+KernelMode = Literal["auto", "on", "off"]
+
+
+class KernelsConfig(Section):
+    """Fused kernels: `auto` uses one where the model and the machine can and it equals the stock model on the
+    run's own shapes; `on` insists, also without a GPU, and refuses the run where it cannot be; `off` never."""
+
+    lora_linear: KernelMode = "auto"
+    """Adapters as one autograd function: the input is saved once, in its own dtype."""
+    qk_norm_rope: KernelMode = "auto"
+    """Norm and rotation of q and k in one pass."""
+    ada_norm: KernelMode = "auto"
+    """Gated residual, norm and modulation in one pass."""
+    relu_linear_attention: KernelMode = "auto"
+    """Sana's linear attention, with fp32 state."""
+    silu_dwconv_glu: KernelMode = "auto"
+    """Sana's convolution in the feed-forward, which keeps one activation of three."""
+    finite_norm: KernelMode = "auto"
+    """Gradient norms and their finiteness in one pass over all gradients."""
+    attention: str = "auto"
+    """`auto` for PyTorch's choice, or one of Diffusers' backends that train: native, _native_flash, flash,
+    _flash_3, ..."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: Any) -> Any:
+        # YAML 1.1 reads a bare on and off as true and false.
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    def ops(self) -> dict[str, KernelMode]:
+        """The modes of what replaces parts of a model."""
+        names = set(type(self).model_fields) - {"attention", "finite_norm"}
+        return {name: getattr(self, name) for name in sorted(names)}
 
 
 class ValidationConfig(Section):
@@ -284,6 +320,7 @@ class Recipe(Section):
     train: TrainConfig
     validation: ValidationConfig = ValidationConfig()
     guard: GuardConfig = GuardConfig()
+    kernels: KernelsConfig = KernelsConfig()
     run: RunConfig
 
     @model_validator(mode="after")

@@ -12,8 +12,9 @@ from dit_lora.families.base import Checkpoint, Family
 from dit_lora.recipe import load_recipe
 from dit_lora.report.run_report import write_report
 from dit_lora.training.checkpoint import find_checkpoint
+from dit_lora.training.journal import summary
 from dit_lora.training.precompute import precompute
-from dit_lora.training.run import finish, fit, prepare, summary
+from dit_lora.training.run import finish, fit, prepare
 from dit_lora.training.runtime import Runtime, require_free_folder, running
 from dit_lora.training.trainable import load_trainable
 

@@ -30,8 +30,7 @@ from dit_lora.numerics.replay import MicroBatch, Outcome, run
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.numerics.switches import (
     Switch,
-    attention_switches,
-    compile_switches,
+    all_switches,
     find_switch,
     in_fp32,
     kept_attention,
@@ -39,6 +38,7 @@ from dit_lora.numerics.switches import (
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import load_recipe, parse_recipe
+from dit_lora.training.checkpointing import least_memory, set_checkpointing
 from dit_lora.training.precompute import transformer_digest
 from dit_lora.training.runtime import quiet_libraries
 from dit_lora.training.trainable import load_trainable
@@ -178,7 +178,7 @@ def replay_bundle(
     with ExitStack() as stack:
         stack.enter_context(kept_attention())
         torch.backends.cuda.enable_cudnn_sdp(False)  # as runs do
-        switches: list[Switch] = [*attention_switches(), *compile_switches(transformer)]
+        switches: list[Switch] = all_switches(transformer)
         known = {switch.name for switch in switches}
         for name in [*(n for n in bundle.facts["switched_off"] if n in known), *without]:
             stack.enter_context(find_switch(switches, name).off())
@@ -233,10 +233,10 @@ def _rebuild(
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
     digest = transformer_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
     dtype = DTYPES[bundle.facts["dtype"]]
-    transformer, _, _ = load_trainable(recipe, family, checkpoint, dtype)
+    transformer, _, _ = load_trainable(recipe, family, checkpoint, dtype, replaying=True)
     _load(transformer, bundle)
-    if recipe.train.checkpointing == "full":
-        transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+    mode = recipe.train.checkpointing
+    set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     accelerator = Accelerator(

@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 import dit_lora
-from dit_lora.adapters.store import BASE_FILE, save_adapter, save_pipeline
+from dit_lora.adapters.store import save_adapter, save_pipeline
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, ClipDataset, PositionSampler, build_loader
@@ -29,6 +29,7 @@ from dit_lora.training.checkpoint import (
 from dit_lora.training.ema import TrainedEMA, whole_state
 from dit_lora.training.guarding import (
     build_guard,
+    chosen_norms,
     guard_record,
     held_out_event,
     hidden_events,
@@ -37,8 +38,9 @@ from dit_lora.training.guarding import (
     require_not_lost,
     spike_events,
 )
-from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
+from dit_lora.training.journal import Journal, metrics_line, tracker_values
 from dit_lora.training.loop import Loop, StepResult, train
+from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.precompute import Precomputed
 from dit_lora.training.preflight import preflight
@@ -90,8 +92,6 @@ def prepare(
 ) -> Run:
     """Optimizer, device placement and DDP, and the state of `resume_from` if given."""
     recipe = runtime.recipe
-    if recipe.train.checkpointing == "full":
-        transformer.enable_gradient_checkpointing()  # type: ignore[operator]
     optimizer = build_optimizer(groups, recipe.optim)
     model, optimizer = runtime.accelerator.prepare(transformer, optimizer)
     run = Run(runtime, family, checkpoint, encoded, model, optimizer, start_step=0, journal=None)
@@ -117,6 +117,7 @@ def prepare(
             "resume an earlier checkpoint"
         )
     run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step))
+    choose_checkpointing(run)
     open_run_folder(runtime)
     if runtime.is_main and run.guard.quarantine.records:
         run.guard.quarantine.save()
@@ -272,6 +273,7 @@ def _loop(run: Run) -> Loop:
         seed=recipe.train.seed,
         recovery=run.guard,
         watcher=run.watcher,
+        norms=chosen_norms(run),
     )
 
 
@@ -379,22 +381,3 @@ def _validate(run: Run, step: int) -> None:
             run.journal.event(event)
             run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
     sample_videos(run.runtime, run.checkpoint, run.model, run.encoded, step)
-
-
-def summary(run: Run, adapter: Path, report: Path) -> str:
-    """What the run made, where, and by how much the held-out loss fell."""
-    losses = held_out_losses(run.runtime.dir)
-    kind = "model" if run.recipe.train.mode == "full" else "adapter"
-    lines = [f"{kind + ':':9}{adapter}", f"report:  {report}"]
-    base = adapter.with_name(BASE_FILE)
-    if base.exists():
-        lines.insert(
-            1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
-        )
-    if len(losses) > 1:
-        first, last = losses[min(losses)], losses[max(losses)]
-        change = 100 * (last / first - 1)
-        lines.append(
-            f"loss on held-out noise: {first:.4f} before, {last:.4f} after ({change:+.1f}%)"
-        )
-    return "\n".join(lines)

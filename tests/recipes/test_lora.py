@@ -317,7 +317,7 @@ def test_bf16_trains_with_fp32_adapters(lora_main: Main, smoke: list[str], tmp_p
 def test_gradient_checkpointing_gives_the_same_adapter(
     lora_main: Main, smoke: list[str], tmp_path: Path
 ) -> None:
-    for mode in ("none", "full"):
+    for mode in ("none", "selective", "full"):
         lora_main(
             [
                 *smoke,
@@ -328,6 +328,7 @@ def test_gradient_checkpointing_gives_the_same_adapter(
             ]
         )
     assert state(tmp_path / "none", 4) == state(tmp_path / "full", 4)
+    assert state(tmp_path / "none", 4) == state(tmp_path / "selective", 4)
 
 
 def test_an_adapter_that_learned_nothing_is_refused(

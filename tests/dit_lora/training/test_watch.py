@@ -123,13 +123,13 @@ def test_statistics_of_modules_are_in_metrics_at_the_asked_steps(
 
 
 def spiking(patch: pytest.MonkeyPatch, at: int, factor: float) -> None:
-    """The loss of one call, counted from 1, multiplied."""
+    """The loss of one call, counted from 1 after the one that counts memory, multiplied."""
     losses, calls = CogVideoXCheckpoint.losses, []
 
     def changed(self: Any, *arguments: Any) -> LossOutput:
         calls.append(1)
         output = losses(self, *arguments)
-        worst = factor if len(calls) == at else 1.0
+        worst = factor if len(calls) == at + 1 else 1.0
         return output._replace(losses=output.losses * worst)
 
     patch.setattr(CogVideoXCheckpoint, "losses", changed)
@@ -216,7 +216,7 @@ def test_a_rollback_forgets_what_was_observed_of_the_steps_that_it_undoes(
 
     def poisoning(self: Any, transformer: Any, *arguments: Any) -> LossOutput:
         calls.append(1)
-        if len(calls) == 29:
+        if len(calls) == 30:
             next(p for p in transformer.parameters() if p.requires_grad).data[0, 0] = torch.nan
         return losses(self, transformer, *arguments)
 

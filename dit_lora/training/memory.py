@@ -1,0 +1,295 @@
+"""Which gradient checkpointing a run takes: the memory of its activations, counted before the first step.
+
+The count is of the run's own model, autocast and shapes, on fake tensors: no weight is read, no memory taken.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import psutil
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.data.cache import Spec
+from dit_lora.families.base import Tensors
+from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.whole import ONLY_COUNTS
+from dit_lora.training.checkpointing import (
+    MODES,
+    Mode,
+    is_attention,
+    least_memory,
+    require_checkpointing,
+    set_checkpointing,
+    supports_checkpointing,
+)
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+Needs = Mapping[Mode, int]
+"""Bytes of activations at the peak of a step, by mode; a model without checkpointing has `none` alone."""
+
+SHARE = 0.9
+"""Of the free memory, what activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in CogVideoX-5B's
+backward pass, on tensors without values) and for what the allocator rounds up."""
+
+
+@dataclass
+class _Block:
+    """Storages of one checkpointed call, by number."""
+
+    inputs: set[int]
+    saved: set[int] = field(default_factory=set)
+    attention: set[int] = field(default_factory=set)
+
+
+class _Ledger:
+    """What a forward pass saves for its backward pass: each storage once, weights and buffers left out."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        # Storages are kept alive: a number is an address, which another tensor would get again.
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._weights = self._numbers(weights)
+        self.outside: set[int] = set()
+        self.blocks: list[_Block] = []
+        self._current: _Block | None = None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called by autograd with each tensor that it saves."""
+        saved = self.outside if self._current is None else self._current.saved
+        saved |= self._activations([tensor])
+        return tensor.detach()
+
+    setattr(pack, ONLY_COUNTS, True)
+
+    @contextmanager
+    def block(self, inputs: Iterable[Any]) -> Iterator[_Block]:
+        """What is saved within is a block's."""
+        self._current = _Block(self._activations(inputs))
+        self.blocks.append(self._current)
+        try:
+            with _AttentionOutputs(self._current.attention, self._activations):
+                yield self._current
+        finally:
+            self._current = None
+
+    def needs(self) -> dict[Mode, int]:
+        """What is kept until the backward pass, and what the largest block adds when it is computed again."""
+        kept = self.outside.union(*(block.inputs for block in self.blocks))
+        attention = kept.union(*(block.attention for block in self.blocks))
+        return {
+            "none": self._bytes(self.outside.union(*(block.saved for block in self.blocks))),
+            "selective": self._peak(attention),
+            "full": self._peak(kept),
+        }
+
+    def _peak(self, kept: set[int]) -> int:
+        again = (self._bytes(block.saved - kept) for block in self.blocks)
+        return self._bytes(kept) + max(again, default=0)
+
+    def _bytes(self, numbers: Iterable[int]) -> int:
+        return sum(self._storages[number].nbytes() for number in numbers)
+
+    def _activations(self, values: Iterable[Any]) -> set[int]:
+        return self._numbers(v for v in values if isinstance(v, torch.Tensor)) - self._weights
+
+    def _numbers(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        storages = {(s := tensor.untyped_storage())._cdata: s for tensor in tensors}
+        self._storages |= storages
+        return set(storages)
+
+
+class _AttentionOutputs(TorchDispatchMode):
+    """Notes the outputs of attention ops, as selective checkpointing keeps them."""
+
+    def __init__(self, found: set[int], numbers: Callable[[Iterable[Any]], set[int]]) -> None:
+        super().__init__()
+        self._found, self._numbers_of = found, numbers
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if is_attention(func):
+            self._found |= self._numbers_of(tree_leaves(output))
+        return output
+
+
+class _Step(nn.Module):
+    """A forward pass as a module, for `functional_call` to put weights into."""
+
+    def __init__(self, transformer: nn.Module, losses: Callable[..., Any]) -> None:
+        super().__init__()
+        self.transformer, self.losses = transformer, losses
+
+    def forward(self, batch: Tensors) -> Any:
+        return self.losses(self.transformer, batch)
+
+
+def measure(
+    transformer: nn.Module,
+    losses: Callable[[nn.Module, Tensors], Any],
+    batch: Spec,
+    device: torch.device,
+) -> Needs:
+    """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
+
+    Counted by autograd's hooks on saved tensors, with fake weights and batch on `device`: the model's own
+    forward, its autocast and its attention as they are. Checkpointing must be off; it is off afterwards.
+    Raises `RuntimeError` where a forward depends on values, which fake tensors do not have.
+    """
+    if device.type == "cpu":
+        device = torch.device(
+            "cpu"
+        )  # Accelerate's is cpu:0 in several processes; a fake one is not its equal
+    step, fake = _Step(transformer, losses), FakeTensorMode(allow_non_fake_inputs=True)
+    named = [*step.named_parameters(), *step.named_buffers()]
+    with fake:
+        weights = {
+            name: torch.empty_like(t, device=device).requires_grad_(t.requires_grad)
+            for name, t in named
+        }
+        floats = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in batch.items()
+            if dtype.is_floating_point
+        }
+    # Masks and labels are real: a model may ask how long the longest caption is. Ones are the longest.
+    others = {
+        name: torch.ones(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in batch.items()
+        if not dtype.is_floating_point
+    }
+    ledger = _Ledger(weights.values())
+    # Outside of the fake mode: tables that a model computes and keeps, and the draws, must be real.
+    with _blocks_into(ledger, transformer), saved_tensors_hooks(ledger.pack, lambda saved: saved):
+        functional_call(step, weights, (floats | others,))
+    needs = ledger.needs()
+    return needs if supports_checkpointing(transformer) else {"none": needs["none"]}
+
+
+@contextmanager
+def _blocks_into(ledger: _Ledger, transformer: Any) -> Iterator[None]:
+    """Within it, what would be checkpointed is told to the ledger as a block."""
+
+    def run(block: Callable[..., Any], *args: Any) -> Any:
+        with ledger.block(tree_leaves(args)):
+            return block(*args)
+
+    if not supports_checkpointing(transformer):
+        yield
+        return
+    transformer.enable_gradient_checkpointing(run)
+    try:
+        yield
+    finally:
+        transformer.disable_gradient_checkpointing()
+
+
+class Advice(NamedTuple):
+    """A mode, why in words, and whether it should fit."""
+
+    mode: Mode
+    words: str
+    fits: bool
+
+
+def advise(shapes: Sequence[Needs], free: int, asked: Literal["auto", Mode]) -> list[Advice]:
+    """For each shape the mode that recomputes least and fits `SHARE` of the free bytes, or the one asked for.
+
+    Where nothing fits, the mode that needs least.
+    """
+    return [_advise(needs, free, asked) for needs in shapes]
+
+
+def _advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
+    fitting = [mode for mode in MODES if mode in needs and needs[mode] <= SHARE * free]
+    best = fitting[0] if fitting else min(needs, key=lambda mode: needs[mode])
+    mode = best if asked == "auto" else asked
+    others = ", ".join(
+        f"{other} {'would need ' * first}{_gib(needs[other])}"
+        for other, first in zip((m for m in needs if m != mode), (True, False), strict=False)
+    )
+    words = f"{mode}: activations {_gib(needs[mode])} of {_gib(free)} GiB free"
+    return Advice(mode, f"{words} ({others})" if others else words, mode in fitting)
+
+
+def _gib(count: int) -> str:
+    size = count / 2**30
+    return f"{size:.3g}" if size < 100 else f"{size:.0f}"
+
+
+def choose_checkpointing(run: "Run") -> None:
+    """Checkpoint the run's model as `train.checkpointing` says, and say so. Collective; equal on all ranks.
+
+    `auto` is decided by the model as it is now: call it again when kernels were put in or taken out. No value
+    depends on the choice, so that a resumed run may take another. Raises `DitLoraError` for a model without
+    checkpointing that is asked for it.
+    """
+    asked = run.recipe.train.checkpointing
+    require_checkpointing(run.transformer, asked)
+    set_checkpointing(run.transformer, "none")
+    agreed = most_saving(gather_object([_own(run)]))
+    set_checkpointing(run.transformer, agreed.mode)
+    run.runtime.say(f"checkpointing: {agreed.words}")
+    if not agreed.fits:
+        run.runtime.say(
+            "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
+            "less"
+            + ("" if asked == "auto" else ", and train.checkpointing=auto takes what fits best")
+        )
+
+
+def most_saving(advices: Sequence[Advice]) -> Advice:
+    """Of the ranks' advices the one that all follow; the first of several."""
+    return max(advices, key=lambda advice: (MODES.index(advice.mode), not advice.fits))
+
+
+def _own(run: "Run") -> Advice:
+    """This rank's."""
+    asked, size = run.recipe.train.checkpointing, run.recipe.train.batch_size
+    video, text = run.encoded.clips.specs
+    batch = {
+        name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in (video | text).items()
+    }
+    streams = Streams(run.recipe.train.seed, range(size))
+    try:
+        needs = measure(
+            run.transformer.train(),
+            lambda model, tensors: run.checkpoint.losses(model, tensors, streams),
+            batch,
+            run.runtime.accelerator.device,
+        )
+    except RuntimeError as error:  # an op that fake tensors cannot take says so in many classes
+        mode = least_memory(run.transformer) if asked == "auto" else asked
+        reason = str(error).strip().partition("\n")[0]
+        return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
+    return advise([needs], free_bytes(run), asked)[0]
+
+
+def free_bytes(run: "Run") -> int:
+    """What activations find free on this rank's device, when the optimizer has what it will have."""
+    accelerator = run.runtime.accelerator
+    if accelerator.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(accelerator.device)
+        cached = torch.cuda.memory_reserved(accelerator.device)
+        free += cached - torch.cuda.memory_allocated(accelerator.device)
+    else:
+        free = psutil.virtual_memory().available // accelerator.num_processes
+    return max(0, free - bytes_to_come(run.optimizer))
+
+
+def bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
+    """Gradients and AdamW's two moments that do not exist yet."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    missing = [(p, (p.grad is None) + 2 * (p not in optimizer.state)) for p in trained]
+    return sum(count * p.numel() * p.element_size() for p, count in missing)

@@ -1,0 +1,123 @@
+"""One training step's forward pass on a tiny checkpoint, prepared by Accelerate as a run prepares it."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from family_cases import CASES
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.adapters.attach import attach_lora, is_lora_b
+from dit_lora.config import LoraConfig, ModelConfig
+from dit_lora.data.cache import Spec
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint, Tensors
+from dit_lora.numerics.streams import Streams
+
+CPU = torch.device("cpu")
+VARIANTS = {case.variant: case for case in CASES}
+
+
+@dataclass
+class TinyStep:
+    """A tiny transformer with an adapter, in training, and a batch of two."""
+
+    checkpoint: Checkpoint
+    transformer: nn.Module
+    batch: Tensors
+
+    @property
+    def spec(self) -> Spec:
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.batch.items()}
+
+    def losses(self, model: nn.Module, batch: Tensors) -> Any:
+        return self.checkpoint.losses(model, batch, Streams(0, (0, 1)))
+
+    def loss(self) -> torch.Tensor:
+        """Equal at every call: dropout draws the same."""
+        torch.manual_seed(5)
+        return self.losses(self.transformer, self.batch).losses.mean()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of one step; the parameters' own are left empty."""
+        self.loss().backward()
+        trained = {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
+        found = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        for parameter in trained.values():
+            parameter.grad = None
+        return found
+
+
+def tiny_step(
+    paths: dict[str, Path], variant: str, *, mixed: str = "no", dropout: float = 0.0
+) -> TinyStep:
+    """A step of a variant of the fixture `tiny_checkpoints`; masks are of ones, adapters are not zero."""
+    case = VARIANTS[variant]
+    family = get_family(case.family)
+    checkpoint = family.open(ModelConfig(family=case.family, path=str(paths[variant])))
+    transformer = checkpoint.load_transformer(torch.bfloat16 if mixed == "bf16" else torch.float32)
+    attach_lora(transformer, LoraConfig(rank=4, dropout=dropout), family.lora_targets, seed=0)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if is_lora_b(name):
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed)
+    model = accelerator.unwrap_model(accelerator.prepare(transformer)).train()
+    return TinyStep(checkpoint, model, _batch(checkpoint, variant, generator))
+
+
+def _batch(checkpoint: Checkpoint, variant: str, generator: torch.Generator) -> Tensors:
+    case = VARIANTS[variant]
+    shape = case.native
+    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    size = (shape.frames, 3, shape.height, shape.width)
+    rows = []
+    for caption in case.captions[:2]:
+        text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
+        pixels = torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+        rows.append({**encode_video(pixels), **text})
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {n: t if t.is_floating_point() else torch.ones_like(t) for n, t in batch.items()}
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that ops made while it was on, now and at most; those of `without` are left out."""
+
+    def __init__(self, without: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, Any] = {_number(tensor): None for tensor in without}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and _number(tensor) not in self._known:
+                self._count(_number(tensor), tensor.untyped_storage())
+        return output
+
+    def _count(self, number: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+
+        def gone(_reference: Any) -> None:
+            del self._known[number]
+            self.now -= size
+
+        self._known[number] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
