@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from dit_lora.adapters.loader import with_lora
     from dit_lora.adapters.store import load_adapter
     from dit_lora.config import LadderConfig
+    from dit_lora.fuse.api import fuse, unfuse
     from dit_lora.numerics.callback import GuardCallback
     from dit_lora.numerics.guard import Guard
 
@@ -17,8 +18,10 @@ __all__ = [
     "GuardCallback",
     "LadderConfig",
     "__version__",
+    "fuse",
     "load_adapter",
     "parameter_groups",
+    "unfuse",
     "with_lora",
 ]
 
@@ -26,6 +29,8 @@ _HOMES = {
     "Guard": "dit_lora.numerics.guard",
     "GuardCallback": "dit_lora.numerics.callback",
     "LadderConfig": "dit_lora.config",
+    "fuse": "dit_lora.fuse.api",
+    "unfuse": "dit_lora.fuse.api",
     "parameter_groups": "dit_lora.adapters.groups",
     "load_adapter": "dit_lora.adapters.store",
     "with_lora": "dit_lora.adapters.loader",

@@ -393,7 +393,6 @@ def decisions(env: Environment) -> list[Decision]:
         Decision("device", *device),
         Decision("dtype", *dtype),
         Decision("attention", "PyTorch SDPA, cuDNN off", "cuDNN's can give NaN: pytorch#196678"),
-        Decision("kernels", "PyTorch's own", "this version has no fused kernels"),
         Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
         Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
         Decision("trackers", trackers, "installed; run.trackers chooses among them"),

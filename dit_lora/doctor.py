@@ -7,6 +7,7 @@ from typing import Any
 
 from dit_lora.compat import (
     TESTED,
+    Decision,
     Environment,
     Problem,
     decisions,
@@ -50,7 +51,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
         ],
         "launch": launch,
         "triton": kernel_support()._asdict(),
-        "decisions": [asdict(decision) for decision in decisions(env)],
+        "decisions": [asdict(decision) for decision in (*decisions(env), _kernels())],
     }
 
 
@@ -100,6 +101,13 @@ def render(report: Mapping[str, Any]) -> None:
     if launch["problem"]:
         console.print(f"refuse: {launch['problem']}", markup=False, soft_wrap=True)
     console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")
+
+
+def _kernels() -> Decision:
+    support = kernel_support()
+    if support.mode == "gpu":
+        return Decision("kernels", "fused, where parity holds", support.reason)
+    return Decision("kernels", "lora_linear alone", support.reason)
 
 
 def _package(name: str, env: Environment, found: Sequence[Problem]) -> dict[str, Any]:

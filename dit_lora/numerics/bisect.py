@@ -183,9 +183,7 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
 def _experiments(case: _Case, outcome: Outcome) -> Verdict:
     """Change one thing at a time until the replay is healthy."""
     for switch in case.suspects.switches:
-        with switch.off():
-            cured = case.healthy()
-        if cured:
+        if _healthy_without(case, switch):
             words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
             return case.found(switch_cause(switch), words, switch=switch.name)
     parameters = [(n, local(p.detach())) for n, p in case.suspects.model.named_parameters()]
@@ -199,6 +197,15 @@ def _experiments(case: _Case, outcome: Outcome) -> Verdict:
     if others_are_healthy or (case.control is not None and case.healthy(case.control)):
         return _at_fault(case, samples or case.micro_batch.ids)
     return case.found("unknown", "nothing that was switched off makes it healthy")
+
+
+def _healthy_without(case: _Case, switch: Switch) -> bool:
+    try:
+        with switch.off():
+            return case.healthy()
+    except torch.OutOfMemoryError:
+        case.evidence[switch.name] = "not tried: without it, a step does not fit into memory"
+        return False
 
 
 def _at_fault(case: _Case, samples: Sequence[str]) -> Verdict:

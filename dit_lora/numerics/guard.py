@@ -31,7 +31,7 @@ from dit_lora.numerics.loop_state import LoopState
 from dit_lora.numerics.patches import Patches
 from dit_lora.numerics.policy import Action, Policy
 from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.switches import attention_switches, compile_switches, find_switch
+from dit_lora.numerics.switches import all_switches, find_switch
 from dit_lora.numerics.verdict import Verdict
 
 _LOG = logging.getLogger("dit_lora")
@@ -76,7 +76,7 @@ class Guard:
         self.suspects = Suspects(
             model=self._model,
             optimizer_state=lambda: self._state.optimizer_tensors().items(),
-            switches=[*attention_switches(), *compile_switches(self._model)],
+            switches=all_switches(self._model),
             start_peak=weight_peak(self._state.trainables().values()),
         )
 

@@ -1,17 +1,18 @@
 """Whether a fused kernel computes what its reference does: on the user's own model, shapes and samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics.gate import local
-from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.switches import Switch
+from dit_lora.numerics.whole import called_modules
 
 # Two correct orders of the same half-precision sums differ by a few units in the last place.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -32,21 +33,23 @@ class Difference:
         return f"kernel {self.switch} differs from its reference at {self.module} (relative error {self.error:.2g})"
 
 
-def first_difference(
-    switch: Switch, micro_batch: MicroBatch, model: nn.Module
-) -> Difference | None:
+Losses = Callable[[], torch.Tensor]
+"""Runs the model on the same inputs at each call; losses by sample, (B,)."""
+
+
+def first_difference(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
     """Where outputs or gradients with the kernel differ from those without it; None if nowhere.
 
-    Give a micro-batch of several different samples: OpenDiT's fused modulation used the first sample's
+    Give losses of several different samples: OpenDiT's fused modulation used the first sample's
     scale and shift for all of them, and was right for a batch of one. Outputs of whole blocks are compared
     first, in host memory; those inside the first block that differs then say where.
     """
-    found = _compare(switch, micro_batch, model, _blocks(model))
+    found = _compare(switch, losses, model, _blocks(model))
     if found is None or found.module.startswith(_GRADIENT):
         return found
     block = found.module.partition(" ")[0]
-    inside = [name for name, _ in model.named_modules() if name.startswith(f"{block}.")]
-    return _compare(switch, micro_batch, model, inside) or found
+    inside = [name for name, _ in called_modules(model) if name.startswith(f"{block}.")]
+    return _compare(switch, losses, model, inside) or found
 
 
 _GRADIENT = "the gradient of "
@@ -54,13 +57,15 @@ Values = dict[str, torch.Tensor]
 
 
 def _compare(
-    switch: Switch, micro_batch: MicroBatch, model: nn.Module, modules: Sequence[str]
+    switch: Switch, losses: Losses, model: nn.Module, modules: Sequence[str]
 ) -> Difference | None:
     with _stirred(model):
         with switch.off():
-            references = _values(micro_batch, model, modules)
-        fused = _values(micro_batch, model, modules)
+            references = _values(losses, model, modules)
+        fused = _values(losses, model, modules)
     for name, expected in references.items():  # outputs in order of execution, then gradients
+        if name not in fused:
+            continue  # a module that the kernel takes the place of
         error = _error(fused[name], expected)
         if not error <= _TOLERANCE.get(expected.dtype, 1e-3):  # NaN differs too
             return Difference(switch.name, name, error)
@@ -105,25 +110,31 @@ def _blocks(model: nn.Module) -> list[str]:
     return [*beside, *inside]
 
 
-def _values(micro_batch: MicroBatch, model: nn.Module, modules: Sequence[str]) -> Values:
+def _values(losses: Losses, model: nn.Module, modules: Sequence[str]) -> Values:
     """These modules' outputs in order of execution, then every trained parameter's gradient; on the CPU."""
     values: Values = {}
-    parameters = dict(model.named_parameters())
+    with _recording(model, modules, values), torch.random.fork_rng(devices=[]):
+        gradients = _gradients(losses().mean(), dict(model.named_parameters()))
+    return values | {f"{_GRADIENT}{n}": grad.cpu().clone() for n, grad in gradients.items()}
+
+
+def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Values:
+    """By name; the parameters' own `grad` stays as it was."""
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not any(isinstance(parameter, DTensor) for parameter in trained.values()):
+        # Past the hooks on accumulated gradients: within DDP's forward they would be its step's.
+        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        pairs = zip(trained, found, strict=True)
+        return {name: gradient for name, gradient in pairs if gradient is not None}
     kept = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     try:
-        with _recording(model, modules, values), torch.random.fork_rng(devices=[]):
-            micro_batch.forward().losses.mean().backward()
-        values |= {
-            f"{_GRADIENT}{name}": parameter.grad.cpu().clone()
-            for name, parameter in parameters.items()
-            if parameter.grad is not None
-        }
+        loss.backward()
+        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
     finally:
         for name, parameter in parameters.items():
             parameter.grad = kept[name]
-    return values
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import write_whole
 from dit_lora.numerics.attention import BACKENDS, AttentionCall, BackendParity, parity
 from dit_lora.numerics.finite import describe_bad, headroom, is_finite
+from dit_lora.numerics.whole import called_modules
 
 _VERSION = 1  # of the checks: results of older ones are not taken from a cache
 _ATTENTION = "attention backend "
@@ -98,7 +99,7 @@ def autocast_owner(
         return hook
 
     kind = next(model.parameters()).device.type
-    modules = [(name, module) for name, module in model.named_modules() if name]
+    modules = [(name, module) for name, module in called_modules(model) if name]
     handles = [module.register_forward_pre_hook(note(name)) for name, module in modules]
     try:
         run()

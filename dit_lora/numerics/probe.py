@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics.finite import abs_max, describe_bad, has_values, headroom
+from dit_lora.numerics.whole import called_modules
 
 _TRAIL = 12  # entries kept upstream of the first bad value
 
@@ -88,7 +89,7 @@ class Probe(TorchDispatchMode):
     def watching(self) -> Iterator[Trace]:
         """Within it every op and every module of the model is seen."""
         # The model itself by its class: no name means outside it.
-        names = {m: name or type(m).__name__ for name, m in self.model.named_modules()}
+        names = {m: name or type(m).__name__ for name, m in called_modules(self.model)}
         handles = [self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)]
         for module, name in names.items():
             handles += [

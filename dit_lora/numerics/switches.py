@@ -1,6 +1,6 @@
 """What can be switched off to see whether it is the cause: attention backends, compilation, fused kernels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,8 @@ class Switch:
     turn_off: Callable[[], None]
     remedy: str
     """What is used instead."""
+    insisted: bool = False
+    """Asked for by name: where it is wrong from the start, that is an error and no reason to fall back."""
 
 
 # PyTorch asks these three in this order of preference; what is left is `math`, which cannot be switched off.
@@ -66,6 +68,26 @@ def compile_switches(model: nn.Module) -> list[Switch]:
         torch.compiler.set_stance("force_eager")
 
     return [Switch("compile", "kernel", off, turn_off, "eager mode")]
+
+
+_OF_MODEL = "_dit_lora_switches"
+
+
+def set_model_switches(model: nn.Module, switches: Sequence[Switch]) -> None:
+    """What was put into this model and can be switched off; kept beside its modules, saved nowhere."""
+    model.__dict__.pop(_OF_MODEL, None)
+    if switches:
+        model.__dict__[_OF_MODEL] = list(switches)
+
+
+def model_switches(model: nn.Module) -> list[Switch]:
+    """What `set_model_switches` said of it, and torch.compile if any part is compiled."""
+    return [*compile_switches(model), *model.__dict__.get(_OF_MODEL, [])]
+
+
+def all_switches(model: nn.Module) -> list[Switch]:
+    """Everything that can be switched off where this model runs."""
+    return [*attention_switches(), *model_switches(model)]
 
 
 def find_switch(switches: list[Switch], name: str) -> Switch:

@@ -17,6 +17,7 @@ from dit_lora.data.cache import MAX_ABS
 from dit_lora.data.quarantine import Order, Quarantine
 from dit_lora.data.sources import class_names
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.fuse.norms import Norms, choose_norms
 from dit_lora.numerics.bisect import Suspects, has_run_away, weight_peak
 from dit_lora.numerics.finite import not_finite
 from dit_lora.numerics.gate import PoisonedStateError
@@ -25,7 +26,7 @@ from dit_lora.numerics.policy import Policy
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import Spike, SpikeDetector
-from dit_lora.numerics.switches import attention_switches, compile_switches, find_switch
+from dit_lora.numerics.switches import all_switches, find_switch
 from dit_lora.training.checkpoint import (
     drop_optimizer_state,
     optimizer_state,
@@ -35,6 +36,7 @@ from dit_lora.training.checkpoint import (
 from dit_lora.training.ema import whole_state
 from dit_lora.training.recovery import GuardState, RunRecovery
 from dit_lora.training.replay import keep_bundle
+from dit_lora.training.runtime import agree
 from dit_lora.training.watch import StepWatcher
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def build_guard(
     """The guard and the watcher of a run; `changed` is a checkpoint's `guard_record`, `save` writes one."""
     recipe, transformer, optimizer = run.recipe, run.transformer, run.optimizer
     config, accelerator = recipe.guard, run.runtime.accelerator
-    switches = [*attention_switches(), *compile_switches(transformer)]
+    switches = all_switches(transformer)
     state = GuardState(**changed.get("state", {}))
     for name in state.switched_off:
         find_switch(switches, name).turn_off()
@@ -92,6 +94,20 @@ def build_guard(
         config.adaptive_clip,
     )
     return recovery, watcher
+
+
+def chosen_norms(run: "Run") -> Norms | None:
+    """What computes the run's gradient norms; equal on all ranks, or clipping would make their weights differ."""
+    error, norms, why = None, None, None
+    trained = [p for group in run.optimizer.param_groups for p in group["params"]]
+    try:
+        norms, why = choose_norms(run.recipe.kernels.finite_norm, trained)
+    except DitLoraError as problem:
+        error = problem
+    agree(run.runtime.accelerator, error)
+    reasons = [reason for reason in gather_object([why]) if reason is not None]
+    run.runtime.say(f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}")
+    return None if reasons else norms
 
 
 def guard_record(guard: RunRecovery) -> dict[str, Any]:

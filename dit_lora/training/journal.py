@@ -5,12 +5,16 @@ import math
 import resource
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dit_lora.adapters.store import BASE_FILE
 from dit_lora.files import write_whole
 from dit_lora.training.loop import StepResult
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
 
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
 
@@ -135,3 +139,22 @@ def _read(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break  # torn by a killed process: the last line
     return lines
+
+
+def summary(run: "Run", adapter: Path, report: Path) -> str:
+    """What the run made, where, and by how much the held-out loss fell."""
+    losses = held_out_losses(run.runtime.dir)
+    kind = "model" if run.recipe.train.mode == "full" else "adapter"
+    lines = [f"{kind + ':':9}{adapter}", f"report:  {report}"]
+    base = adapter.with_name(BASE_FILE)
+    if base.exists():
+        lines.insert(
+            1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
+        )
+    if len(losses) > 1:
+        first, last = losses[min(losses)], losses[max(losses)]
+        change = 100 * (last / first - 1)
+        lines.append(
+            f"loss on held-out noise: {first:.4f} before, {last:.4f} after ({change:+.1f}%)"
+        )
+    return "\n".join(lines)

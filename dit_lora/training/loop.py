@@ -16,6 +16,7 @@ from torch import nn
 
 from dit_lora.config import OptimConfig
 from dit_lora.data.loader import Batch
+from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import (
     Gate,
     PoisonedStateError,
@@ -108,6 +109,8 @@ class Loop:
     seed: int
     recovery: Recovery
     watcher: Watcher
+    norms: Norms | None = None
+    """What computes gradient norms; None for PyTorch."""
 
     @cached_property
     def bare(self) -> nn.Module:
@@ -187,7 +190,7 @@ def _update(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Clip and step, unless the gate is shut; what comes back is still on the device."""
     groups = loop.optimizer.param_groups
-    norms = gradient_norms(groups)
+    norms = gradient_norms(groups, loop.norms)
     gate.gradients(norms)
     loop.watcher.gradients(number, norms)
     norm = clip_gradients(groups, norms, loop.optim, loop.watcher.clip)

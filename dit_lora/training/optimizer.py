@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dit_lora.config import OptimConfig
+from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import local
 
 Groups = Sequence[dict[str, Any]]
@@ -57,16 +58,21 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
     return rates
 
 
-def gradient_norms(groups: Groups) -> dict[str, torch.Tensor]:
-    """Each group's gradient norm, fp32 scalars on the device; not finite if any element is not."""
-    norms = {}
-    for group in groups:
-        gradients = [p.grad for p in group["params"] if p.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients)
-        # Sharded gradients (FSDP2) have a sharded norm.
-        whole = total.full_tensor() if isinstance(total, DTensor) else total
-        norms[group["name"]] = whole.float()
-    return norms
+def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torch.Tensor]:
+    """Each group's gradient norm, fp32 scalars on the device; not finite if any element is not.
+
+    By `norms` in one pass where it is given and no gradient is sharded.
+    """
+    gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in groups]
+    flat = [gradient for own in gradients for gradient in own]
+    names = [group["name"] for group in groups]
+    if norms is not None and flat and not any(isinstance(one, DTensor) for one in flat):
+        of = [index for index, own in enumerate(gradients) for _ in own]
+        return dict(zip(names, norms(flat, of, len(names)).unbind(), strict=True))
+    totals = [torch.nn.utils.get_total_norm(own) for own in gradients]
+    # Sharded gradients (FSDP2) have a sharded norm.
+    whole = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
+    return {name: total.float() for name, total in zip(names, whole, strict=True)}
 
 
 def clip_gradients(

@@ -9,9 +9,10 @@ from accelerate.utils import gather_object
 
 from dit_lora.data.loader import Batch, collate
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.fuse.check import refusal
 from dit_lora.numerics.attention import recorded_calls
 from dit_lora.numerics.monitor import Monitor
-from dit_lora.numerics.parity import Difference, first_difference
+from dit_lora.numerics.parity import first_difference
 from dit_lora.numerics.preflight import (
     Finding,
     attention_backends,
@@ -30,6 +31,8 @@ from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import attention_switches
 from dit_lora.objectives import LossOutput
+from dit_lora.training.checkpointing import least_memory_mode
+from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.replay import Place, replayable
 from dit_lora.training.runtime import agree
 
@@ -174,19 +177,33 @@ def _switch_off(run: "Run", backends: list[str]) -> list[dict[str, Any]]:
 
 
 def _kernels(run: "Run", micro_batch: MicroBatch) -> list[dict[str, Any]]:
-    """Kernels that differ from their reference on two real samples, on any rank, are off on all."""
-    known = {s.name: s for s in run.guard.suspects.switches if s.cause == "kernel"}
-    own = [first_difference(switch, micro_batch, run.transformer) for switch in known.values()]
-    found: dict[str, Difference] = {}
-    for difference in gather_object([one for one in own if one is not None]):
-        found.setdefault(difference.switch, difference)
-    for name in found:
-        known[name].turn_off()
-        run.guard.state.switched_off.append(name)
-    return [
-        _event("kernel", f"{one.words}; switched off for this run", name, one.module)
-        for name, one in found.items()
-    ]
+    """Kernels that differ from the stock model on two real samples, on any rank, are off on all.
+
+    Raises on every rank if one that the recipe insists on differs.
+    """
+
+    def losses() -> torch.Tensor:
+        return micro_batch.forward().losses
+
+    events = []
+    for switch in run.guard.suspects.switches:
+        if not (switch.cause == "kernel" or switch.insisted):
+            continue
+        # The stock model may need more memory than the run has chosen its checkpointing for.
+        with least_memory_mode(run.transformer):
+            own = first_difference(switch, losses, run.transformer)
+        found = [one for one in gather_object([own]) if one is not None]
+        if not found:
+            continue
+        refused = DitLoraError(refusal(switch, found[0].words)) if switch.insisted else None
+        agree(run.runtime.accelerator, refused)
+        switch.turn_off()
+        run.guard.state.switched_off.append(switch.name)
+        words = f"{found[0].words}; switched off for this run"
+        events.append(_event("kernel", words, switch.name, found[0].module))
+    if events:
+        choose_checkpointing(run)  # without the kernel, more is kept for backward
+    return events
 
 
 def _event(cause: str, words: str, switch: str, module: str) -> dict[str, Any]:

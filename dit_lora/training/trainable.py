@@ -9,12 +9,18 @@ from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import Recipe
 from dit_lora.families.base import Checkpoint, Family
+from dit_lora.fuse.api import fuse
 from dit_lora.numerics.saturation import FP16_MAX, is_emulated
 from dit_lora.numerics.streams import fold
 
 
 def load_trainable(
-    recipe: Recipe, family: Family, checkpoint: Checkpoint, dtype: torch.dtype
+    recipe: Recipe,
+    family: Family,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    replaying: bool = False,
 ) -> tuple[nn.Module, list[dict[str, Any]], str]:
     """Transformer, parameter groups, and lines that say what was attached; equal on all ranks.
 
@@ -37,4 +43,8 @@ def load_trainable(
     groups = recipe_groups(
         transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
     )
+    kernels = recipe.kernels
+    # Preflight compares on real samples; without it, the first forward does. A replay is to show what was.
+    check = not (recipe.guard.preflight or replaying)
+    said += f"\n{fuse(transformer, kernels.ops(), attention=kernels.attention, check=check)}"
     return transformer, groups, said

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from family_cases.subject import TAKES
+from fuse_checks import by
 from launching import ROOT
 from PIL import Image
 from runs import lines, poison
@@ -75,8 +77,20 @@ def test_a_smoke_recipe_trains_resumes_and_samples(
     tiny_checkpoints: dict[str, Path],
     shape_clips: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """3 and 2 resumed steps equal 5, bit for bit, caption dropout and all."""
+    """3 and 2 resumed steps equal 5, bit for bit, caption dropout, fused ops and all."""
+    with by("reference", monkeypatch):
+        trains_resumes_and_samples(name, lora_main, tiny_checkpoints, shape_clips, tmp_path)
+
+
+def trains_resumes_and_samples(
+    name: str,
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    tmp_path: Path,
+) -> None:
     smoke, data, image = SMOKES[name], shape_clips, None
     if smoke.write_data is not None:
         data = tmp_path / "data"
@@ -84,8 +98,13 @@ def test_a_smoke_recipe_trains_resumes_and_samples(
     if smoke.starts_from_image:
         image = tmp_path / "first.png"
         Image.new("RGB", (120, 80), "navy").save(image)
+    path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
+    recipe = load_recipe(path)
+    ops = TAKES[recipe.model.family] - ({"lora_linear"} if recipe.train.mode == "full" else set())
     common = [
-        str(ROOT / "recipes" / "smoke" / f"{name}.yaml"),
+        str(path),
+        *(f"kernels.{op}=on" for op in sorted(ops)),
+        "kernels.finite_norm=on",
         f"model.path={tiny_checkpoints[smoke.variant]}",
         f"data.path={data}",
         f"data.cache={tmp_path / 'cache'}",

@@ -2,76 +2,25 @@
 
 import inspect
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from family_cases import CASES
-from family_cases.case import Case
+from family_cases.subject import CPU, Subject, adapted, encoded_batch, pixels_of
 from PIL import Image
 
-from dit_lora.adapters.attach import attach_lora, is_lora_a, is_lora_b
+from dit_lora.adapters.attach import is_lora_a, is_lora_b
 from dit_lora.adapters.store import ADAPTER_FILE, load_adapter, save_adapter
-from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_family
-from dit_lora.families.base import Checkpoint, Family, Sampling, VideoShape
+from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams
-
-CPU = torch.device("cpu")
-EVERY = {case.variant: case for case in CASES}
-
-
-class Subject(NamedTuple):
-    case: Case
-    family: Family
-    checkpoint: Checkpoint
-    path: Path
 
 
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
     known = {(name, v) for name in FAMILIES for v in get_family(name).tiny_variants}
     assert {(case.family, case.variant) for case in CASES} == known
-
-
-@pytest.fixture(params=EVERY.values(), ids=list(EVERY))
-def subject(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> Subject:
-    case: Case = request.param
-    path = tiny_checkpoints[case.variant]
-    family = get_family(case.family)
-    opened = family.open(ModelConfig(family=case.family, path=str(path)))
-    return Subject(case, family, opened, path)
-
-
-def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:
-    size = (shape.frames, 3, shape.height, shape.width)
-    return torch.randint(0, 256, size, generator=generator).to(torch.uint8)
-
-
-def encoded_batch(
-    subject: Subject, shape: VideoShape | None = None, size: int = 3
-) -> dict[str, torch.Tensor]:
-    """A batch whose rows differ in pixels and caption."""
-    shape, checkpoint = shape or subject.case.native, subject.checkpoint
-    generator = torch.Generator().manual_seed(0)
-    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
-    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
-    rows = []
-    for caption in subject.case.captions[:size]:
-        text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
-        rows.append({**encode_video(pixels_of(shape, generator)), **text})
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.nn.Module:
-    transformer = subject.checkpoint.load_transformer(torch.float32)
-    attach_lora(transformer, LoraConfig(rank=4, alpha=alpha), subject.family.lora_targets, seed=0)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in transformer.named_parameters():
-            if trained and is_lora_b(name):
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return transformer
 
 
 def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Tensor]]:

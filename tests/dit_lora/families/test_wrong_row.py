@@ -126,7 +126,7 @@ def difference(checkpoint: Any, model: Any, state: dict[str, bool], size: int) -
 
     micro_batch = MicroBatch((), 0, 0, 0, batch, forward, lambda _: micro_batch)
     switch = Switch("kernel:modulate", "kernel", lambda: off(state), lambda: None, "its reference")
-    return first_difference(switch, micro_batch, model.train())
+    return first_difference(switch, lambda: micro_batch.forward().losses, model.train())
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["from scratch", "trained"])

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -230,8 +231,11 @@ def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:
 @pytest.mark.parametrize("cause", ["kernel", "attention_backend"])
 def test_what_is_finite_without_a_switch_is_its_cause(model: Net, cause: str) -> None:
     model.block.fault = fails
-    idle = [switch(Block(), name, "kernel") for name in ("rope", "gate")]
+    # The stock model may need more memory for a step than there is.
+    full = Switch("norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), "")
+    idle = [full, *(switch(Block(), name, "kernel") for name in ("rope", "gate"))]
     verdict = diagnosed(batch(model), model, switches=[*idle, switch(model.block, cause=cause)])
+    assert "does not fit into memory" in str(verdict.evidence["norm"])
     assert (verdict.cause, verdict.switch) == (cause, f"{cause}:norm")
     assert verdict.words == (
         f"finite with {cause}:norm switched off (eager mode in its place); "

@@ -1,0 +1,174 @@
+"""`fuse` and `unfuse`: fused kernels in a model that stays what it was."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+from torch import nn
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.fuse.attention import require_backend
+from dit_lora.fuse.check import FirstForwards
+from dit_lora.fuse.core import (
+    ATTENTION,
+    OPS,
+    Fusion,
+    allow_projection_fusing,
+    fusion_of,
+    mark,
+    matches,
+    patch_forward,
+    patch_processor,
+    refuse_projection_fusing,
+    restore,
+    stock_processor,
+)
+from dit_lora.fuse.lora import has_lora
+from dit_lora.fuse.registry import FORWARDS, PROCESSORS, WITHOUT_TRITON
+from dit_lora.numerics.switches import Switch, set_model_switches
+from dit_lora_kernels import triton_support
+
+Mode = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """What was replaced and what was not, and why; as text, one line each."""
+
+    fusion: Fusion
+    unavailable: Mapping[str, str]
+    """Ops that `auto` leaves off on this machine, with the reason."""
+
+    @property
+    def ops(self) -> list[str]:
+        """Ops that are on and replaced something."""
+        return self.fusion.used()
+
+    def __str__(self) -> str:
+        lines = self.fusion.lines()
+        reasons: dict[str, list[str]] = {}
+        for op, reason in self.unavailable.items():
+            reasons.setdefault(reason, []).append(op)
+        lines += [f"{', '.join(ops)}: off: {reason}" for reason, ops in reasons.items()]
+        return "\n".join(f"kernels: {line}" for line in lines) or "kernels: nothing to replace"
+
+
+def fuse(
+    model: nn.Module,
+    ops: Mapping[str, Mode] | None = None,
+    *,
+    attention: str = "auto",
+    check: bool = True,
+) -> FuseReport:
+    """Use fused kernels in this model's blocks and adapters; `unfuse` undoes it.
+
+    `ops` gives `auto`, `on` or `off` by name, `auto` where it names none. `auto`: where it applies, the machine
+    can run it, and parity holds. `on`: also without a GPU, by its reference; raises if parity does not hold
+    or nothing in the model takes it. `attention` is one of Diffusers' backends that train, or `auto` for
+    PyTorch's own choice. With `check`, the first training forward of each shape is compared with the stock
+    model, values and gradients, before it counts.
+
+    Call it after adapters are attached and before hooks, offload, DDP and torch.compile. Raises `DitLoraError` on
+    names that it does not know, and on a model whose q, k and v projections Diffusers has fused under LoRA.
+    """
+    modes = _modes(ops or {})
+    if fusion_of(model) is not None:
+        unfuse(model)
+    backend = None if attention == "auto" else require_backend(attention)
+    unavailable = {op: reason for op in OPS if modes[op] == "auto" and (reason := _why_off(op))}
+    on = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
+    fusion = Fusion({**on, ATTENTION: any(on.values()) or backend is not None}, backend)
+    refuse_projection_fusing(model, has_lora)
+    _patch(model, fusion)
+    _require_asked(model, fusion, modes)
+    mark(model, fusion)
+    set_model_switches(model, _switches(fusion, modes))
+    fusion.hooks.append(model.register_forward_pre_hook(FirstForwards(check), with_kwargs=True))
+    return FuseReport(fusion, unavailable)
+
+
+def unfuse(model: nn.Module) -> None:
+    """The model's own code again, everywhere; nothing happens to a model that is not fused."""
+    fusion = fusion_of(model)
+    if fusion is None:
+        return
+    restore(model)
+    allow_projection_fusing(model)
+    set_model_switches(model, [])
+    for hook in fusion.hooks:
+        hook.remove()
+
+
+def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
+    unknown = sorted(set(asked) - set(OPS))
+    if unknown:
+        raise DitLoraError(listed(f"no kernel is called {', '.join(unknown)}; there are", OPS))
+    wrong = [f"{op}: {mode!r}" for op, mode in asked.items() if mode not in get_args(Mode)]
+    if wrong:
+        raise DitLoraError(listed("give auto, on or off for each kernel; got", wrong))
+    return {op: asked.get(op, "auto") for op in OPS}
+
+
+def _why_off(op: str) -> str | None:
+    """Why `auto` leaves this op off on this machine."""
+    support = triton_support()
+    if op in WITHOUT_TRITON or support.mode == "gpu":
+        return None
+    return f"{support.reason}; `on` runs its reference"
+
+
+def _patch(model: nn.Module, fusion: Fusion) -> None:
+    for name, module in model.named_modules():
+        forward = matches(FORWARDS, module)
+        if forward is not None and fusion.on.get(forward.op):
+            patch_forward(name, module, fusion, forward)
+        processor = matches(PROCESSORS, stock_processor(module))
+        if processor is not None and fusion.on[ATTENTION]:
+            patch_processor(name, module, fusion, processor)
+
+
+def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
+    """What was asked for by name must be there."""
+    there = {op for op, _ in fusion.replaced}
+    missing = [op for op, mode in modes.items() if mode == "on" and op not in there]
+    if fusion.backend is not None and ATTENTION not in there:
+        missing.append(f"{ATTENTION}: {fusion.backend}")
+    if not missing:
+        return
+    restore(model)
+    reasons = [f"{op}: {name}: {reason}" for op, name, reason in fusion.kept if op in missing]
+    model_class = type(model).__name__
+    raise DitLoraError(
+        listed(f"kernels: {model_class} has nothing that takes {', '.join(missing)}", reasons[:20])
+    )
+
+
+def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
+    """One for each op that replaced something, one for the backend, one for everything together."""
+    switches = [
+        Switch(
+            op,
+            "kernel",
+            partial(fusion.without, op),
+            partial(fusion.on.__setitem__, op, False),
+            "PyTorch's own ops",
+            insisted=modes[op] == "on",
+        )
+        for op in fusion.used()
+    ]
+    if fusion.backend is not None:
+        switches.append(
+            Switch(
+                f"attention:{fusion.backend}",
+                "attention_backend",
+                fusion.any_backend,
+                partial(setattr, fusion, "backend", None),
+                "PyTorch's own choice",
+                insisted=True,
+            )
+        )
+    if fusion.replaced:
+        stock = partial(setattr, fusion, "stock", True)
+        switches.append(Switch("kernels", "kernel", fusion.all_stock, stock, "the stock model"))
+    return switches

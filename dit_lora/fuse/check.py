@@ -1,0 +1,106 @@
+"""A fused model compares itself with the stock one, once for each shape that it trains on."""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.errors import DitLoraError
+from dit_lora.fuse.core import ATTENTION, fusion_of
+from dit_lora.fuse.lora import forget_casts
+from dit_lora.numerics.parity import first_difference
+from dit_lora.numerics.switches import Switch, model_switches
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class FirstForwards:
+    """A forward pre-hook of the model: drops casts of adapters and full masks, checks kernels at new shapes.
+
+    A mask that masks nothing becomes none, where the model takes none: with a mask, attention has fewer and
+    slower backends. To see that it masks nothing costs one read of the device.
+
+    The check runs forward and backward of the same inputs with and without each kernel, and leaves gradients and
+    random state as they were. A kernel that differs is switched off with a warning, or refused if it was
+    asked for by name.
+    """
+
+    def __init__(self, check: bool) -> None:
+        self.check = check
+        self._seen: set[Shapes] = set()
+        self._busy = False
+
+    def __call__(
+        self, model: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if torch.compiler.is_compiling() or _is_fake(next(model.parameters(), None)):
+            return None
+        forget_casts(model)
+        fusion = fusion_of(model)
+        if fusion is not None and fusion.is_on(ATTENTION):
+            kwargs = {n: None if _is_full_mask(model, n, x) else x for n, x in kwargs.items()}
+        if self.check and not self._busy and torch.is_grad_enabled():
+            self._compare_once(model, args, kwargs)
+        return args, kwargs
+
+    def _compare_once(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if shapes in self._seen:
+            return
+        self._busy = True
+        try:
+            self._compare(model, args, kwargs)
+        finally:
+            self._busy = False
+        self._seen.add(shapes)
+
+    def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        def losses() -> torch.Tensor:
+            outputs = [x for x in tree_leaves(model(*args, **kwargs)) if _is_float(x)]
+            return torch.stack([_weighed(output) for output in outputs]).sum(0)
+
+        for switch in model_switches(model):
+            if switch.name == "compile":
+                continue
+            difference = first_difference(switch, losses, model)
+            if difference is None:
+                continue
+            if switch.insisted:
+                raise DitLoraError(refusal(switch, difference.words))
+            switch.turn_off()
+            warnings.warn(f"{difference.words}; switched off: {switch.remedy}", stacklevel=2)
+
+
+def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:
+    if name not in ("attention_mask", "encoder_attention_mask") or _is_fake(value):
+        return False
+    # (B, K) of ones and zeros; others are added to scores.
+    if not isinstance(value, torch.Tensor) or value.ndim != 2:
+        return False
+    parameter = inspect.signature(type(model).forward).parameters.get(name)
+    return parameter is not None and parameter.default is None and bool((value == 1).all())
+
+
+def _is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor) or getattr(value, "is_meta", False)
+
+
+def refusal(switch: Switch, words: str) -> str:
+    """Why a kernel that a user asked for by name cannot be used."""
+    return f"{words}; it was asked for by name: set it to auto or off to train without it"
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _weighed(output: torch.Tensor) -> torch.Tensor:
+    """One number a sample (B,) in which every element has a weight of its own, so that each is checked."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(output.shape[1:], generator=generator).to(output.device)
+    return (output.float() * weights).flatten(1).mean(1)

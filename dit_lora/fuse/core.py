@@ -1,0 +1,259 @@
+"""What a fused model is: which modules have another forward, for which kernel, and how each is put back.
+
+A patch lives on the instance. Class, parameters, buffers, submodules, names and hooks stay as they were, so state
+dicts, PEFT, checkpointing and saving see the stock model. Each patch belongs to one op; while that op is off, the
+stock code runs.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.whole import set_whole
+
+OPS = (
+    "lora_linear",
+    "qk_norm_rope",
+    "ada_norm",
+    "relu_linear_attention",
+    "silu_dwconv_glu",
+)
+"""Ops that can replace part of a model, by their names in `kernels:`."""
+ATTENTION = "attention"
+"""What the patches of attention processors belong to: one call for all backends, one input for q, k and v."""
+_MARK = "_fusion"
+
+
+@dataclass
+class Fusion:
+    """What is fused in one model, and what of it is on at the moment."""
+
+    on: dict[str, bool]
+    """By op; an op that is off runs the stock code."""
+    backend: str | None = None
+    """Diffusers' name of the attention backend that fused processors ask for; None for PyTorch's choice."""
+    replaced: list[tuple[str, str]] = field(default_factory=list)
+    """(op, module) of every patch."""
+    kept: list[tuple[str, str, str]] = field(default_factory=list)
+    """(op, module, reason) of what an op could have replaced and did not."""
+    stock: bool = False
+    """Whether everything is as before, whatever else is said."""
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    """Of the model, for as long as it is fused."""
+
+    def is_on(self, op: str) -> bool:
+        return not self.stock and self.on.get(op, False)
+
+    @contextmanager
+    def without(self, op: str) -> Iterator[None]:
+        """Within it, this op is off."""
+        before = self.on[op]
+        self.on[op] = False
+        try:
+            yield
+        finally:
+            self.on[op] = before
+
+    @contextmanager
+    def all_stock(self) -> Iterator[None]:
+        """Within it, the model runs its own code everywhere."""
+        before, self.stock = self.stock, True
+        try:
+            yield
+        finally:
+            self.stock = before
+
+    @contextmanager
+    def any_backend(self) -> Iterator[None]:
+        """Within it, PyTorch chooses the attention backend."""
+        before, self.backend = self.backend, None
+        try:
+            yield
+        finally:
+            self.backend = before
+
+    def used(self) -> list[str]:
+        """The ops that are on and replaced something."""
+        there = {op for op, _ in self.replaced}
+        return [op for op in OPS if op in there and self.is_on(op)]
+
+    def lines(self) -> list[str]:
+        """A report: what was replaced, what was not, and why."""
+        counts = Counter(op for op, _ in self.replaced)
+        lines = [f"{op}: {n} modules" for op, n in counts.items() if self.on.get(op, True)]
+        reasons = Counter((op, reason) for op, _, reason in self.kept)
+        lines += [f"{op}: not in {n} modules: {reason}" for (op, reason), n in reasons.items()]
+        return lines
+
+
+Forward = Callable[..., Any]
+WhyNot = Callable[[Any], str | None]
+
+
+def _always(_module: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class ForwardPatch:
+    """A forward in place of a class's own, for as long as `op` is on."""
+
+    of: str
+    """`module.ClassName`; a subclass is another class."""
+    op: str
+    forward: Forward
+    """Called with the module and the stock forward's arguments."""
+    why_not: WhyNot = _always
+    """Why this instance keeps its own forward, in a few words; None if it need not."""
+    for_now: WhyNot = _always
+    """Why this instance would run its own forward at the moment: the patch asks again at every call."""
+    whole: bool = False
+    """Whether it calls none of the module's submodules."""
+
+
+@dataclass(frozen=True)
+class ProcessorPatch:
+    """An attention processor in place of a stock one."""
+
+    of: str
+    op: str
+    make: Callable[[Any, Fusion, Any], Any]
+    """From the stock processor and the attention layer; the result keeps the first as `stock`, for when it is off."""
+    why_not: WhyNot = _always
+    """Asked of the attention module."""
+    also: tuple[str, ...] = ()
+    """Other ops that it runs while they are on."""
+
+
+def class_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def fusion_of(model: nn.Module) -> Fusion | None:
+    """What `fuse` did to this model or, for one of its modules, to the model that it is part of."""
+    return model.__dict__.get(_MARK)
+
+
+def mark(module: nn.Module, fusion: Fusion) -> None:
+    module.__dict__[_MARK] = fusion
+
+
+def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPatch) -> None:
+    """Put the patch's forward on this instance, or note why not."""
+    reason = patch.why_not(module)
+    if reason is None and "forward" in module.__dict__:
+        reason = "its forward is wrapped already; fuse before hooks and offload are added"
+    if reason is not None:
+        fusion.kept.append((patch.op, name, reason))
+        return
+    mark(module, fusion)
+    module.forward = MethodType(_switched(patch.op, patch.forward, type(module).forward), module)
+    if patch.whole:
+        set_whole(module, partial(fusion.is_on, patch.op))
+    reason = patch.for_now(module)
+    if reason is None:
+        fusion.replaced.append((patch.op, name))
+    else:
+        fusion.kept.append((patch.op, name, f"{reason}, at the moment"))
+
+
+def _switched(op: str, fused: Forward, stock: Forward) -> Forward:
+    @functools.wraps(stock)  # Diffusers and Accelerate read its signature
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module.__dict__[_MARK].is_on(op):
+            return fused(module, *args, **kwargs)
+        return stock(module, *args, **kwargs)
+
+    forward.fused_op = op  # type: ignore[attr-defined]
+    return forward
+
+
+def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorPatch) -> None:
+    """Put the patch's processor on this attention layer, or note why not."""
+    reason = patch.why_not(attention)
+    if reason is not None:
+        fusion.kept.append((patch.op, name, reason))
+        return
+    mark(attention, fusion)
+    attention.processor = patch.make(attention.processor, fusion, attention)
+    fusion.replaced += [(op, name) for op in (patch.op, *patch.also) if fusion.on.get(op)]
+
+
+def restore(model: nn.Module) -> None:
+    """Every module as it was before; raises, listing them, if hooks now wrap what would have to go."""
+    marked = [(n, m) for n, m in model.named_modules() if _MARK in m.__dict__]
+    # The model itself is only marked: what Accelerate puts on it stays.
+    wrapped = [n for n, m in marked if n and "forward" in m.__dict__ and not runs_patch(m)]
+    if wrapped:
+        raise DitLoraError(
+            listed(
+                "cannot unfuse: remove the hooks (offload, cache) that were added since", wrapped
+            )
+        )
+    for _, module in marked:
+        if runs_patch(module):
+            del module.__dict__["forward"]
+        processor: Any = getattr(module, "processor", None)
+        if hasattr(processor, "fusion"):
+            module.processor = processor.stock
+        set_whole(module, None)
+        del module.__dict__[_MARK]
+
+
+def runs_patch(module: nn.Module) -> bool:
+    """Whether the forward that was put on this instance is what a call of it runs; later hooks may wrap it."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, MethodType) and hasattr(forward.__func__, "fused_op")
+
+
+def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], bool]) -> None:
+    """Raise if Diffusers' `fuse_qkv_projections` was called on a model with adapters, and from now on when it is.
+
+    It copies the base weights alone into a new layer: the adapters of q, k and v vanish without a word.
+    """
+    fused = [n for n, m in model.named_modules() if getattr(m, "fused_projections", False)]
+    if fused and has_lora(model):
+        raise DitLoraError(_DROPS_LORA)
+    stock = getattr(model, "fuse_qkv_projections", None)
+    if stock is None:
+        return
+
+    def fuse_qkv_projections(module: Any, *args: Any, **kwargs: Any) -> None:
+        if has_lora(module):
+            raise DitLoraError(_DROPS_LORA)
+        type(module).fuse_qkv_projections(module, *args, **kwargs)
+
+    model.__dict__["fuse_qkv_projections"] = MethodType(fuse_qkv_projections, model)
+
+
+_DROPS_LORA = (
+    "fuse_qkv_projections leaves the adapters of q, k and v out of the model (diffusers issue 11903); "
+    "call unfuse_qkv_projections: dit_lora.fuse shares their input without that"
+)
+
+
+def allow_projection_fusing(model: nn.Module) -> None:
+    model.__dict__.pop("fuse_qkv_projections", None)
+
+
+def stock_processor(module: nn.Module) -> Any:
+    """The processor of an attention layer below any that only wraps it; None for other modules."""
+    processor: Any = getattr(module, "processor", None)
+    while hasattr(processor, "stock"):
+        processor = processor.stock
+    return processor
+
+
+def matches(patches: Sequence[Any], thing: object) -> Any | None:
+    """The patch of exactly this class."""
+    name = class_name(thing)
+    return next((patch for patch in patches if patch.of == name), None)

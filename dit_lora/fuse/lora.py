@@ -1,0 +1,251 @@
+"""PEFT's LoRA linear layers through `lora_linear`: which may, their forward, and several on one input.
+
+A layer is read anew at every call, since adapters are merged, disabled and switched at run time; what is not the
+plain case runs PEFT's own forward.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dit_lora.fuse.core import class_name, fusion_of, runs_patch
+from dit_lora_kernels.lora_linear import (
+    COMPUTE_DTYPES,
+    Adapter,
+    Projection,
+    Quantized,
+    compute_dtype,
+    lora_qkv,
+    lower,
+)
+
+OP = "lora_linear"
+_LINEAR = "torch.nn.modules.linear.Linear"
+_INT4 = "bitsandbytes.nn.modules.Linear4bit"
+_INT8 = "bitsandbytes.nn.modules.Linear8bitLt"
+BASES = {
+    "peft.tuners.lora.layer.Linear": _LINEAR,
+    "peft.tuners.lora.bnb.Linear4bit": _INT4,
+    "peft.tuners.lora.bnb.Linear8bitLt": _INT8,
+}
+"""PEFT's layers that are replaced, and the base that each must have; names, as bitsandbytes may be missing."""
+_PLAIN = (nn.Parameter, Tensor, FakeTensor)
+
+_READY = "_dit_lora_projected"
+"""Where `project` leaves (input, output) for the layer's own call."""
+_Casts = tuple[tuple[object, ...], tuple[Tensor, Tensor]]
+_CASTS: WeakKeyDictionary[nn.Module, _Casts] = WeakKeyDictionary()
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether any layer has a LoRA adapter."""
+    return any(isinstance(module, LoraLayer) for module in model.modules())
+
+
+def why_not(layer: Any) -> str | None:
+    """Why this layer runs PEFT's own forward, in a few words; None if `lora_linear` computes the same."""
+    found = _read(layer)
+    return found if isinstance(found, str) else None
+
+
+def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """In place of a LoRA linear layer's forward: the same result, by `lora_linear` where `why_not` is None."""
+    source, y = layer.__dict__.pop(_READY, (None, None))
+    if source is x and y is not None and not (args or kwargs):
+        return y
+    parts = "given more than x" if args or kwargs else _read(layer)
+    if isinstance(parts, str):
+        return type(layer).forward(layer, x, *args, **kwargs)
+    return lora_qkv(x, [_projection(layer, parts, x)], dropout=parts.dropout)[0]
+
+
+def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+    """What each layer makes of one input, as by calling each; x is read and saved once where all are fused LoRA.
+
+    A layer is fused if its forward is patched with `lora_forward` and the op is on. The layers are called all
+    the same, to hand out what is computed already: hooks see every call, and change no bit by being there.
+    """
+    outputs = _shared(layers, x)
+    if outputs is None:
+        return tuple(layer(x) for layer in layers)
+    if torch.compiler.is_compiling():
+        return outputs
+    for layer, y in zip(layers, outputs, strict=True):
+        layer.__dict__[_READY] = (x, y)
+    try:
+        return tuple(layer(x) for layer in layers)
+    finally:
+        for layer in layers:
+            layer.__dict__.pop(_READY, None)
+
+
+def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
+    """All outputs at once; None if any layer is not the plain case, or they differ in dropout or dtype."""
+    if len(layers) < 2 or not all(_is_fused(layer) for layer in layers):
+        return None
+    found = [_read(layer) for layer in layers]
+    parts = [part for part in found if not isinstance(part, str)]
+    if len(parts) < len(layers) or len({part.dropout for part in parts}) > 1:
+        return None
+    operands = [_projection(layer, part, x) for layer, part in zip(layers, parts, strict=True)]
+    if len({compute_dtype(x, operand.weight) for operand in operands}) > 1:
+        return None
+    return lora_qkv(x, operands, dropout=parts[0].dropout)
+
+
+def forget_casts(_model: nn.Module) -> None:
+    """Drop the casts of A and B, of every model: due before each forward, as writing to `.data` leaves no trace."""
+    _CASTS.clear()
+
+
+class _Parts(NamedTuple):
+    """What a layer computes with."""
+
+    base: Any
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dropout: float
+
+
+def _read(layer: Any) -> _Parts | str:
+    """The layer's parts, or why they are not all that its forward comes to."""
+    base_class = BASES.get(class_name(layer))
+    if base_class is None:
+        return "not one of PEFT's LoRA linear layers"
+    if layer.disable_adapters:
+        return "its adapters are disabled"
+    if layer.merged:
+        return "its adapter is merged"
+    in_a = layer.lora_A
+    names = [name for name in layer.active_adapters if name in in_a]
+    if len(names) != 1:
+        return f"{len(names)} active adapters"
+    name, base = names[0], layer.base_layer
+    if class_name(base) != base_class:
+        return f"its base is a {type(base).__name__}"
+    if name in layer.lora_variant:
+        return "its adapter is DoRA or another variant"
+    a, b, dropout = in_a[name], layer.lora_B[name], layer.lora_dropout[name]
+    if _is_hooked(base) or _is_hooked(a) or _is_hooked(b) or _is_hooked(dropout):
+        return "hooks on its base, A, B or dropout"
+    if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
+        return "its A or B is more than a matrix"
+    if type(dropout) not in (nn.Identity, nn.Dropout):
+        return f"its dropout is a {type(dropout).__name__}"
+    rate = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+    if rate == 1:
+        return "its dropout drops everything"
+    parts = _Parts(base, a.weight, b.weight, layer.scaling[name], rate)
+    return _tensors_why_not(layer, parts, layer.r[name]) or parts
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether calling this module is more than its class's forward; offload and caches replace it."""
+    return _has_hooks(module) or "forward" in module.__dict__
+
+
+def _tensors_why_not(layer: Any, parts: _Parts, rank: int) -> str | None:
+    """Why the tensors are not what the op takes: sharded, trained, of another layout."""
+    a, b, weight, bias = parts.a, parts.b, parts.base.weight, parts.base.bias
+    shape = (layer.out_features, layer.in_features)
+    if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
+        return "its A or B is sharded"
+    if type(a) not in _PLAIN or type(b) not in _PLAIN:
+        return "its A or B is no plain tensor"
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        return "its base is trained"
+    if bias is not None and type(bias) not in _PLAIN:
+        return "its bias is no plain tensor"
+    return _BASE_WHY_NOT[class_name(parts.base)](layer, parts.base, shape)
+
+
+def _linear_why_not(layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
+    if layer.fan_in_fan_out:
+        return "its base weight is transposed"
+    if type(base.weight) not in _PLAIN or base.weight.shape != shape:
+        return "its base weight is sharded, or no plain tensor"
+    if base.weight.dtype not in COMPUTE_DTYPES:
+        return f"its base weight is in {base.weight.dtype}"
+    return None
+
+
+def _int4_why_not(_layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
+    state = getattr(base.weight, "quant_state", None)
+    if state is None or tuple(state.shape) != shape:
+        return "its base is not quantized, or transposed"
+    # In eval mode bitsandbytes may repack a CPU's weight for inference; nothing can dequantize that for a backward.
+    packs = getattr(base, "support_avx512bf16_for_cpu", False) and not base.training
+    packed = getattr(state, "packing_format_for_cpu", False)
+    if base.weight.device.type == "cpu" and (packs or packed):
+        return "its base is packed for inference on a CPU"
+    return None
+
+
+def _int8_why_not(_layer: Any, base: Any, _shape: tuple[int, int]) -> str | None:
+    return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
+
+
+_BASE_WHY_NOT = {_LINEAR: _linear_why_not, _INT4: _int4_why_not, _INT8: _int8_why_not}
+
+
+def _dequantized_4bit(base: Any, dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+
+
+def _dequantized_8bit(base: Any, dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    return int8_vectorwise_dequant(base.state.CB, base.state.SCB).to(dtype)
+
+
+_DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit}
+
+
+def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:
+    base, a, b, scaling, _ = parts
+    dequantized = _DEQUANTIZED.get(class_name(base))
+    weight, bias = (base.weight, base.bias) if dequantized is None else (None, None)
+    quantized = None if dequantized is None else Quantized(base, partial(dequantized, base))
+    casts = _lowered(layer, a, b, scaling, compute_dtype(x, weight))
+    return Projection(weight, bias, Adapter(a, b, scaling, casts), quantized)
+
+
+def _lowered(
+    layer: nn.Module, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`lower(...)`, kept until a parameter changes: what a step calls again, or recomputes, shares it."""
+    if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
+        return lower(a, b, scaling, dtype)
+    # Nothing made in inference mode can be saved for a backward pass.
+    inference = torch.is_inference_mode_enabled()
+    key = (a._version, b._version, a.data_ptr(), b.data_ptr(), scaling, dtype, inference)
+    found = _CASTS.get(layer)
+    if found is None or found[0] != key:
+        found = _CASTS[layer] = key, lower(a, b, scaling, dtype)
+    return found[1]
+
+
+def _is_fused(layer: nn.Module) -> bool:
+    """Whether calling the layer comes to `lora_forward`."""
+    fusion = fusion_of(layer)
+    if fusion is None or not fusion.is_on(OP) or not runs_patch(layer):
+        return False
+    return not (torch.compiler.is_compiling() and _has_hooks(layer))

@@ -1,0 +1,108 @@
+"""The contract with fused kernels, over every family and tiny variant: the same model, in less memory."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from family_cases.subject import TAKES, Subject, adapted, encoded_batch
+from fuse_checks import Values, assert_equal, by, fuse_all
+from kernel_checks import saved_bytes
+from torch import nn
+
+from dit_lora.adapters.store import load_adapter, save_adapter
+from dit_lora.fuse.api import unfuse
+from dit_lora.fuse.core import fusion_of
+from dit_lora.numerics.parity import first_difference
+from dit_lora.numerics.saturation import is_emulated
+from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.switches import model_switches
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Quick on a CPU; each model's own test runs the kernels."""
+    with by("reference", monkeypatch):
+        yield
+
+
+def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return subject.checkpoint.losses(model, batch, Streams(0, [0, 1, 2])).losses
+
+
+def run(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> Values:
+    """Losses of three different samples, and every gradient."""
+    found = losses(subject, model, batch)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    weights = torch.tensor([1.0, -0.7, 2.3])
+    gradients = torch.autograd.grad((found * weights).sum(), [*trained.values()])
+    return {"losses": found.detach(), **dict(zip(trained, gradients, strict=True))}
+
+
+def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -> None:
+    model, batch = adapted(subject).train(), encoded_batch(subject)
+    expected, emulated = run(subject, model, batch), is_emulated(model)
+    names = list(model.state_dict())
+    fuse_all(model)
+    family = subject.case.family
+    assert set(fusion_of(model).used()) >= TAKES[family], fusion_of(model).lines()
+    assert_equal(run(subject, model, batch), expected, 1e-4)
+    assert list(model.state_dict()) == names
+    assert is_emulated(model) == emulated
+    unfuse(model)
+    assert_equal(run(subject, model, batch), expected, 0.0)
+    assert is_emulated(model) == emulated
+
+
+def test_every_kernel_holds_parity_on_the_familys_own_batch(subject: Subject) -> None:
+    """As preflight asks before a run: each op off alone, and all at once, against what is on."""
+    model, batch = fuse_all(adapted(subject)).train(), encoded_batch(subject)
+    switches = [switch for switch in model_switches(model) if switch.name != "compile"]
+    assert len(switches) > 2
+    for switch in switches:
+        assert first_difference(switch, lambda: losses(subject, model, batch), model) is None
+
+
+def test_it_keeps_less_for_backward_under_the_policys_autocast(subject: Subject) -> None:
+    model, batch = adapted(subject).train(), encoded_batch(subject)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    besides = [*model.parameters(), *model.buffers(), *batch.values()]
+
+    def kept() -> int:
+        with torch.autocast("cpu", torch.bfloat16):
+            return saved_bytes(lambda: losses(subject, model, batch), besides)
+
+    stock = kept()
+    fuse_all(model)
+    assert kept() < 0.9 * stock
+
+
+def test_checkpointing_recomputes_the_same_bits(subject: Subject) -> None:
+    model, batch = fuse_all(adapted(subject)).train(), encoded_batch(subject)
+    expected = run(subject, model, batch)
+    model.enable_gradient_checkpointing()
+    assert_equal(run(subject, model, batch), expected, 0.0)
+
+
+def test_an_adapter_trained_fused_works_in_the_stock_pipeline(
+    subject: Subject, tmp_path: Path
+) -> None:
+    model, batch = fuse_all(adapted(subject)), encoded_batch(subject)
+    save_adapter(model, subject.checkpoint.pipeline_class, tmp_path, {})
+    pipeline = subject.checkpoint.pipeline_class.from_pretrained(subject.path)
+    load_adapter(pipeline, tmp_path)
+    with torch.no_grad():
+        trained = losses(subject, model.eval(), batch)
+        loaded = losses(subject, pipeline.transformer.eval(), batch)
+    torch.testing.assert_close(trained, loaded, rtol=1e-5, atol=0)
+
+
+def test_a_copy_is_fused_and_its_own(subject: Subject) -> None:
+    model, batch = fuse_all(adapted(subject)).train(), encoded_batch(subject)
+    expected = run(subject, model, batch)
+    other = copy.deepcopy(model)
+    unfuse(model)
+    assert_equal(run(subject, other, batch), expected, 0.0)

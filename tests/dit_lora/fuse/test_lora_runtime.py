@@ -1,0 +1,154 @@
+"""LoRA layers through lora_linear at run time: memory, casts, copies, checkpointing, compilation."""
+
+import copy
+import io
+
+import pytest
+import torch
+from kernel_checks import saved_bytes
+from lora_layers import BF16, Attention, build, fused, inputs, step
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from dit_lora.fuse import lora
+from dit_lora.fuse.core import fusion_of
+
+
+def test_checkpointing_recomputes_the_same() -> None:
+    model, x = build(lora_dropout=0.3), inputs()
+    fused(model)
+    kept = step(model, x)
+    again = step(Checkpointed(model), x)
+    assert all(map(torch.equal, kept, again))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.model, x, use_reentrant=False)
+
+
+def test_saved_bytes_are_half_of_pefts() -> None:
+    model, x = build(BF16), inputs(BF16)
+    stock = copy.deepcopy(model)
+    fused(model)
+    stock.shared = False
+    found = []
+    with torch.autocast("cpu", BF16):
+        for each in (model, stock):
+            each(x)  # casts of the adapters belong to the step, not to a call
+            casts = [t for _, pair in lora._CASTS.values() for t in pair]
+
+            def run(m: Attention = each) -> tuple[Tensor, ...]:
+                return lora.project((m.q, m.k, m.v), x)
+
+            found.append(saved_bytes(run, besides=[*each.parameters(), *casts]))
+    ours, theirs = found
+    assert ours == 18 * 2 * (24 + 3 * 4)
+    assert ours < 0.5 * theirs
+
+
+def test_casts_are_made_once_and_never_missed() -> None:
+    """Shared by calls until a parameter is written to, or a forward pass of the model begins."""
+    model, x = build(BF16), inputs(BF16)
+    fused(model)
+    a = model.q.lora_A["default"].weight
+
+    def cast() -> Tensor:
+        model.q(x)
+        return lora._CASTS[model.q][1][0]
+
+    first = cast()
+    assert cast() is first
+    with torch.no_grad():
+        a.mul_(2)
+    second = cast()
+    assert torch.equal(second, a.bfloat16())
+    with torch.no_grad():
+        model.q.lora_B["default"].weight.mul_(2)
+    third = cast()
+    assert third is not second
+    a.data.mul_(2)  # no trace
+    lora.forget_casts(model)
+    assert torch.equal(cast(), a.bfloat16())
+    a.data = a.data.clone()
+    assert cast() is not third
+    scaled = lora._CASTS[model.q][1][1]
+    model.q.set_scale("default", 5.0)
+    cast()
+    assert not torch.equal(lora._CASTS[model.q][1][1], scaled)
+    for new in (nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(4, 24))):
+        model.q.lora_A["default"].weight = new  # another parameter, of the same version
+        assert torch.equal(cast(), new.bfloat16())
+    with torch.autocast("cpu", torch.float16):
+        assert cast().dtype is torch.float16
+    with torch.inference_mode():
+        model(x)
+    step(model, x)  # nothing of inference mode is saved for it
+
+
+def test_copies_and_state_dicts_know_nothing_of_casts() -> None:
+    model, x = build(BF16), inputs(BF16)
+    names = list(model.state_dict())
+    fused(model)
+    before = step(model, x)
+    assert list(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    assert fusion_of(twin.q) is not None
+    with torch.no_grad():
+        twin.q.lora_A["default"].weight.zero_()
+    assert not torch.equal(twin(x), before[0])
+    assert torch.equal(model(x), before[0])
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file))
+    assert torch.equal(twin(x), before[0])
+    del twin, model
+    assert not lora._CASTS or all(layer is not None for layer in lora._CASTS)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_compiles_without_a_graph_break(dropout: float) -> None:
+    model, x = build(BF16, lora_dropout=dropout), inputs(BF16)
+    fused(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, step(compiled, x), step(model, x)))
+
+
+def test_fake_tensors_are_counted_as_fused() -> None:
+    """As the advice on checkpointing counts what a step would save, with fake weights."""
+    model, x = build(BF16), inputs(BF16)
+    fused(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = {
+            name: torch.empty_like(p).requires_grad_(p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        fake_x = torch.empty_like(x).requires_grad_()
+    layers = nn.ModuleList([model.q, model.k, model.v])
+    shared = Shared(layers)
+    fakes = {
+        f"layers.{i}.{n}": fakes[f"{k}.{n}"]
+        for i, k in enumerate("qkv")
+        for n, _ in layers[i].named_parameters()
+    }
+    ledger: list[torch.Size] = []
+    with saved_tensors_hooks(lambda t: ledger.append(t.shape) or t, lambda t: t):
+        functional_call(shared, fakes, (fake_x,))
+    assert ledger.count(x.shape) == 1
+
+
+class Shared(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return lora.project(list(self.layers), x)

@@ -1,0 +1,70 @@
+"""A tiny checkpoint under test with its family, encoded batches of it, and its transformer with an adapter."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dit_lora.adapters.attach import attach_lora, is_lora_b
+from dit_lora.config import LoraConfig, ModelConfig
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint, Family, VideoShape
+from dit_lora.fuse.core import OPS
+from family_cases import CASES
+from family_cases.case import Case
+
+CPU = torch.device("cpu")
+# What each family's blocks can take; tests ask that this, and no less, is replaced.
+TAKES = {
+    "cogvideox": {"lora_linear", "qk_norm_rope", "ada_norm"},
+    "sana": {"lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"},
+    "sana_video": set(OPS),
+    "dit": {"lora_linear", "ada_norm"},
+    "video_dit": {"lora_linear", "ada_norm"},
+    "latte": {"lora_linear", "ada_norm"},
+}
+EVERY = {case.variant: case for case in CASES}
+
+
+class Subject(NamedTuple):
+    case: Case
+    family: Family
+    checkpoint: Checkpoint
+    path: Path
+
+
+def open_subject(case: Case, path: Path) -> Subject:
+    family = get_family(case.family)
+    opened = family.open(ModelConfig(family=case.family, path=str(path)))
+    return Subject(case, family, opened, path)
+
+
+def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:
+    size = (shape.frames, 3, shape.height, shape.width)
+    return torch.randint(0, 256, size, generator=generator).to(torch.uint8)
+
+
+def encoded_batch(
+    subject: Subject, shape: VideoShape | None = None, size: int = 3
+) -> dict[str, torch.Tensor]:
+    """A batch whose rows differ in pixels and caption."""
+    shape, checkpoint = shape or subject.case.native, subject.checkpoint
+    generator = torch.Generator().manual_seed(0)
+    encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
+    encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
+    rows = []
+    for caption in subject.case.captions[:size]:
+        text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
+        rows.append({**encode_video(pixels_of(shape, generator)), **text})
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.nn.Module:
+    transformer = subject.checkpoint.load_transformer(torch.float32)
+    attach_lora(transformer, LoraConfig(rank=4, alpha=alpha), subject.family.lora_targets, seed=0)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if trained and is_lora_b(name):
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return transformer

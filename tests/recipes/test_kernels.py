@@ -1,0 +1,132 @@
+"""Runs on fused kernels: what is said, what is found wrong before the first step, and what in the middle."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuse_checks import by
+from runs import lines
+
+from dit_lora.errors import DitLoraError
+from dit_lora.fuse import api, cogvideox
+from dit_lora.training.replay import replay_bundle
+
+Main = Callable[[list[str]], None]
+ON = ["kernels.ada_norm=on", "kernels.qk_norm_rope=on", "kernels.finite_norm=on"]
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with by("reference", monkeypatch):
+        yield
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes everything."""
+    monkeypatch.setattr(api, "_why_off", lambda _op: None)
+
+
+def test_a_run_says_what_it_replaced_and_what_it_did_not(
+    lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora_main([*smoke, *ON, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
+    said = capsys.readouterr().err
+    assert "kernels: lora_linear: 8 modules" in said
+    assert "kernels: ada_norm: 2 modules" in said
+    assert "kernels: qk_norm_rope: 2 modules" in said
+    assert "kernels: finite_norm: on" in said
+    assert "relu_linear_attention, silu_dwconv_glu: off" in said
+    assert "checkpointing: none" in said
+    assert not lines(tmp_path / "run", "events.jsonl")
+
+
+def test_a_kernel_that_the_model_has_no_place_for_is_refused(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    args = [*smoke, "kernels.silu_dwconv_glu=on", f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(DitLoraError, match="has nothing that takes silu_dwconv_glu"):
+        lora_main(args)
+    assert not (tmp_path / "run").exists()
+
+
+def wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As OpenDiT's kernel: every sample is modulated by the first one's table."""
+    joint_ada_norm = cogvideox.joint_ada_norm
+
+    def wrong(streams: Any, *args: Any, **kwargs: Any) -> Any:
+        first = [s._replace(shift=s.shift[:1].expand_as(s.shift)) for s in streams]
+        return joint_ada_norm(first, *args, **kwargs)
+
+    monkeypatch.setattr(cogvideox, "joint_ada_norm", wrong)
+
+
+def test_a_wrong_kernel_is_off_before_the_first_step(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And training is that of a run that never had it."""
+    wrong_row(monkeypatch)
+    lora_main([*smoke, "train.steps=3", f"run.dir={tmp_path / 'run'}"])
+    (event,) = lines(tmp_path / "run", "events.jsonl")
+    assert event["kind"] == "preflight"
+    assert event["verdict"]["switch"] == "ada_norm"
+    assert "transformer_blocks.0" in event["verdict"]["module"]
+    never = [*smoke, "kernels.ada_norm=off", "train.steps=3", f"run.dir={tmp_path / 'never'}"]
+    lora_main(never)
+    losses = [
+        [line["loss"] for line in lines(tmp_path / name, "metrics.jsonl")]
+        for name in ("run", "never")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_wrong_kernel_that_was_asked_for_is_refused(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong_row(monkeypatch)
+    with pytest.raises(DitLoraError, match=r"ada_norm differs .* asked for by name"):
+        lora_main([*smoke, *ON, f"run.dir={tmp_path / 'run'}"])
+    assert not lines(tmp_path / "run", "metrics.jsonl")
+
+
+def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From one step on, its last row overflows, for whatever it is given."""
+    rope, steps = cogvideox.qk_norm_rope, []
+
+    def overflows(heads: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = rope(heads, *args, **kwargs)
+        return torch.cat([out[:, :-1], out[:, -1:] * 1e38 * 10], dim=1) if steps else out
+
+    def noted(line: dict[str, Any]) -> None:
+        if line["step"] == 2:
+            steps.append(2)
+
+    from dit_lora.training.journal import Journal
+
+    step = Journal.step
+    monkeypatch.setattr(Journal, "step", lambda j, line, m: (noted(line), step(j, line, m))[1])
+    monkeypatch.setattr(cogvideox, "qk_norm_rope", overflows)
+    run = tmp_path / "run"
+    lora_main([*smoke, "train.steps=4", f"run.dir={run}"])
+    (event,) = lines(run, "events.jsonl")
+    assert (event["step"], event["action"]) == (3, "fallback")
+    assert (event["verdict"]["cause"], event["verdict"]["switch"]) == ("kernel", "qk_norm_rope")
+    assert len(lines(run, "metrics.jsonl")) == 4
+    assert "qk_norm_rope" in json.dumps(event["verdict"])
+    replayed = replay_bundle(run / event["bundle"])
+    assert replayed.verdict is not None
+    assert replayed.verdict.switch == "qk_norm_rope"
+    assert replay_bundle(run / event["bundle"], without=["qk_norm_rope"]).verdict is None
