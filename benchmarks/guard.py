@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from benchmarks.step import build_model, fixed_batches
+from benchmarks.overhead import build_model, fixed_batches
 from dit_lora.data.loader import Batch
 from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.suite import catalog

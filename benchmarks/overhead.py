@@ -1,6 +1,6 @@
 """What our training step costs: a bare loop, our loop without its gate, and our loop, in one process.
 
-    python -m benchmarks.step [--rounds 50] [--batch 3]
+    python -m benchmarks.overhead [--rounds 50] [--batch 3]
 
 Bare: the family's losses, backward, torch's `clip_grad_norm_`, AdamW. Ours: `dit_lora.training.loop.train` with
 generators, gather of metrics, metrics.jsonl, progress bar, gate and replayable micro-batches. Without gate: the same

@@ -1,0 +1,136 @@
+"""The rows as Markdown, for people, and as JSON lines, for programs."""
+
+import datetime
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from columns import AUTOCAST, COLUMNS, COMPILED, LIBRARY, OURS, Cell, Row
+
+from dit_lora_kernels.support import triton, triton_support
+
+ROOT = Path(__file__).parents[2]
+
+
+def facts(device: torch.device, command: str, rate: float) -> dict[str, str]:
+    """What a figure is worth nothing without."""
+    gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if gpu else platform.processor()
+    return {
+        "device": name or platform.machine(),
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "commit": _said("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "-",
+        "torch": torch.__version__,
+        "triton": str(getattr(triton, "__version__", "not installed")),
+        "ours": kind_of_ours(device),
+        "copy": f"{rate:.4g} bytes a second, read and written",
+    }  # fmt: skip
+
+
+def kind_of_ours(device: torch.device) -> str:
+    """`kernels`, or what runs in their place."""
+    if device.type == "cuda" and triton_support().mode == "gpu":
+        return "kernels"
+    return "interpreter" if triton_support().mode == "interpreter" else "reference"
+
+
+def _said(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip().partition("\n")[0]
+
+
+def markdown(
+    about: dict[str, str], rows: Sequence[Row], left_out: Sequence[str], failures: Sequence[str]
+) -> str:
+    """Two tables of the same rows, then what is missing from them."""
+    lines = [f"# Kernels on {about['device']}, {about['date']}", ""]
+    lines += [
+        f"- {name}: {value}" for name, value in about.items() if name not in ("device", "date")
+    ]
+    lines += ["", "Milliseconds, p50 (p20 to p80); the spread is that of the medians of two repetitions, "
+              "the largest of the columns.", ""]  # fmt: skip
+    lines += _table(
+        ["op", "shape", "pass", "eager", "eager under autocast", f"torch.compile ({_backend(about)})",
+         "library", f"ours ({about['ours']})", "best other / ours", "spread", "MB", "bytes", "floor, ms",
+         "% of floor"],
+        [_times(row) for row in rows],
+    )  # fmt: skip
+    lines += ["", "Difference from fp64 (relative root mean square, of the worst output or gradient), peak "
+              "memory beside the operands, and launches; columns in the order above.", ""]  # fmt: skip
+    names = [f"{what}: {name}" for what in ("error", "MB", "launches") for name in COLUMNS]
+    lines += _table(["op", "shape", "pass", *names], [_others(row) for row in rows])
+    lines += _list("Left out, the time was up", left_out) + _list("Failed", failures)
+    return "\n".join(lines) + "\n"
+
+
+def _backend(about: dict[str, str]) -> str:
+    return "aot_eager" if about["driver"] == "-" else "inductor"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---"] * 3 + ["---:"] * (len(head) - 3)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
+def _list(title: str, items: Sequence[str]) -> list[str]:
+    return ["", f"{title}:", "", *(f"- {item}" for item in items)] if items else []
+
+
+def _times(row: Row) -> list[str]:
+    times = [cell.times for cell in row.cells.values() if cell.times]
+    spread = f"{100 * max(t.spread for t in times):.1f} %" if times else "-"
+    share, ratio = row.percent_of_floor, _against_best(row)
+    library = _time(row.cells.get(LIBRARY))
+    return [
+        row.op, row.shape, row.passed,
+        *(_time(row.cells.get(name)) for name in ("eager", AUTOCAST, COMPILED)),
+        library if row.library is None or library == "-" else f"{library}, {row.library}",
+        _time(row.cells.get(OURS)),
+        "-" if ratio is None else f"{ratio:.2f}" + (" **slower**" if ratio < 1 else ""),
+        spread, f"{row.bytes / 1e6:.3g}", row.formula,
+        "-" if row.floor_ms is None else f"{row.floor_ms:.4g}",
+        "-" if share is None else f"{share:.0f}",
+    ]  # fmt: skip
+
+
+def _time(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    if cell.times is None:
+        return f"failed: {(cell.failed or 'not measured').replace('|', '/')[:60]}"
+    low, middle, high, _ = cell.times
+    return f"{middle:.4g} ({low:.4g} to {high:.4g})"
+
+
+def _against_best(row: Row) -> float | None:
+    """The fastest other column over ours; below 1 ours is slower."""
+    ours = row.cells.get(OURS)
+    others = [cell.times.p50 for name, cell in row.cells.items() if name != OURS and cell.times]
+    return min(others) / ours.times.p50 if ours and ours.times and others else None
+
+
+def _others(row: Row) -> list[str]:
+    cells = [row.cells.get(name) or Cell() for name in COLUMNS]
+    errors = ["-" if cell.error is None else f"{cell.error:.2e}" for cell in cells]
+    peaks = ["-" if c.peak_bytes is None else f"{c.peak_bytes / 1e6:.3g}" for c in cells]
+    launches = ["-" if cell.launches is None else str(cell.launches) for cell in cells]
+    return [row.op, row.shape, row.passed, *errors, *peaks, *launches]
+
+
+def write(folder: Path, about: dict[str, str], text: str, rows: Sequence[Row]) -> None:
+    """`<device>_<date>.md` and `.jsonl` in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
+    path = folder / f"{device}_{about['date']}.md"
+    path.write_text(text)
+    lines = [json.dumps({"about": about}), *(json.dumps(row.as_json()) for row in rows)]
+    path.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")

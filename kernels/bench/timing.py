@@ -1,0 +1,116 @@
+"""Times, peak memory and launches of one call, on a GPU by its own clock, on a CPU by the host's.
+
+On a GPU every sample starts with cold caches: a buffer of three times the L2 is written before it, and then the GPU
+waits while the host enqueues the call, so that a time is the GPU's work and not the host's; what a launch costs
+the host is not in it, which is why launches are counted beside it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+REPETITIONS = 2
+_WAIT_CYCLES = 1_000_000  # about half a millisecond: longer than the host takes for one call
+_FEWEST, _MOST = 5, 100
+_FLUSH_CPU = 2**26  # more than the L2 of a core; a shared L3 may be larger
+
+Call = Callable[[], object]
+
+
+class Times(NamedTuple):
+    """Milliseconds, of the samples of all repetitions; `spread` is what the repetitions' medians differ by, relative."""
+
+    p20: float
+    p50: float
+    p80: float
+    spread: float
+
+
+class Clock:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        size = _FLUSH_CPU
+        if device.type == "cuda":
+            size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def samples(self, call: Call, seconds: float) -> list[float]:
+        """Milliseconds of each of as many calls as fit, at least `_FEWEST`; one call more warms up."""
+        call()
+        self.wait()
+        began = time.perf_counter()
+        self._sample(call, 1)
+        each = time.perf_counter() - began
+        return self._sample(call, min(_MOST, max(_FEWEST, int(seconds / each))))
+
+    def _sample(self, call: Call, count: int) -> list[float]:
+        if self.device.type != "cuda":
+            found = []
+            for _ in range(count):
+                self._flush.zero_()
+                began = time.perf_counter()
+                call()
+                found.append(1e3 * (time.perf_counter() - began))
+            return found
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(count)
+        ]
+        for start, end in pairs:
+            self._flush.zero_()
+            torch.cuda._sleep(_WAIT_CYCLES)
+            start.record()
+            call()
+            end.record()
+        self.wait()
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    def copy_rate(self) -> float:
+        """Bytes a second that a copy within the device reads and writes."""
+        size = 2**30 if self.device.type == "cuda" else 2**26
+        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        samples = self.samples(lambda: target.copy_(source), 0.5)
+        return 2e3 * size / statistics.median(samples)
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """What a call allocates at most, beside what was there; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def launches(self, call: Call) -> int | None:
+        """Kernels of a call, copies and fills among them; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        self.wait()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            call()
+            self.wait()
+        return sum(_on_gpu(event) for event in found.events() or [])
+
+
+def _on_gpu(event: FunctionEvent) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CUDA
+
+
+def summarize(repetitions: list[list[float]]) -> Times:
+    """Quantiles over all samples, and the largest difference between the repetitions' medians."""
+    together = sorted(sample for samples in repetitions for sample in samples)
+    p20, p50, p80 = (together[round(q * (len(together) - 1))] for q in (0.2, 0.5, 0.8))
+    medians = [statistics.median(samples) for samples in repetitions]
+    return Times(p20, p50, p80, (max(medians) - min(medians)) / p50)
