@@ -67,6 +67,7 @@ def saved_bytes(
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
+    pack._dit_lora_only_counts = True  # type: ignore[attr-defined]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         _result = run()
     return sum(

@@ -11,11 +11,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics.gate import local
-from dit_lora.numerics.switches import Switch
+from dit_lora.numerics.switches import Switch, in_fp32
 from dit_lora.numerics.whole import called_modules
 
-# Two correct orders of the same half-precision sums differ by a few units in the last place.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+# Relative root mean squares. In fp32 two correct orders of the same sums are 1e-5 apart. In bf16 they were up to 0.015 in 24
+# blocks of CogVideoX, and 0.12 in the gradient of a query before ReLU, where another sample's scale made 0.04 to 0.14:
+# there only gross errors can be told, and the comparison in fp32 finds the others.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+_GRADIENT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+# Of the largest gradient in the same block: a gradient that is exactly zero (a key's bias) has rounding errors alone.
+_FLOOR = 0.05
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Difference:
     module: str
     """In order of execution; or the parameter whose gradient differs."""
     error: float
-    """Largest difference over the largest reference value, of the worst sample; NaN if one is not finite."""
+    """Root mean square of the difference over that of the reference, of the worst sample; NaN if one is not finite."""
 
     @property
     def words(self) -> str:
@@ -40,10 +45,22 @@ Losses = Callable[[], torch.Tensor]
 def first_difference(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
     """Where outputs or gradients with the kernel differ from those without it; None if nowhere.
 
-    Give losses of several different samples: OpenDiT's fused modulation used the first sample's
-    scale and shift for all of them, and was right for a batch of one. Outputs of whole blocks are compared
-    first, in host memory; those inside the first block that differs then say where.
+    Give losses of several different samples: OpenDiT's fused modulation used the first sample's scale and shift
+    for all of them, and was right for a batch of one. A model in half precision is compared as it is, and in fp32
+    too, which tells a small wrong from rounding, if a second copy of its weights fits. Outputs of whole blocks are
+    compared first, in host memory; those inside the first block that differs then say where.
     """
+    found = _located(switch, losses, model)
+    if found is not None or not any(p.dtype in _HALVES for p in model.parameters()):
+        return found
+    try:
+        with in_fp32(model):
+            return _located(switch, losses, model)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
     found = _compare(switch, losses, model, _blocks(model))
     if found is None or found.module.startswith(_GRADIENT):
         return found
@@ -52,6 +69,7 @@ def first_difference(switch: Switch, losses: Losses, model: nn.Module) -> Differ
     return _compare(switch, losses, model, inside) or found
 
 
+_HALVES = (torch.bfloat16, torch.float16)
 _GRADIENT = "the gradient of "
 Values = dict[str, torch.Tensor]
 
@@ -63,13 +81,35 @@ def _compare(
         with switch.off():
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
+    # Computed in, whatever a value is kept in: gradients of fp32 adapters, norms under autocast.
+    lowest = max((x.dtype for x in references.values()), key=lambda dtype: _TOLERANCE.get(dtype, 0))
+    largest = _largest_gradients(references)
     for name, expected in references.items():  # outputs in order of execution, then gradients
         if name not in fused:
             continue  # a module that the kernel takes the place of
-        error = _error(fused[name], expected)
-        if not error <= _TOLERANCE.get(expected.dtype, 1e-3):  # NaN differs too
+        is_gradient = name.startswith(_GRADIENT)
+        floor = _FLOOR * largest[_block_of(name)] if is_gradient else 0.0
+        error = _error(fused[name], expected, floor)
+        limit = (_GRADIENT_TOLERANCE if is_gradient else _TOLERANCE).get(lowest, 1e-3)
+        if not error <= limit:  # NaN differs too
             return Difference(switch.name, name, error)
     return None
+
+
+def _block_of(name: str) -> str:
+    """`transformer_blocks.3` of any parameter in it; the first part of other names."""
+    parts = name.removeprefix(_GRADIENT).split(".")
+    return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
+
+
+def _largest_gradients(values: Values) -> dict[str, float]:
+    """Root mean square of the largest gradient of each block."""
+    largest: dict[str, float] = {}
+    for name, value in values.items():
+        if name.startswith(_GRADIENT):
+            size = value.float().square().mean().sqrt().item()
+            largest[_block_of(name)] = max(size, largest.get(_block_of(name), 0.0))
+    return largest
 
 
 @contextmanager
@@ -156,10 +196,12 @@ def _recording(model: nn.Module, modules: Sequence[str], values: Values) -> Iter
             handle.remove()
 
 
-def _error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference over largest reference: an average over the batch would hide one bad row."""
+def _error(value: torch.Tensor, reference: torch.Tensor, floor: float) -> float:
+    """Of the worst row of the first dimension: an average over the batch would hide one bad sample."""
     if not reference.numel():
         return 0.0
-    difference = (value.float() - reference.float()).abs()
-    scale = reference.float().abs().max().clamp(min=1e-6)
-    return (difference.max() / scale).item()
+    # A parameter's rows are no samples.
+    start = 1 if floor == 0.0 and reference.ndim > 1 else 0
+    difference = (value.float() - reference.float()).flatten(start).square().mean(-1).sqrt()
+    size = reference.float().flatten(start).square().mean(-1).sqrt()
+    return (difference / size.clamp(min=max(floor, 1e-6))).max().item()

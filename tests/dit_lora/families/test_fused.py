@@ -55,20 +55,34 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -
     assert is_emulated(model) == emulated
 
 
-def test_every_kernel_holds_parity_on_the_familys_own_batch(subject: Subject) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kernel_holds_parity_on_the_familys_own_batch(
+    subject: Subject, dtype: torch.dtype
+) -> None:
     """As preflight asks before a run: each op off alone, and all at once, against what is on."""
     model, batch = fuse_all(adapted(subject)).train(), encoded_batch(subject)
+    in_policy(model, dtype)
     switches = [switch for switch in model_switches(model) if switch.name != "compile"]
     assert len(switches) > 2
+
+    def found() -> torch.Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+            return losses(subject, model, batch)
+
     for switch in switches:
-        assert first_difference(switch, lambda: losses(subject, model, batch), model) is None
+        assert first_difference(switch, found, model) is None
+
+
+def in_policy(model: nn.Module, dtype: torch.dtype) -> None:
+    """The base in this dtype, what trains in fp32."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def test_it_keeps_less_for_backward_under_the_policys_autocast(subject: Subject) -> None:
     model, batch = adapted(subject).train(), encoded_batch(subject)
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
+    in_policy(model, torch.bfloat16)
     besides = [*model.parameters(), *model.buffers(), *batch.values()]
 
     def kept() -> int:
