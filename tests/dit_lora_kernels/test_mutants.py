@@ -1,0 +1,28 @@
+"""The lists of mutants name what the sources have today: `run_mutants.py` breaks them and runs the tests."""
+
+import runpy
+from pathlib import Path
+
+import dit_lora_kernels
+import pytest
+
+MUTANTS = Path(__file__).parent / "mutants"
+OPS = sorted(path.stem for path in MUTANTS.glob("*.py"))
+
+
+def test_every_op_has_a_list() -> None:
+    sources = {path.stem for path in Path(dit_lora_kernels.__path__[0]).glob("*.py")}
+    ops = {name for name in sources if not name.endswith("_kernels")} - {"__init__", "support"}
+    assert set(OPS) == ops
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_each_mutant_changes_one_place_of_the_source(op: str) -> None:
+    mutants = runpy.run_path(str(MUTANTS / f"{op}.py"))["MUTANTS"]
+    assert len(mutants) >= 10
+    assert len({(old, new) for _, old, new in mutants}) == len(mutants)
+    folder = Path(dit_lora_kernels.__path__[0])
+    source = "".join(path.read_text() for path in sorted(folder.glob(f"{op}*.py")))
+    for what, old, new in mutants:
+        assert source.count(old) == 1, f"{what}: {old!r} occurs {source.count(old)} times"
+        assert new != old, what
