@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from fuse_checks import adapted, assert_equal, fuse_all
 from fuse_contract import Contract, Inputs
@@ -23,12 +24,27 @@ class TwoStreams(Contract):
     ops = ("lora_linear", "qk_norm_rope", "ada_norm")
     targets: ClassVar = TARGETS
     module = two_streams
+    recomputed: ClassVar[int]
+    """Inputs of adapters that backward computes again, of all blocks."""
 
     def test_gradients_of_every_weight(self) -> None:
         """By the references; the kernels are asked for their own weights' gradients in their own tests."""
         model = self.all_trained(self.build())
         expected = self.run(model)
         assert_equal(self.run(fuse_all(model)), expected, 5e-5)
+
+    def test_norms_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Once for each input of theirs: what saves it by another name or shape would keep it."""
+        model, found = fuse_all(self.build()), []
+        buffer = two_streams._buffer
+
+        def counted(*args: Any) -> torch.Tensor:
+            found.append(buffer(*args))
+            return found[-1]
+
+        monkeypatch.setattr(two_streams, "_buffer", counted)
+        self.run(model)
+        assert len(found) == self.recomputed
 
     def equal_when_fused(self, stock: nn.Module, given: Inputs) -> nn.Module:
         """The model, fused, after it was found equal to what it was, for adapters and for all weights."""

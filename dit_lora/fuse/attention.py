@@ -61,15 +61,15 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    fusion: Fusion,
+    backend: str | None,
 ) -> torch.Tensor:
     """Softmax attention of (B, S, H, D) over (B, K, H, D), as (B, S, H, D); `mask` as PyTorch's.
 
     With a mask cuDNN is never used: its backward can give NaN (pytorch issue 196678).
     """
-    backend = None if fusion.backend is None else AttentionBackendName(fusion.backend)
+    name = None if backend is None else AttentionBackendName(backend)
     with _no_cudnn(mask):
-        return dispatch_attention_fn(query, key, value, attn_mask=mask, backend=backend)
+        return dispatch_attention_fn(query, key, value, attn_mask=mask, backend=name)
 
 
 @contextmanager
@@ -97,29 +97,31 @@ class Recomputable(NamedTuple):
     @contextmanager
     def not_kept(self) -> Iterator[None]:
         """What is saved for backward within it does not hold the tensor's memory."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _others_keep():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             yield
             return
-        place = _place(self.tensor)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        counts: Any = outer[0] if outer and hasattr(outer[0], ONLY_COUNTS) else None
+        if outer and counts is None:  # checkpointing, offload: they decide what becomes of this too
+            yield
+            return
+        # Not `self`: what unpacks lives until the backward pass, and the tensor would with it.
+        place, again = _place(self.tensor), self.again
 
         def pack(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:
             # Adapters save the tensor itself or all its rows.
-            return tuple(saved.shape) if _place(saved) == place else saved
+            if _place(saved) == place:
+                return tuple(saved.shape)
+            return counts(saved) if counts else saved
 
         def unpack(saved: torch.Tensor | tuple[int, ...]) -> torch.Tensor:
             if isinstance(saved, torch.Tensor):
                 return saved
             with torch.no_grad():
-                return self.again().reshape(saved)
+                return again().reshape(saved)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-
-
-def _others_keep() -> bool:
-    """Whether checkpointing or offload decides what becomes of what is saved: then it decides of this too."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and not getattr(hooks[0], ONLY_COUNTS, False)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
@@ -143,6 +145,11 @@ class FusedProcessor:
     def is_stock(self) -> bool:
         """Whether the stock processor is to be called: always under context parallelism, which it knows."""
         return not self.fusion.is_on(ATTENTION) or self._parallel_config is not None
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that `fuse` was given, else Diffusers' `set_attention_backend`; None for PyTorch's choice."""
+        return self.fusion.backend or self._attention_backend
 
     # Diffusers' set_attention_backend and enable_parallelism set these two, for the stock processor to heed.
 
@@ -200,7 +207,7 @@ class SharedInputProcessor(FusedProcessor):
         query, key = self.normed(attn, query, key)
         mask = heads_mask(attn, attention_mask, source)
         query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
-        attended = attend(query, key, value, mask, self.fusion).flatten(2).to(query.dtype)
+        attended = attend(query, key, value, mask, self.backend).flatten(2).to(query.dtype)
         output = attn.to_out[1](attn.to_out[0](attended))
         factor = attn.rescale_output_factor
         return output if factor == 1 else output / factor

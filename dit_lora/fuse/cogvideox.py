@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
 
 from dit_lora.fuse.attention import FusedProcessor, Recomputable, attend, heads_mask
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.lora import project
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
@@ -120,7 +120,7 @@ class CogVideoXProcessor(FusedProcessor):
         query = self._normed(query, attn.norm_q, image_rotary_emb, text)
         key = self._normed(key, attn.norm_k, image_rotary_emb, text)
         mask = heads_mask(attn, attention_mask, joint)
-        attended = attend(query, key, value, mask, self.fusion).flatten(2)
+        attended = attend(query, key, value, mask, self.backend).flatten(2)
         attended = attn.to_out[1](attn.to_out[0](attended))
         return attended[:, text:], attended[:, :text]
 
@@ -165,6 +165,6 @@ PROCESSORS = (
         "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
         ATTENTION,
         CogVideoXProcessor,
-        also=("qk_norm_rope",),
+        also=qk_always,
     ),
 )

@@ -103,6 +103,19 @@ def _always(_module: Any) -> None:
     return None
 
 
+def _nothing(_attention: Any) -> tuple[str, ...]:
+    return ()
+
+
+def qk_always(_attention: Any) -> tuple[str, ...]:
+    """q and k are rotated, whether they are normed or not."""
+    return ("qk_norm_rope",)
+
+
+def qk_if_normed(attention: Any) -> tuple[str, ...]:
+    return ("qk_norm_rope",) if attention.norm_q is not None else ()
+
+
 @dataclass(frozen=True)
 class ForwardPatch:
     """A forward in place of a class's own, for as long as `op` is on."""
@@ -130,8 +143,8 @@ class ProcessorPatch:
     """From the stock processor and the attention layer; the result keeps the first as `stock`, for when it is off."""
     why_not: WhyNot = _always
     """Asked of the attention module."""
-    also: tuple[str, ...] = ()
-    """Other ops that it runs while they are on."""
+    also: Callable[[Any], tuple[str, ...]] = _nothing
+    """Other ops that it runs on this attention layer while they are on."""
 
 
 def class_name(thing: object) -> str:
@@ -185,7 +198,9 @@ def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorP
         return
     mark(attention, fusion)
     attention.processor = patch.make(attention.processor, fusion, attention)
-    fusion.replaced += [(op, name) for op in (patch.op, *patch.also) if fusion.on.get(op)]
+    fusion.replaced += [
+        (op, name) for op in (patch.op, *patch.also(attention)) if fusion.on.get(op)
+    ]
 
 
 def restore(model: nn.Module) -> None:

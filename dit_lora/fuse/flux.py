@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dit_lora.fuse.attention import Recomputable, attend
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.two_streams import (
     Rotary,
     TwoStreamProcessor,
@@ -110,7 +110,7 @@ class FluxProcessor(TwoStreamProcessor):
             of_image,
         )
         if encoder_hidden_states is None:
-            return attend(*heads, attention_mask, self.fusion).flatten(2)
+            return attend(*heads, attention_mask, self.backend).flatten(2)
         text_heads = self.heads(
             (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
             (attn.norm_added_q, attn.norm_added_k),
@@ -120,7 +120,7 @@ class FluxProcessor(TwoStreamProcessor):
             of_text,
         )
         query, key, value = (torch.cat(pair, dim=1) for pair in zip(text_heads, heads, strict=True))
-        attended = attend(query, key, value, attention_mask, self.fusion).flatten(2)
+        attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
         output = attn.to_out[1](attn.to_out[0](attended[:, text:]))
         return output, attn.to_add_out(attended[:, :text])
 
@@ -156,6 +156,6 @@ PROCESSORS = (
         ATTENTION,
         FluxProcessor,
         attention_why_not,
-        also=("qk_norm_rope",),
+        also=qk_always,
     ),
 )

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from dit_lora.fuse.attention import Recomputable, attend
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.two_streams import (
     Rotary,
     TwoStreamProcessor,
@@ -124,7 +124,7 @@ class HunyuanVideoProcessor(TwoStreamProcessor):
             query, key, value = (
                 torch.cat(pair, dim=1) for pair in zip(heads, text_heads, strict=True)
             )
-        attended = attend(query, key, value, attention_mask, self.fusion).flatten(2)
+        attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
         attended, text = attended[:, :video], attended[:, video:]
         if attn.to_out is not None:
             attended = attn.to_out[1](attn.to_out[0](attended))
@@ -161,6 +161,6 @@ PROCESSORS = (
         ATTENTION,
         HunyuanVideoProcessor,
         attention_why_not,
-        also=("qk_norm_rope",),
+        also=qk_always,
     ),
 )

@@ -13,7 +13,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from dit_lora.fuse.attention import FusedProcessor, attend, heads_mask
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.lora import project
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
@@ -78,7 +78,7 @@ class LTXProcessor(FusedProcessor):
         key = self._normed(attn, key, attn.norm_k, image_rotary_emb)
         value = value.unflatten(2, (attn.heads, -1))
         mask = heads_mask(attn, attention_mask, source)
-        attended = attend(query, key, value, mask, self.fusion).flatten(2)
+        attended = attend(query, key, value, mask, self.backend).flatten(2)
         return attn.to_out[1](attn.to_out[0](attended))
 
     def _normed(
@@ -130,6 +130,6 @@ PROCESSORS = (
         ATTENTION,
         LTXProcessor,
         _attention_why_not,
-        also=("qk_norm_rope",),
+        also=qk_always,
     ),
 )

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dit_lora.fuse.attention import Recomputable, attend
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.two_streams import (
+    Heads,
     Rotary,
     TwoStreamProcessor,
     attention_why_not,
@@ -143,8 +144,8 @@ class MochiProcessor(TwoStreamProcessor):
 
     def _attended(
         self,
-        heads: tuple[torch.Tensor, ...],
-        text_heads: tuple[torch.Tensor, ...],
+        heads: Heads,
+        text_heads: Heads,
         mask: torch.Tensor,
     ) -> torch.Tensor:
         """(B, V + T, H * D): each sample attends to its own text alone, whose tokens then come first, zeros after."""
@@ -155,7 +156,7 @@ class MochiProcessor(TwoStreamProcessor):
                 torch.cat([of_video[i], of_text[i, there]])[None]
                 for of_video, of_text in zip(heads, text_heads, strict=True)
             )
-            output = attend(query, key, value, None, self.fusion).flatten(2)
+            output = attend(query, key, value, None, self.backend).flatten(2)
             outputs.append(F.pad(output, (0, 0, 0, total - output.shape[1])))
         return torch.cat(outputs)
 
@@ -186,6 +187,6 @@ PROCESSORS = (
         ATTENTION,
         MochiProcessor,
         attention_why_not,
-        also=("qk_norm_rope",),
+        also=qk_always,
     ),
 )

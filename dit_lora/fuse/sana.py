@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from dit_lora.fuse.attention import FusedProcessor, Recomputable, SharedInputProcessor, plain
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, Fusion, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, qk_if_normed
 from dit_lora.fuse.lora import project
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
@@ -252,12 +252,12 @@ PROCESSORS = (
         ATTENTION,
         SanaProcessor,
         plain,
-        also=("qk_norm_rope",),
+        also=qk_if_normed,
     ),
     ProcessorPatch(
         "diffusers.models.attention_processor.SanaLinearAttnProcessor2_0",
         "relu_linear_attention",
         _linear_processor,
-        also=("qk_norm_rope",),
+        also=qk_if_normed,
     ),
 )

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from dit_lora.fuse.attention import Recomputable, plain
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
 from dit_lora.fuse.sana import (
     Rotary,
     SanaLinearProcessor,
@@ -98,13 +98,13 @@ FORWARDS = (
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_MODULE}.SanaAttnProcessor2_0", ATTENTION, SanaProcessor, plain, also=("qk_norm_rope",)
+        f"{_MODULE}.SanaAttnProcessor2_0", ATTENTION, SanaProcessor, plain, also=qk_if_normed
     ),
     ProcessorPatch(
         f"{_MODULE}.SanaLinearAttnProcessor3_0",
         "relu_linear_attention",
         SanaVideoLinearProcessor,
         _saturated,
-        also=("qk_norm_rope",),
+        also=qk_if_normed,
     ),
 )

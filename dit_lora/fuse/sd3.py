@@ -12,7 +12,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from dit_lora.fuse.attention import Recomputable, attend
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
 from dit_lora.fuse.two_streams import (
     Modulation,
     TwoStreamProcessor,
@@ -95,7 +95,7 @@ class JointProcessor(TwoStreamProcessor):
             recomputable=of_image,
         )
         if encoder_hidden_states is None:
-            attended = attend(*heads, None, self.fusion).flatten(2)
+            attended = attend(*heads, None, self.backend).flatten(2)
             return attn.to_out[1](attn.to_out[0](attended))
         text_heads = self.heads(
             (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
@@ -105,7 +105,7 @@ class JointProcessor(TwoStreamProcessor):
             recomputable=of_text,
         )
         query, key, value = (torch.cat(pair, dim=1) for pair in zip(heads, text_heads, strict=True))
-        attended = attend(query, key, value, None, self.fusion).flatten(2)
+        attended = attend(query, key, value, None, self.backend).flatten(2)
         image = hidden_states.shape[1]
         attended, text = attended[:, :image], attended[:, image:]
         text = text if attn.context_pre_only else attn.to_add_out(text)
@@ -128,6 +128,6 @@ PROCESSORS = (
         ATTENTION,
         JointProcessor,
         attention_why_not,
-        also=("qk_norm_rope",),
+        also=qk_if_normed,
     ),
 )

@@ -22,6 +22,7 @@ from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Norm = Literal["layer", "rms"]
 HEAD_NORMS: dict[type, Norm] = {
     nn.LayerNorm: "layer",
@@ -92,7 +93,7 @@ class TwoStreamProcessor(FusedProcessor):
         shape: tuple[int, int],
         rotary: Rotary | None = None,
         recomputable: Recomputable | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Heads:
         """q, k, v (B, S, H, D) of x (B, S, H * D); q and k normed per head, their first R tokens rotated.
 
         `layers` are the projections, `shape` is (H, D) with a -1 for what follows from the other.
@@ -122,8 +123,9 @@ class TwoStreamProcessor(FusedProcessor):
             heads = norm(heads)
         if rotary is None:
             return heads
+        tables: Any = rotary
         count = len(rotary[0])
-        rotated = apply_rotary_emb(heads[:, :count], rotary, sequence_dim=1)
+        rotated: Any = apply_rotary_emb(heads[:, :count], tables, sequence_dim=1)
         return torch.cat([rotated, heads[:, count:]], dim=1)
 
 

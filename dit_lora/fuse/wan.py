@@ -12,7 +12,7 @@ from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
 from dit_lora.fuse.attention import FusedProcessor, attend
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.lora import project
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
@@ -81,7 +81,7 @@ class WanProcessor(FusedProcessor):
         query = self._normed(attn, query, attn.norm_q, rotary_emb)
         key = self._normed(attn, key, attn.norm_k, rotary_emb)
         value = value.unflatten(2, (attn.heads, -1))
-        attended = attend(query, key, value, attention_mask, self.fusion).flatten(2)
+        attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
         return attn.to_out[1](attn.to_out[0](attended))
 
     def _normed(
@@ -139,6 +139,6 @@ PROCESSORS = (
         ATTENTION,
         WanProcessor,
         _attention_why_not,
-        also=("qk_norm_rope",),
+        also=qk_always,
     ),
 )

@@ -3,8 +3,9 @@
 import runpy
 from pathlib import Path
 
-import dit_lora_kernels
 import pytest
+
+import dit_lora_kernels
 
 MUTANTS = Path(__file__).parent / "mutants"
 OPS = sorted(path.stem for path in MUTANTS.glob("*.py"))

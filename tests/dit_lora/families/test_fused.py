@@ -65,12 +65,10 @@ def test_every_kernel_holds_parity_on_the_familys_own_batch(
     switches = [switch for switch in model_switches(model) if switch.name != "compile"]
     assert len(switches) > 2
 
-    def found() -> torch.Tensor:
-        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
-            return losses(subject, model, batch)
-
-    for switch in switches:
-        assert first_difference(switch, found, model) is None
+    with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+        for switch in switches:
+            found = first_difference(switch, lambda: losses(subject, model, batch), model)
+            assert found is None, found
 
 
 def in_policy(model: nn.Module, dtype: torch.dtype) -> None:

@@ -145,6 +145,25 @@ def test_a_backend_reaches_every_attention(
     assert len(asked) == 2
 
 
+def test_a_backend_that_diffusers_sets_later_is_heeded(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    asked = []
+    name = AttentionBackendName._NATIVE_MATH
+    native = _AttentionBackendRegistry._backends[name]
+    recorded = lambda **given: (asked.append(1), native(**given))[1]  # noqa: E731
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, name, recorded)
+    expected = run(model)
+    fuse(model, ON, check=False)
+    for module in model.modules():
+        if hasattr(module, "processor"):  # as ModelMixin.set_attention_backend does
+            module.processor._attention_backend = name
+    assert_equal(run(model), expected)
+    assert len(asked) == 2
+
+
 def wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample is modulated by the scale of the one before it."""
     ada_norm = video_dit.ada_norm

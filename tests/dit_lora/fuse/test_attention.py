@@ -1,16 +1,20 @@
 """One call for all attention: masks never meet cuDNN, full masks vanish, and a chosen backend is scoped."""
 
+import gc
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from kernel_checks import saved_bytes
 from torch.backends import cuda
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import attention
-from dit_lora.fuse.attention import TRAINABLE, attend, require_backend
-from dit_lora.fuse.core import Fusion
+from dit_lora.fuse.attention import TRAINABLE, Recomputable, attend, require_backend
 
 
 def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -24,7 +28,7 @@ def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float
 def test_it_is_pytorchs_attention(backend: str | None, masked: bool) -> None:
     query, key, value = heads()
     mask = torch.rand(2, 1, 7, 7) > 0.3 if masked else None
-    found = attend(query, key, value, mask, Fusion({}, backend))
+    found = attend(query, key, value, mask, backend)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     expected = scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     torch.testing.assert_close(found, expected)
@@ -54,7 +58,7 @@ def test_with_a_mask_cudnn_is_off_and_afterwards_as_before(
     try:
         mask = torch.ones(2, 1, 7, 7).as_subclass(OnGpu) if masked else None
         with pytest.raises(RuntimeError, match="as a backend may"):
-            attend(*heads(), mask, Fusion({}))
+            attend(*heads(), mask, None)
         assert seen == [not masked]
         assert cuda.cudnn_sdp_enabled()
     finally:
@@ -71,7 +75,7 @@ def test_a_mask_that_breaks_cudnns_backward_is_no_danger() -> None:
         query, key, value = (x.requires_grad_() for x in heads(192, "cuda", torch.bfloat16))
         mask = torch.full((2, 1, 192, 192), -200.0, device="cuda", dtype=torch.bfloat16)
         mask[..., 96:, :] = 0.0
-        attend(query, key, value, mask, Fusion({})).float().square().sum().backward()
+        attend(query, key, value, mask, None).float().square().sum().backward()
         for tensor in (query, key, value):
             assert torch.isfinite(tensor.grad).all()
     finally:
@@ -94,3 +98,68 @@ def test_every_backend_that_is_offered_is_one_of_diffusers() -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     assert set(TRAINABLE) <= {backend.value for backend in AttentionBackendName}
+
+
+class Scale(torch.autograd.Function):
+    """Multiplies by a weight, and saves its input in a shape of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.flatten(0, 1), weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad.flatten(0, 1) * x).sum(0)
+
+
+def test_what_is_computed_again_is_freed_and_has_the_same_gradient() -> None:
+    generator = torch.Generator().manual_seed(2)
+    source = torch.randn(2, 3, 4, generator=generator, requires_grad=True)
+    weight = torch.randn(4, generator=generator, requires_grad=True)
+    calls = []
+
+    def make() -> torch.Tensor:
+        calls.append(1)
+        return source.sin()
+
+    def step(*, kept: bool) -> tuple[weakref.ref[torch.Tensor], torch.Tensor]:
+        normed = make()
+        with nullcontext() if kept else Recomputable(normed, make).not_kept():
+            return weakref.ref(normed), Scale.apply(normed, weight)
+
+    found = []
+    for kept in (True, False):
+        reference, y = step(kept=kept)
+        gc.collect()
+        assert kept or reference() is None
+        calls.clear()
+        found.append(torch.autograd.grad(y.square().sum(), [source, weight]))
+        assert len(calls) == (0 if kept else 1)
+    assert all(map(torch.equal, *found))
+
+
+def test_under_checkpointing_nothing_is_computed_twice_for_it() -> None:
+    """It decides what is kept; a closure of ours would hold its inputs beyond that."""
+    source, weight = torch.randn(2, 3, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    calls = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        normed = x.sin()
+        with Recomputable(normed, lambda: calls.append(2) or x.sin()).not_kept():
+            return Scale.apply(normed, weight)
+
+    checkpoint(block, source, use_reentrant=False).sum().backward()
+    assert calls == [1, 1]
+
+
+def test_counting_hooks_see_what_is_saved_beside_it() -> None:
+    normed, weight = torch.randn(2, 300, 4), torch.ones(4, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        with Recomputable(normed, normed.clone).not_kept():
+            return Scale.apply(normed, weight)
+
+    assert saved_bytes(run) == weight.nbytes

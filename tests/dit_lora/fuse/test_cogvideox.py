@@ -224,13 +224,13 @@ def test_a_wrong_row_is_found_by_the_parity_probe(
         return joint_ada_norm(rolled, *args, **kwargs)
 
     def losses() -> torch.Tensor:
-        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
-            return model(**inputs, return_dict=False)[0].float().flatten(1).square().mean(1)
+        return model(**inputs, return_dict=False)[0].float().flatten(1).square().mean(1)
 
     switch = find_switch(model_switches(model), "ada_norm")
-    assert first_difference(switch, losses, model) is None
-    monkeypatch.setattr(cogvideox, "joint_ada_norm", wrong)
-    difference = first_difference(switch, losses, model)
+    with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+        assert first_difference(switch, losses, model) is None
+        monkeypatch.setattr(cogvideox, "joint_ada_norm", wrong)
+        difference = first_difference(switch, losses, model)
     assert difference is not None
     assert "transformer_blocks.0" in difference.module
 

@@ -35,7 +35,8 @@ def build() -> Any:
 class TestFlux(TwoStreams):
     targets: ClassVar = [*TARGETS, "norm.linear", "proj_mlp", "proj_out"]
     without_gradient = ("to_k_ip.0.bias",)
-    kept = (13.0, 0.7)
+    kept = (13.3, 0.72)
+    recomputed = 4
 
     def stock(self) -> nn.Module:
         return build()
@@ -61,8 +62,7 @@ class TestFlux(TwoStreams):
         model.transformer_blocks[0] = model.single_transformer_blocks[0]
         stock = self.kept_units(model)
         fused = self.kept_units(fuse_all(model))
-        print(f"single: {fused:.2f} of {stock:.2f} units")  # noqa: T201
-        assert fused <= 14.8, (fused, stock)
+        assert fused <= 15.2, (fused, stock)
         assert fused <= 0.8 * stock, (fused, stock)
 
     def test_a_mask_is_heeded(self) -> None:

@@ -37,7 +37,8 @@ def build(**config: Any) -> Any:
 class TestHunyuanVideo(TwoStreams):
     targets: ClassVar = [*TARGETS, "norm.linear", "proj_mlp", "proj_out"]
     without_gradient = ("refiner_blocks.0.attn.to_k.base_layer.bias",)
-    kept = (12.0, 0.7)
+    kept = (11.3, 0.61)
+    recomputed = 4
 
     def stock(self) -> nn.Module:
         return build()
@@ -64,8 +65,7 @@ class TestHunyuanVideo(TwoStreams):
         model.transformer_blocks[0] = model.single_transformer_blocks[0]
         stock = self.kept_units(model)
         fused = self.kept_units(fuse_all(model))
-        print(f"single: {fused:.2f} of {stock:.2f} units")  # noqa: T201
-        assert fused <= 10.8, (fused, stock)
+        assert fused <= 11.2, (fused, stock)
         assert fused <= 0.75 * stock, (fused, stock)
 
     def test_the_mask_hides_text(self) -> None:
