@@ -54,16 +54,23 @@ class FirstForwards:
             return
         self._busy = True
         try:
-            self._compare(model, args, kwargs)
+            if self._compare(model, args, kwargs):
+                self._seen.add(shapes)
         finally:
             self._busy = False
-        self._seen.add(shapes)
 
-    def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether these inputs could tell: not if the stock model makes NaN or Inf of them."""
+
         def losses() -> torch.Tensor:
             outputs = [x for x in tree_leaves(model(*args, **kwargs)) if _is_float(x)]
             return torch.stack([_weighed(output) for output in outputs]).sum(0)
 
+        fusion = fusion_of(model)
+        assert fusion is not None
+        with torch.no_grad(), fusion.all_stock(), torch.random.fork_rng(devices=[]):
+            if not torch.isfinite(losses()).all():
+                return False
         for switch in model_switches(model):
             if switch.name == "compile":
                 continue
@@ -74,6 +81,7 @@ class FirstForwards:
                 raise DitLoraError(refusal(switch, difference.words))
             switch.turn_off()
             warnings.warn(f"{difference.words}; switched off: {switch.remedy}", stacklevel=2)
+        return True
 
 
 def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:

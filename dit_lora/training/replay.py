@@ -233,7 +233,7 @@ def _rebuild(
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
     digest = transformer_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
     dtype = DTYPES[bundle.facts["dtype"]]
-    transformer, _, _ = load_trainable(recipe, family, checkpoint, dtype, replaying=True)
+    transformer, _, _ = load_trainable(recipe, family, checkpoint, dtype)
     _load(transformer, bundle)
     mode = recipe.train.checkpointing
     set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)

@@ -10,6 +10,7 @@ from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import Recipe
 from dit_lora.families.base import Checkpoint, Family
 from dit_lora.fuse.api import fuse
+from dit_lora.fuse.registry import WITHOUT_TRITON
 from dit_lora.numerics.saturation import FP16_MAX, is_emulated
 from dit_lora.numerics.streams import fold
 
@@ -19,8 +20,6 @@ def load_trainable(
     family: Family,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
-    *,
-    replaying: bool = False,
 ) -> tuple[nn.Module, list[dict[str, Any]], str]:
     """Transformer, parameter groups, and lines that say what was attached; equal on all ranks.
 
@@ -43,8 +42,18 @@ def load_trainable(
     groups = recipe_groups(
         transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
     )
-    kernels = recipe.kernels
-    # Preflight compares on real samples; without it, the first forward does. A replay is to show what was.
-    check = not (recipe.guard.preflight or replaying)
-    said += f"\n{fuse(transformer, kernels.ops(), attention=kernels.attention, check=check)}"
-    return transformer, groups, said
+    return transformer, groups, f"{said}\n{_fuse(recipe, transformer)}"
+
+
+def _fuse(recipe: Recipe, transformer: nn.Module) -> str:
+    """Put the recipe's kernels in, and say which; preflight compares them."""
+    ops = recipe.kernels.ops()
+    unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in WITHOUT_TRITON]
+    if not recipe.guard.preflight:
+        ops |= dict.fromkeys(unchecked, "off")
+    said = str(fuse(transformer, ops, attention=recipe.kernels.attention, check=False))
+    if not recipe.guard.preflight:
+        said += (
+            f"\nkernels: {', '.join(unchecked)}: off: guard.preflight, which compares them, is off"
+        )
+    return said

@@ -135,9 +135,7 @@ def _backward_kernel(
     g = group % G
     columns = tl.arange(0, BLOCK_D)
     channel = columns < D
-    factor = _factor(
-        scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel, ACC, BLOCK_D
-    )
+    factor = _factor(scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel, ACC, BLOCK_D)
     ones = tl.zeros((BLOCK_D,), ACC)
     hats = tl.zeros((BLOCK_D,), ACC)
     dgate = tl.zeros((BLOCK_D,), ACC)

@@ -192,5 +192,5 @@ def test_a_full_recipe_and_one_of_images_read_back_equal(
     path.write_text(dump_recipe(recipe))
     assert load_recipe(path) == recipe
     assert recipe.data.frames == 1
-    assert "lora" not in path.read_text()
+    assert "\nlora:" not in path.read_text()
     assert "adapter" not in path.read_text()
