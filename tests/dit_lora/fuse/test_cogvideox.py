@@ -1,7 +1,7 @@
 """CogVideoX on fused ops is the stock model: values, gradients, memory, checkpointing, and undone without a trace."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -243,3 +243,68 @@ def test_projections_that_diffusers_fused_are_refused() -> None:
     model.fuse_qkv_projections()
     with pytest.raises(DitLoraError, match="unfuse_qkv_projections"):
         fuse(model)
+
+
+def each(stream: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A mutant of `joint_ada_norm`: every stream changed."""
+    return lambda op: lambda streams, *a, **k: op([stream(s) for s in streams], *a, **k)
+
+
+def first_row(table: torch.Tensor) -> torch.Tensor:
+    return table[:1].expand_as(table)
+
+
+MUTANTS = {
+    "every sample by the first one's shift": (
+        "joint_ada_norm",
+        each(lambda s: s._replace(shift=first_row(s.shift))),
+    ),
+    "no gate": ("joint_ada_norm", each(lambda s: s._replace(gate=None))),
+    "shift and scale swapped": (
+        "joint_ada_norm",
+        each(lambda s: s._replace(shift=s.scale, scale=s.shift)),
+    ),
+    "streams modulated by each other": (
+        "joint_ada_norm",
+        lambda op: (
+            lambda streams, *a, **k: op(
+                [s._replace(scale=o.scale) for s, o in zip(streams, streams[::-1], strict=True)],
+                *a,
+                **k,
+            )
+        ),
+    ),
+    "another eps": (
+        "joint_ada_norm",
+        lambda op: lambda *a, eps, **k: op(*a, eps=eps + 0.02, **k),
+    ),
+    "text rotated too": (
+        "qk_norm_rope",
+        lambda op: lambda *a, first, **k: op(*a, first=first - 1, **k),
+    ),
+    "rotated the other way": (
+        "qk_norm_rope",
+        lambda op: lambda x, w, b, cos, sin, **k: op(x, w, b, cos, -sin, **k),
+    ),
+    "no bias in the norm of q and k": (
+        "qk_norm_rope",
+        lambda op: lambda x, w, b, *a, **k: op(x, w, None, *a, **k),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_parity_probe_finds_mutants_at_run_time(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a model and batch of the user's, with no test of the kernel in sight."""
+    model, inputs = fuse_all(build()), make_inputs()
+    name, mutate = MUTANTS[mutant]
+    monkeypatch.setattr(cogvideox, name, mutate(getattr(cogvideox, name)))
+
+    def losses() -> torch.Tensor:
+        return model(**inputs, return_dict=False)[0].flatten(1).square().mean(1)
+
+    op = "ada_norm" if name == "joint_ada_norm" else name
+    for switch in (op, "kernels"):
+        assert first_difference(find_switch(model_switches(model), switch), losses, model)
