@@ -137,6 +137,7 @@ def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) 
     if not missing:
         return
     restore(model)
+    allow_projection_fusing(model)
     reasons = [f"{op}: {name}: {reason}" for op, name, reason in fusion.kept if op in missing]
     model_class = type(model).__name__
     raise DitLoraError(

@@ -112,9 +112,11 @@ def test_fusing_again_begins_anew(model: nn.Module) -> None:
 def test_what_cannot_be_is_refused(
     model: nn.Module, ops: dict[str, Any], attention: str, words: str
 ) -> None:
+    before = [set(vars(module)) for module in model.modules()]
     with pytest.raises(DitLoraError, match=words):
         fuse(model, ops, attention=attention)
     assert fusion_of(model) is None
+    assert [set(vars(module)) for module in model.modules()] == before
     assert not model_switches(model)
     assert all("forward" not in vars(module) for module in model.modules())
 

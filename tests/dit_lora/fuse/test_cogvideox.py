@@ -239,7 +239,8 @@ def test_projections_that_diffusers_fused_are_refused() -> None:
     model = fuse_all(build())
     with pytest.raises(DitLoraError, match="leaves the adapters of q, k and v out"):
         model.fuse_qkv_projections()
-    unfuse(model)
+    with pytest.raises(DitLoraError, match="has nothing that takes silu_dwconv_glu"):
+        fuse(model, {"silu_dwconv_glu": "on"})
     model.fuse_qkv_projections()
     with pytest.raises(DitLoraError, match="unfuse_qkv_projections"):
         fuse(model)
