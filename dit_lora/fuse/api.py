@@ -30,6 +30,8 @@ from dit_lora.numerics.switches import Switch, set_model_switches
 from dit_lora_kernels import triton_support
 
 Mode = Literal["auto", "on", "off"]
+_ALL = "kernels"
+"""The switch of everything that was replaced."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
             partial(fusion.on.__setitem__, op, False),
             "PyTorch's own ops",
             insisted=modes[op] == "on",
+            part_of=_ALL,
         )
         for op in fusion.used()
     ]
@@ -167,9 +170,13 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
                 partial(setattr, fusion, "backend", None),
                 "PyTorch's own choice",
                 insisted=True,
+                part_of=_ALL,
             )
         )
     if fusion.replaced:
         stock = partial(setattr, fusion, "stock", True)
-        switches.append(Switch("kernels", "kernel", fusion.all_stock, stock, "the stock model"))
+        insisted = any(switch.insisted for switch in switches)
+        switches.append(
+            Switch(_ALL, "kernel", fusion.all_stock, stock, "the stock model", insisted)
+        )
     return switches

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.core import ATTENTION, fusion_of
 from dit_lora.fuse.lora import forget_casts
-from dit_lora.numerics.parity import first_difference
+from dit_lora.numerics.parity import differences, first_difference
 from dit_lora.numerics.switches import Switch, model_switches
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -71,12 +72,9 @@ class FirstForwards:
         with torch.no_grad(), fusion.all_stock(), torch.random.fork_rng(devices=[]):
             if not torch.isfinite(losses()).all():
                 return False
-        for switch in model_switches(model):
-            if switch.name == "compile":
-                continue
-            difference = first_difference(switch, losses, model)
-            if difference is None:
-                continue
+        kernels = [switch for switch in model_switches(model) if switch.name != "compile"]
+        compare = partial(first_difference, losses=losses, model=model)
+        for switch, difference in differences(kernels, compare):
             if switch.insisted:
                 raise DitLoraError(refusal(switch, difference.words))
             switch.turn_off()

@@ -60,6 +60,28 @@ def first_difference(switch: Switch, losses: Losses, model: nn.Module) -> Differ
         return None
 
 
+def differences(
+    switches: Sequence[Switch], compare: Callable[[Switch], Difference | None]
+) -> Iterator[tuple[Switch, Difference]]:
+    """Every switch whose kernels differ; its parts one by one only where a whole differs.
+
+    Switch off what is yielded before asking for the next: then the whole is asked once more.
+    """
+    for switch in switches:
+        if switch.part_of is not None:
+            continue
+        found = compare(switch)
+        parts = [part for part in switches if part.part_of == switch.name]
+        if found is not None and parts:
+            for part in parts:
+                difference = compare(part)
+                if difference is not None:
+                    yield part, difference
+            found = compare(switch)
+        if found is not None:
+            yield switch, found
+
+
 def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
     found = _compare(switch, losses, model, _blocks(model))
     if found is None or found.module.startswith(_GRADIENT):

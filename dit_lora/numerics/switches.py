@@ -24,6 +24,8 @@ class Switch:
     """What is used instead."""
     insisted: bool = False
     """Asked for by name: where it is wrong from the start, that is an error and no reason to fall back."""
+    part_of: str | None = None
+    """The switch that this is a part of: off with it, and right if all of it is."""
 
 
 # PyTorch asks these three in this order of preference; what is left is `math`, which cannot be switched off.

@@ -53,7 +53,10 @@ def build_guard(
     config, accelerator = recipe.guard, run.runtime.accelerator
     switches = all_switches(transformer)
     state = GuardState(**changed.get("state", {}))
+    in_use = {switch.name for switch in switches}
     for name in state.switched_off:
+        if name not in in_use:  # another machine, or the recipe has it off now
+            continue
         find_switch(switches, name).turn_off()
         run.runtime.say(f"guard: {name} stays off: an earlier verdict of this run")
     snapshots = Snapshots(

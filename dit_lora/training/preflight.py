@@ -12,7 +12,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.check import refusal
 from dit_lora.numerics.attention import recorded_calls
 from dit_lora.numerics.monitor import Monitor
-from dit_lora.numerics.parity import first_difference
+from dit_lora.numerics.parity import Difference, differences, first_difference
 from dit_lora.numerics.preflight import (
     Finding,
     attention_backends,
@@ -29,7 +29,7 @@ from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.replay import run as replay
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.streams import Streams
-from dit_lora.numerics.switches import attention_switches
+from dit_lora.numerics.switches import Switch, attention_switches
 from dit_lora.objectives import LossOutput
 from dit_lora.training.checkpointing import least_memory_mode
 from dit_lora.training.memory import choose_checkpointing
@@ -185,22 +185,22 @@ def _kernels(run: "Run", micro_batch: MicroBatch) -> list[dict[str, Any]]:
     def losses() -> torch.Tensor:
         return micro_batch.forward().losses
 
-    events = []
-    for switch in run.guard.suspects.switches:
-        if not (switch.cause == "kernel" or switch.insisted):
-            continue
+    def compare(switch: Switch) -> Difference | None:
         # The stock model may need more memory than the run has chosen its checkpointing for.
         with least_memory_mode(run.transformer):
             own = first_difference(switch, losses, run.transformer)
-        found = [one for one in gather_object([own]) if one is not None]
-        if not found:
-            continue
-        refused = DitLoraError(refusal(switch, found[0].words)) if switch.insisted else None
+        found: list[Difference | None] = gather_object([own])
+        return next((one for one in found if one is not None), None)
+
+    kernels = [s for s in run.guard.suspects.switches if s.cause == "kernel" or s.insisted]
+    events = []
+    for switch, difference in differences(kernels, compare):
+        refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(run.runtime.accelerator, refused)
         switch.turn_off()
         run.guard.state.switched_off.append(switch.name)
-        words = f"{found[0].words}; switched off for this run"
-        events.append(_event("kernel", words, switch.name, found[0].module))
+        words = f"{difference.words}; switched off for this run"
+        events.append(_event("kernel", words, switch.name, difference.module))
     if events:
         choose_checkpointing(run)  # without the kernel, more is kept for backward
     return events

@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
 
 @triton.jit
-def _load_pair(  # type: ignore[no-untyped-def]
+def _load_pair(
     ptr, rows, valid, other: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def _load_pair(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_pair(  # type: ignore[no-untyped-def]
+def _store_pair(
     ptr, rows, valid, one, two, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr
 ):
     """Write what `_load_pair` takes apart, cast to the pointer's dtype."""
@@ -63,7 +63,7 @@ def _store_pair(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_shared(  # type: ignore[no-untyped-def]
+def _load_shared(
     ptr, offset, count, other: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _load_shared(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_rotation(  # type: ignore[no-untyped-def]
+def _load_rotation(
     cos_ptr, sin_ptr, batch, row, R, TABLES: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -94,13 +94,13 @@ def _load_rotation(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unrotate(one, two, c1, c2, s1, s2):  # type: ignore[no-untyped-def]
+def _unrotate(one, two, c1, c2, s1, s2):
     """The transpose of the rotation, which is its inverse."""
     return one * c1 + two * s2, two * c2 - one * s1
 
 
 @triton.jit
-def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
     """Mean of a head, (heads, 1), or of all of them, (1, 1); what lies outside the row is 0 in `tile`."""
     total = tl.sum(tile, axis=1, keep_dims=True)
     if ACROSS:
@@ -109,7 +109,7 @@ def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):  # type
 
 
 @triton.jit
-def _normalize(  # type: ignore[no-untyped-def]
+def _normalize(
     one, two, live, H: tl.constexpr, D: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def _normalize(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, out_ptr, rstd_ptr,
     S, R, first, x_batch, x_token, x_head,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
@@ -154,7 +154,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _token_gradients(  # type: ignore[no-untyped-def]
+def _token_gradients(
     d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +176,7 @@ def _token_gradients(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_partial(  # type: ignore[no-untyped-def]
+def _store_partial(
     ptr, one, two, H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
     ACROSS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def _store_partial(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _backward_kernel(
     grad_ptr, source_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
     dx_ptr, dweight_ptr, dbias_ptr, tokens, S, R, first,
     grad_batch, grad_token, grad_head, source_batch, source_token, source_head,

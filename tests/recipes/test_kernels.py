@@ -87,6 +87,28 @@ def test_a_wrong_kernel_is_off_before_the_first_step(
     assert losses[0] == losses[1]
 
 
+def test_a_kernel_that_was_switched_off_stays_off_wherever_the_run_goes_on(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where the kernel is there again, and where it is not."""
+    args = [*smoke, f"run.dir={tmp_path / 'run'}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "_why_off", lambda _op: None)
+        wrong_row(patch)
+        lora_main([*args, "train.steps=1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "_why_off", lambda _op: None)
+        lora_main([*args, "train.steps=2", "train.resume=auto"])
+    assert "guard: ada_norm stays off" in capsys.readouterr().err
+    lora_main([*args, "train.steps=3", "train.resume=auto"])
+    assert "stays off" not in capsys.readouterr().err
+    assert len(lines(tmp_path / "run", "metrics.jsonl")) == 3
+
+
 def test_a_wrong_kernel_that_was_asked_for_is_refused(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
