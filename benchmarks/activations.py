@@ -1,0 +1,198 @@
+"""What a block keeps for its backward pass, stock and fused, at its real width.
+
+    python -m benchmarks.activations [--rank 64]
+
+Random weights in bf16, fp32 adapters on q, k, v and the output of every attention, bf16 autocast. What is kept grows with
+tokens: given is by how much, from two numbers of them, in units of one bf16 activation of the block's width. Weights, casts
+of adapters, tables and text do not grow, and drop out. Counted by autograd's hooks, so the device does not matter but for
+what autocast does: a CPU's leaves norms in bf16, a GPU's makes them fp32 and the stock block keeps more.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import peft
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
+from diffusers.models.transformers.transformer_sana_video import (
+    SanaVideoTransformerBlock,
+    WanRotaryPosEmbed,
+)
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.errors import DitLoraError
+from dit_lora.families.sana_attention import keep_linear_attention_fp32
+from dit_lora.fuse.api import fuse
+from dit_lora.fuse.core import OPS
+from dit_lora.numerics.whole import ONLY_COUNTS
+
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+Arguments = Callable[[int], tuple[Sequence[Any], int]]
+"""By the number of frames (or images): a block's arguments, and the elements of one activation."""
+
+
+class Model(nn.Module):
+    """Something that has one block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([block])
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def cogvideox() -> tuple[nn.Module, Arguments]:
+    block = CogVideoXBlock(
+        dim=3072,
+        num_attention_heads=48,
+        attention_head_dim=64,
+        time_embed_dim=512,
+        attention_bias=True,
+    )
+
+    def given(frames: int) -> tuple[Sequence[Any], int]:
+        rotary = get_3d_rotary_pos_embed(64, ((0, 0), (16, 16)), (16, 16), temporal_size=frames)
+        video, text = noise(1, frames * 256, 3072), noise(1, 26, 3072)
+        return (video, text, noise(1, 512), rotary), video.numel()
+
+    return block, given
+
+
+def sana() -> tuple[nn.Module, Arguments]:
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        text, mask = noise(images, 30, 2240), torch.zeros(images, 1, 30).bfloat16()
+        x = noise(images, 256, 2240)
+        return (x, None, text, mask, noise(images, 6 * 2240), 16, 16), x.numel()
+
+    return SanaTransformerBlock(), given
+
+
+def sana_video() -> tuple[nn.Module, Arguments]:
+    def given(frames: int) -> tuple[Sequence[Any], int]:
+        text, mask = noise(1, 30, 2240), torch.zeros(1, 1, 30).bfloat16()
+        rotary = WanRotaryPosEmbed(112, (1, 1, 1), 1024)(torch.zeros(1, 4, frames, 16, 16))
+        x, time = noise(1, frames * 256, 2240), noise(1, 1, 6 * 2240)
+        return (x, None, text, mask, time, frames, 16, 16, rotary), x.numel()
+
+    return SanaVideoTransformerBlock(), given
+
+
+def dit() -> tuple[nn.Module, Arguments]:
+    block = BasicTransformerBlock(
+        1152,
+        16,
+        72,
+        activation_fn="gelu-approximate",
+        num_embeds_ada_norm=1000,
+        attention_bias=True,
+        norm_elementwise_affine=False,
+        norm_type="ada_norm_zero",
+    )
+
+    def given(images: int) -> tuple[Sequence[Any], int]:
+        x, numbers = noise(images, 256, 1152), torch.arange(images)
+        return (x, None, None, None, numbers, None, numbers), x.numel()
+
+    return block, given
+
+
+def wan() -> tuple[nn.Module, Arguments]:
+    block = WanTransformerBlock(1536, 8960, 12, "rms_norm_across_heads", cross_attn_norm=True)
+
+    def given(frames: int) -> tuple[Sequence[Any], int]:
+        text, time = noise(1, 32, 1536), noise(1, 6, 1536, dtype=torch.float32)
+        angles = torch.randn(1, frames * 256, 1, 64).repeat_interleave(2, -1)
+        x = noise(1, frames * 256, 1536)
+        return (x, text, time, (angles.cos(), angles.sin())), x.numel()
+
+    return block, given
+
+
+BLOCKS: dict[str, Callable[[], tuple[nn.Module, Arguments]]] = {
+    "CogVideoX-5B": cogvideox,
+    "Sana-1.6B": sana,
+    "SANA-Video": sana_video,
+    "DiT-XL/2": dit,
+    "Wan2.1-1.3B": wan,
+}
+
+
+def kept(run: Callable[[], Any], besides: Sequence[torch.Tensor]) -> int:
+    """Bytes that autograd keeps after `run()`, each storage once."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    setattr(pack, ONLY_COUNTS, True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _result = run()  # alive, so that no address is used twice
+    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in known)
+
+
+def fused(model: nn.Module) -> nn.Module:
+    """Every op that the block takes is on, on any machine."""
+    taken = {}
+    for op in OPS:
+        try:
+            fuse(model, {**dict.fromkeys(OPS, "off"), op: "on"}, check=False)
+            taken[op] = "on"
+        except DitLoraError:
+            taken[op] = "off"
+    fuse(model, taken, check=False)
+    return model
+
+
+def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple[float, float]:
+    """Units that the block keeps, stock and fused."""
+    torch.manual_seed(0)
+    block, arguments = make()
+    model = Model(block).requires_grad_(False).bfloat16()
+    config = peft.LoraConfig(r=rank, target_modules=TARGETS, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if isinstance(block, SanaTransformerBlock | SanaVideoTransformerBlock):
+        keep_linear_attention_fp32(model, saturates=False)  # as recipes do
+
+    def units() -> float:
+        sizes = []
+        for frames in (1, 3):
+            given, elements = arguments(frames)
+            given[0].requires_grad_()
+            tables = [t for t in tree_leaves(given[1:]) if isinstance(t, torch.Tensor)]
+            with torch.autocast("cpu", torch.bfloat16):
+                bytes_kept = kept(partial(block, *given), [*model.parameters(), *tables])
+            sizes.append((bytes_kept, elements))
+        (few, small), (many, large) = sizes
+        return (many - few) / (2 * (large - small))
+
+    stock = units()
+    fused(model)
+    return stock, units()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rank", type=int, default=64)
+    rank = parser.parse_args().rank
+    print(f"rank {rank}\n\n| block | stock | fused | ratio |\n|---|---:|---:|---:|")
+    for name, make in BLOCKS.items():
+        stock, ours = measure(make, rank)
+        print(f"| {name} | {stock:.1f} | {ours:.1f} | {ours / stock:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
