@@ -14,6 +14,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.fuse.core import ATTENTION, fusion_of
 from dit_lora.fuse.lora import forget_casts
 from dit_lora.numerics.parity import differences, first_difference
+from dit_lora.numerics.replay import cuda_devices
 from dit_lora.numerics.switches import Switch, model_switches
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -69,7 +70,7 @@ class FirstForwards:
 
         fusion = fusion_of(model)
         assert fusion is not None
-        with torch.no_grad(), fusion.all_stock(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), fusion.all_stock(), torch.random.fork_rng(cuda_devices(model)):
             if not torch.isfinite(losses()).all():
                 return False
         kernels = [switch for switch in model_switches(model) if switch.name != "compile"]

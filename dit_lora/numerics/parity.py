@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics.gate import local
+from dit_lora.numerics.replay import cuda_devices
 from dit_lora.numerics.switches import Switch, in_fp32
 from dit_lora.numerics.whole import called_modules
 
@@ -99,7 +100,7 @@ Values = dict[str, torch.Tensor]
 def _compare(
     switch: Switch, losses: Losses, model: nn.Module, modules: Sequence[str]
 ) -> Difference | None:
-    with _stirred(model):
+    with _stirred(model), _without_dropout(model):
         with switch.off():
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
@@ -135,6 +136,19 @@ def _largest_gradients(values: Values) -> dict[str, float]:
             size = value.float().square().mean().sqrt().item()
             largest[_block_of(name)] = max(size, largest.get(_block_of(name), 0.0))
     return largest
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """A mask depends on the dtype that it is drawn for, which is a kernel's own choice."""
+    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training]
+    for module in dropouts:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.train()
 
 
 @contextmanager
@@ -178,7 +192,7 @@ def _blocks(model: nn.Module) -> list[str]:
 def _values(losses: Losses, model: nn.Module, modules: Sequence[str]) -> Values:
     """These modules' outputs in order of execution, then every trained parameter's gradient; on the CPU."""
     values: Values = {}
-    with _recording(model, modules, values), torch.random.fork_rng(devices=[]):
+    with _recording(model, modules, values), torch.random.fork_rng(cuda_devices(model)):
         gradients = _gradients(losses().mean(), dict(model.named_parameters()))
     return values | {f"{_GRADIENT}{n}": grad.cpu().clone() for n, grad in gradients.items()}
 

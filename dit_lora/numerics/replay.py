@@ -64,7 +64,7 @@ class Outcome:
 
 def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
     """Forward and backward once; gradients and random state are afterwards as before."""
-    with _kept_gradients(model), torch.random.fork_rng(_cuda_devices(model)):
+    with _kept_gradients(model), torch.random.fork_rng(cuda_devices(model)):
         output = _forward_backward(micro_batch)
         gradients = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         bad = [name for name, grad in gradients if not torch.isfinite(grad).all()]
@@ -81,7 +81,7 @@ def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
     """The same run under a probe, which names the first module and op to go wrong."""
     with (
         _kept_gradients(model),
-        torch.random.fork_rng(_cuda_devices(model)),
+        torch.random.fork_rng(cuda_devices(model)),
         Probe(model).watching() as trace,
     ):
         _forward_backward(micro_batch)
@@ -109,5 +109,6 @@ def _kept_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _cuda_devices(model: nn.Module) -> list[torch.device]:
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """Whose random state a forward of this model draws from, beside the CPU's."""
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})

@@ -25,7 +25,7 @@ from dit_lora.numerics.preflight import (
     stored_precision,
     wrong_backends,
 )
-from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.replay import MicroBatch, cuda_devices
 from dit_lora.numerics.replay import run as replay
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.streams import Streams
@@ -116,7 +116,7 @@ def _flow(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
     findings: list[Finding] = []
 
     def backward() -> None:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(cuda_devices(run.transformer)):
             micro_batch.forward().losses.mean().backward()
 
     def checked() -> None:

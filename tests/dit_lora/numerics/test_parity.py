@@ -86,3 +86,19 @@ def test_what_the_stock_model_makes_nan_of_shows_nothing() -> None:
     x = torch.full((2, 3), torch.nan)
     nothing = Switch("k", "kernel", nullcontext, lambda: None, "stock")
     assert first_difference(nothing, lambda: model(x).sum(1), model) is None
+
+
+def test_dropout_of_other_draws_is_no_difference_and_is_on_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).train()
+    x, state = torch.randn(2, 6), torch.get_rng_state()
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        torch.rand(1)  # the kernel draws otherwise
+        yield
+
+    kernel = Switch("k", "kernel", off, lambda: None, "stock")
+    assert first_difference(kernel, lambda: model(x).sum(1), model) is None
+    assert model[1].training
+    torch.set_rng_state(state)
