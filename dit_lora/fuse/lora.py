@@ -133,7 +133,7 @@ def _read(layer: Any) -> _Parts | str:
     if name in layer.lora_variant:
         return "its adapter is DoRA or another variant"
     a, b, dropout = in_a[name], layer.lora_B[name], layer.lora_dropout[name]
-    if _is_hooked(base) or _is_hooked(a) or _is_hooked(b) or _is_hooked(dropout):
+    if is_hooked(base) or is_hooked(a) or is_hooked(b) or is_hooked(dropout):
         return "hooks on its base, A, B or dropout"
     if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
         return "its A or B is more than a matrix"
@@ -155,7 +155,7 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Whether calling this module is more than its class's forward; offload and caches replace it."""
     return _has_hooks(module) or "forward" in module.__dict__
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from dit_lora.fuse.attention import FusedProcessor, Recomputable, SharedInputProcessor, plain
 from dit_lora.fuse.core import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, qk_if_normed
-from dit_lora.fuse.lora import project
+from dit_lora.fuse.lora import is_hooked, project
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope
@@ -124,13 +124,7 @@ def _pointwise(conv: Any, image: torch.Tensor) -> torch.Tensor:
 
 def _is_bare(conv: Any) -> bool:
     """Whether calling it is its convolution and nothing else: no adapter, no hooks."""
-    return type(conv) is nn.Conv2d and not (
-        conv._forward_hooks
-        or conv._forward_pre_hooks
-        or conv._backward_hooks
-        or conv._backward_pre_hooks
-        or "forward" in conv.__dict__
-    )
+    return type(conv) is nn.Conv2d and not is_hooked(conv)
 
 
 def wrapped_depthwise(ff: Any) -> str | None:
