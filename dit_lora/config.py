@@ -1,45 +1,14 @@
 """What a recipe says, typed; `dit_lora.recipe` reads it."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
+
+from dit_lora.data_config import DataConfig
+from dit_lora.section import Count, Decay, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-
-
-def _types(annotation: Any) -> Iterator[Any]:
-    """The plain types of `Annotated` and optional ones."""
-    yield annotation
-    for part in get_args(annotation):
-        yield from _types(part)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_number_by_yes_or_no(cls, value: Any, info: ValidationInfo) -> Any:
-        types = list(_types(cls.model_fields[info.field_name or ""].annotation))
-        if isinstance(value, bool) and bool not in types and (int in types or float in types):
-            raise ValueError(f"Input should be a number, not {str(value).lower()}")
-        return value
 
 
 class ModelConfig(Section):
@@ -65,49 +34,6 @@ class ModelConfig(Section):
                 "65504 and the loss turns NaN; use auto, bf16 or fp32"
             )
         return value
-
-
-class DataConfig(Section):
-    path: str
-    """A folder: metadata.jsonl, metadata.csv, prompts.txt + videos.txt, clips or images each with a .txt, or
-    one folder a class; or a dataset with an image column (`save_to_disk`, or a name on the Hub)."""
-    caption_column: str | None = None
-    """Column of the caption in metadata files and datasets; by default the one present of text, caption,
-    prompt, label."""
-    image_column: str | None = None
-    """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
-    first frame."""
-    classes: tuple[str, ...] | None = None
-    """Names of the classes, for models with a class table; by default those that the data has."""
-    frames: Count = 1
-    """Frames per clip; 1 trains on images."""
-    height: Count
-    """Pixels."""
-    width: Count
-    """Pixels."""
-    fps: Positive | None = None
-    """Clips are resampled to this rate by their time stamps. Images have none."""
-    flip: bool = False
-    """Train on each image's mirror image too, in half of the epochs by chance. For images only."""
-    caption_dropout: Probability = 0.0
-    """Share of samples trained with an empty caption (or the null class), for classifier-free guidance."""
-    image_dropout: Probability = 0.0
-    """Image-to-video: share of samples trained without their first image."""
-    image_noise: bool | None = None
-    """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with; null
-    for yes."""
-    cache: str | None = None
-    """Folder of encoded clips and captions, shared by runs; by default `cache` beside the run's folder."""
-    workers: Annotated[int, Field(ge=0)] = 2
-    """Processes that read the cache ahead of the training step."""
-
-    @model_validator(mode="after")
-    def _rate_of_clips(self) -> "DataConfig":
-        if self.frames > 1 and self.fps is None:
-            raise ValueError("fps is missing: clips of several frames are resampled to it")
-        if self.frames > 1 and self.flip:
-            raise ValueError("flip is for images (frames: 1)")
-        return self
 
 
 class LoraConfig(Section):

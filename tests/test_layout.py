@@ -18,7 +18,15 @@ MAX_FILE, MAX_FUNCTION, MAX_NESTING = 400, 60, 4
 
 # Lowest first; a module may import from its own layer's package and from layers below.
 LAYERS = (
-    ("dit_lora.errors", "dit_lora.files", "dit_lora.config", "dit_lora.recipe", "dit_lora.compat"),
+    (
+        "dit_lora.errors",
+        "dit_lora.files",
+        "dit_lora.section",
+        "dit_lora.data_config",
+        "dit_lora.config",
+        "dit_lora.recipe",
+        "dit_lora.compat",
+    ),
     ("dit_lora.objectives",),
     ("dit_lora.numerics",),
     (

@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from dit_lora.data.media import Media, MediaFile
 from dit_lora.files import write_whole
 
 # Files of a checkpoint's component that decide what it computes; a README does not.
@@ -22,16 +23,20 @@ class Digests:
             except ValueError:
                 self._known = {}  # torn by a killed run; digests are computed anew
 
+    def media(self, media: Media) -> str:
+        """Hex SHA-256 of the bytes of a video or image; raises `OSError`."""
+        place, stamp = media.place, list(media.stamp())
+        known = self._known.get(place)
+        if known is None or known[:-1] != stamp:
+            source = media.source()
+            with source.open("rb") if isinstance(source, Path) else source as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            known = self._known[place] = [*stamp, digest]
+        return known[-1]
+
     def file(self, path: Path) -> str:
         """Hex SHA-256 of the bytes of one file."""
-        status = path.stat()
-        name, stamp = str(path.resolve()), [status.st_size, status.st_mtime_ns]
-        known = self._known.get(name)
-        if known is None or known[:2] != stamp:
-            with path.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            known = self._known[name] = [*stamp, digest]
-        return known[2]
+        return self.media(MediaFile(path))
 
     def component(self, folder: Path) -> str:
         """One digest for a checkpoint component: names and contents of its configs and weights."""

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from dit_lora.config import DataConfig
 from dit_lora.data.datasets_source import exported, is_hub_name, is_saved_dataset
-from dit_lora.data.video import is_image
+from dit_lora.data.media import VIDEO_SUFFIXES, Media, MediaFile, is_image
 from dit_lora.errors import DitLoraError, listed
 
-VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"}
 CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
 # `file_name` is the Hugging Face videofolder layout's.
 FILE_COLUMNS = ("file_name", "video", "path")
@@ -24,10 +23,10 @@ class Clip:
     """One video or image file and what it shows; `id` is its path below the data folder."""
 
     id: str
-    path: Path
+    media: Media
     caption: str
     """Of a folder a class, the class's name."""
-    image: Path | None = None
+    image: Media | None = None
     """Its first image, where the data has one of its own."""
 
 
@@ -45,7 +44,12 @@ def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
         raise DitLoraError(f"data.path: no folder {data.path}")
     layout, rows = _rows(root, data)
     clips = [
-        Clip(name, root / name, caption.strip(), root / image if image else None)
+        Clip(
+            name,
+            MediaFile(root / name),
+            caption.strip(),
+            MediaFile(root / image) if image else None,
+        )
         for name, caption, image in rows
     ]
     if not clips:
@@ -58,13 +62,13 @@ def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
     twice = sorted({name for name in names if names.count(name) > 1}) if _repeats(names) else []
     wrong = [f"{name}: listed twice" for name in twice]
     wrong += [
-        f"{clip.id or '(no name)'}: no such file" for clip in clips if not clip.path.is_file()
+        f"{clip.id or '(no name)'}: no such file" for clip in clips if not clip.media.exists()
     ]
     wrong += [f"{clip.id}: its caption is empty" for clip in clips if not clip.caption]
     wrong += [
-        f"{clip.id}: no such first image: {clip.image}"
+        f"{clip.id}: no such first image: {clip.image.name}"
         for clip in clips
-        if clip.image is not None and not clip.image.is_file()
+        if clip.image is not None and not clip.image.exists()
     ]
     wrong = list(dict.fromkeys(wrong))
     if wrong:

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from dit_lora.data.media import Media, as_media, is_image
 from dit_lora.errors import DitLoraError
-
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
 DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
@@ -31,27 +30,24 @@ class ClipError(DitLoraError):
     """A clip cannot give the frames asked for; the message names file and reason."""
 
 
-def is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES
-
-
 def read_frames(
-    path: Path, *, frames: int, height: int, width: int, fps: float | None
+    media: Media | Path, *, frames: int, height: int, width: int, fps: float | None
 ) -> torch.Tensor:
     """uint8 (F, 3, H, W): the frames nearest to 0, 1/fps, 2/fps ... seconds of the clip; an image is one frame.
 
     Without `fps`, of a clip its first. Frames are scaled to cover height x width and cropped at the centre. Memory holds the chosen frames
     only. Raises `ClipError` if the file cannot be read or is too short.
     """
+    media = as_media(media)
     try:
-        if is_image(path):
-            chosen = [_read_image(path, height, width)]
+        if is_image(media):
+            chosen = [_read_image(media, height, width)]
         else:
-            chosen = list(_choose(path, frames, height, width, fps or 1.0))
+            chosen = list(_choose(media, frames, height, width, fps or 1.0))
     except (av.error.FFmpegError, OSError, ValueError) as error:
-        raise ClipError(f"{path}: cannot be decoded to its end: {_reason(error)}") from error
+        raise ClipError(f"{media.name}: cannot be decoded to its end: {_reason(error)}") from error
     if len(chosen) < frames:
-        raise ClipError(f"{path}: {_shortage(frames, fps or 1.0, len(chosen))}")
+        raise ClipError(f"{media.name}: {_shortage(frames, fps or 1.0, len(chosen))}")
     return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2).contiguous()
 
 
@@ -97,16 +93,17 @@ class VideoHeader:
     width: int
 
 
-def read_header(path: Path) -> VideoHeader:
+def read_header(media: Media | Path) -> VideoHeader:
     """The first video stream's header, without decoding; raises `ClipError` if there is none."""
+    media = as_media(media)
     try:
-        with av.open(path) as container:
+        with av.open(media.source(), "r") as container:
             stream = _video_stream(container)
             rate, duration, base = stream.average_rate, stream.duration, stream.time_base
             seconds = float(duration * base) if duration and base else None
             return VideoHeader(float(rate) if rate else None, seconds, stream.height, stream.width)
     except (av.error.FFmpegError, OSError, ValueError) as error:
-        raise ClipError(f"{path}: cannot be opened as a video: {_reason(error)}") from error
+        raise ClipError(f"{media.name}: cannot be opened as a video: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -132,12 +129,12 @@ def _shortage(frames: int, fps: float, gives: int) -> str:
     )
 
 
-def _choose(path: Path, frames: int, height: int, width: int, fps: float) -> Iterator[np.ndarray]:
+def _choose(media: Media, frames: int, height: int, width: int, fps: float) -> Iterator[np.ndarray]:
     """Up to `frames` resized frames, each the nearest in time to k / fps seconds."""
     taken, interval = 0, 0.0
     shown: av.VideoFrame | None = None
     shown_at, stretch = 0.0, 1.0
-    for frame, seconds, stretch in _decode(path):
+    for frame, seconds, stretch in _decode(media):
         if shown is not None:
             interval = seconds - shown_at
             count = _count_until(shown_at + interval / 2, fps, taken, frames)
@@ -165,9 +162,9 @@ def _repeat(
         yield from (pixels for _ in range(count))
 
 
-def _decode(path: Path) -> Iterator[tuple[av.VideoFrame, float, float]]:
+def _decode(media: Media) -> Iterator[tuple[av.VideoFrame, float, float]]:
     """Every frame in the order of display, with its seconds since the first one and its pixels' aspect."""
-    with av.open(path) as container:
+    with av.open(media.source(), "r") as container:
         stream = _video_stream(container)
         stream.thread_type = "AUTO"
         stretch = float(stream.sample_aspect_ratio or 1)
@@ -187,9 +184,9 @@ def _video_stream(container: av.container.InputContainer) -> av.VideoStream:
     return container.streams.video[0]
 
 
-def _read_image(path: Path, height: int, width: int) -> np.ndarray:
+def _read_image(media: Media, height: int, width: int) -> np.ndarray:
     """uint8 (H, W, 3), upright; transparent parts are white."""
-    with Image.open(path) as opened:
+    with Image.open(media.source()) as opened:
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would cut at 255
             levels = np.asarray(image, np.float32) / 257

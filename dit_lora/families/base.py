@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from dit_lora.config import DataConfig, ModelConfig, Recipe
+from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
@@ -34,19 +35,6 @@ class VideoEncoder(Protocol):
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
         """`pixels` uint8 (frames, 3, height, width), an image being one frame; `image` uint8 (3, height, width)
         is a first image that the sample has of its own."""
-
-
-@dataclass(frozen=True)
-class VideoShape:
-    """Pixels and frames of one video."""
-
-    frames: int
-    height: int
-    width: int
-
-    @classmethod
-    def of(cls, data: DataConfig) -> "VideoShape":
-        return cls(data.frames, data.height, data.width)
 
 
 @dataclass(frozen=True)

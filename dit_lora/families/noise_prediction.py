@@ -11,8 +11,9 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Tensors, VideoEncoder, VideoShape
+from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.numerics.streams import Streams, integers, normal
 from dit_lora.objectives import EpsilonPrediction, LossOutput, mean_squared_error
 

@@ -19,11 +19,11 @@ from dit_lora.config import Recipe
 from dit_lora.data.cache import CacheError, TensorCache, entry_key
 from dit_lora.data.digest import Digests
 from dit_lora.data.loader import CachedClips, Entry
+from dit_lora.data.media import is_image
 from dit_lora.data.sources import Clip, read_clips
 from dit_lora.data.video import (
     DECODE_VERSION,
     ClipError,
-    is_image,
     read_frames,
     read_header,
     too_short,
@@ -161,15 +161,15 @@ def _video_job(
 ) -> _Job:
     data = runtime.recipe.data
     how = {"frames": data.frames, "height": data.height, "width": data.width, "fps": data.fps}
-    facts = {**facts, **how, "decode": DECODE_VERSION, "media": digests.file(clip.path)}
+    facts = {**facts, **how, "decode": DECODE_VERSION, "media": digests.media(clip.media)}
     if clip.image:
-        facts["image"] = digests.file(clip.image)
+        facts["image"] = digests.media(clip.image)
     if mirrored:
         facts["mirrored"] = True
 
     def make(encode: VideoEncoder) -> Tensors:
         size = {"height": data.height, "width": data.width}
-        pixels = read_frames(clip.path, frames=data.frames, fps=data.fps, **size)
+        pixels = read_frames(clip.media, frames=data.frames, fps=data.fps, **size)
         if mirrored:
             pixels = pixels.flip(-1)
         image = read_frames(clip.image, frames=1, fps=None, **size)[0] if clip.image else None
@@ -185,16 +185,16 @@ def _check_headers(
     data, wrong = runtime.recipe.data, []
     wanted = {job.key for job in missing}
     for clip, job in zip(clips, jobs, strict=True):
-        if job.key not in wanted or is_image(clip.path):
+        if job.key not in wanted or is_image(clip.media):
             continue
         try:
-            header = read_header(clip.path)
+            header = read_header(clip.media)
         except ClipError as error:
             wrong.append(str(error))
             continue
         short = too_short(header, frames=data.frames, fps=data.fps) if data.fps else None
         if short:
-            wrong.append(f"{clip.path}: {short}")
+            wrong.append(f"{clip.media.name}: {short}")
     if wrong:
         raise DitLoraError(listed("these clips cannot be used", wrong))
 

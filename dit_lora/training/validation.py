@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from dit_lora.data.loader import CachedClips
 from dit_lora.data.video import write_sample
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Sampling, Tensors, VideoShape
+from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.precompute import Precomputed
 from dit_lora.training.runtime import Runtime, agree

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from dit_lora.data_config import VideoShape
 from dit_lora.families import get_family
-from dit_lora.families.base import VideoShape
 from family_cases.case import Case
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

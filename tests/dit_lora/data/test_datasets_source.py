@@ -51,11 +51,11 @@ def test_images_and_the_names_of_their_classes(read: Callable[..., list[Clip]]) 
     """Whatever the label's column is called and its names hold; what is transparent is put on white."""
     clips = read(labelled())
     assert [clip.caption for clip in clips] == ["tench, Tinca tinca", "red fox", "a/b"]
-    frame = read_frames(clips[0].path, frames=1, fps=None, height=24, width=16)
+    frame = read_frames(clips[0].media, frames=1, fps=None, height=24, width=16)
     assert torch.equal(frame[0, :, 5, 5], torch.tensor(COLOURS[0], dtype=torch.uint8))
-    transparent = read_frames(clips[1].path, frames=1, fps=None, height=24, width=16)
+    transparent = read_frames(clips[1].media, frames=1, fps=None, height=24, width=16)
     assert (transparent == 255).all()
-    assert read_frames(clips[2].path, frames=1, fps=None, height=24, width=16).shape[1] == 3
+    assert read_frames(clips[2].media, frames=1, fps=None, height=24, width=16).shape[1] == 3
 
 
 def test_captions_and_a_column_of_ones_choice(read: Callable[..., list[Clip]]) -> None:
@@ -82,11 +82,11 @@ def test_it_is_exported_once(
     tmp_path: Path, read: Callable[..., list[Clip]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = read(labelled())
-    stamps = [clip.path.stat().st_mtime_ns for clip in first]
+    stamps = [clip.media.path.stat().st_mtime_ns for clip in first]
     data = DataConfig(path=str(tmp_path / "saved"), height=24, width=16)
     monkeypatch.setattr(datasets_source, "_write", None)
     again = read_clips(data, tmp_path / "cache")
-    assert [clip.path.stat().st_mtime_ns for clip in again] == stamps
+    assert [clip.media.path.stat().st_mtime_ns for clip in again] == stamps
     assert again == first
 
 

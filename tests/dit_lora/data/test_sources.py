@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dit_lora.config import DataConfig
+from dit_lora.data.media import MediaFile
 from dit_lora.data.sources import class_name, read_clips
 from dit_lora.errors import DitLoraError
 
@@ -47,7 +48,7 @@ def test_each_layout_gives_the_same_clips(folder: Path, layout: str) -> None:
     write_layout(folder, layout)
     clips = read_clips(config(folder))
     assert {clip.id: clip.caption for clip in clips} == CAPTIONS
-    assert all(clip.path == folder / clip.id for clip in clips)
+    assert all(clip.media.name == str(folder / clip.id) for clip in clips)
 
 
 def test_line_breaks_in_a_quoted_caption_are_kept(folder: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_column_of_first_images_is_read_where_it_is_asked_for(folder: Path) ->
     write_jsonl(folder, rows)
     assert [clip.image for clip in read_clips(config(folder))] == [None, None]
     clips = read_clips(config(folder, image_column="start"))
-    assert [clip.image for clip in clips] == [folder / "first.png", None]
+    assert [clip.image for clip in clips] == [MediaFile(folder / "first.png"), None]
     with pytest.raises(DitLoraError, match=r"data\.image_column"):
         read_clips(config(folder, image_column="begin"))
     write_jsonl(folder, [{**rows[0], "start": "gone.png"}])

@@ -11,8 +11,9 @@ from torch import nn
 
 from dit_lora.config import ModelConfig
 from dit_lora.data.digest import Digests
+from dit_lora.data_config import VideoShape
 from dit_lora.families import get_family
-from dit_lora.families.base import Sampling, VideoShape
+from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams, generator
 
 CPU = torch.device("cpu")

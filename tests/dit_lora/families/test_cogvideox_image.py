@@ -12,9 +12,10 @@ from PIL import Image
 from torch import nn
 
 from dit_lora.config import ModelConfig
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.base import Sampling, VideoShape
+from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.recipe import parse_recipe
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.config import LoraConfig
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.base import VideoShape
 from dit_lora.recipe import load_recipe
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from dit_lora.config import DataConfig, ModelConfig, Recipe
 from dit_lora.data.shapes import write_class_folders
 from dit_lora.data.sources import read_clips
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.base import Sampling, VideoShape
+from dit_lora.families.base import Sampling
 from dit_lora.families.tiny_video_dit import CLASSES
 from dit_lora.numerics.streams import Streams, integers, normal
 from dit_lora.recipe import parse_recipe

@@ -1,0 +1,33 @@
+"""What the sections of a recipe share: frozen, unknown keys are errors, numbers with their bounds."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """The plain types of `Annotated` and optional ones."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _types(part)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_by_yes_or_no(cls, value: Any, info: ValidationInfo) -> Any:
+        types = list(_types(cls.model_fields[info.field_name or ""].annotation))
+        if isinstance(value, bool) and bool not in types and (int in types or float in types):
+            raise ValueError(f"Input should be a number, not {str(value).lower()}")
+        return value
