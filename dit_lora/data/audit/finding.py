@@ -1,0 +1,43 @@
+"""What the audit says of a sample: findings, and the verdict that the worst of them makes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["ok", "warn", "reject"]
+VERDICTS: tuple[Verdict, ...] = ("ok", "warn", "reject")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a sample, or worth a look."""
+
+    code: str
+    """A short name that tools may rely on, for instance `too_short`."""
+    words: str
+    """What was found, with the numbers."""
+    verdict: Verdict
+    remedy: str = ""
+    """What to do about it; a command where there is one."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One sample of the data and what was found."""
+
+    file: str
+    """The sample's id: its path below the data folder."""
+    findings: tuple[Finding, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured: fps, frames, seconds, height, width, codec, pixel format ..."""
+    thumbnail: bytes | None = None
+    """A JPEG of a few frames side by side."""
+
+    @property
+    def verdict(self) -> Verdict:
+        found = [VERDICTS.index(finding.verdict) for finding in self.findings]
+        return VERDICTS[max(found, default=0)]
+
+    @property
+    def reasons(self) -> list[str]:
+        return [f"{finding.code}: {finding.words}" for finding in self.findings]
