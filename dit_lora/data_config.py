@@ -132,6 +132,11 @@ class DataConfig(Section):
     """Micro-batches that each of them reads ahead."""
 
     @property
+    def most_frames(self) -> int:
+        """Of the longest shape."""
+        return max(self.frames, *((self.buckets.frames if self.buckets else None) or (1,)))
+
+    @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
         """`sources`, or the one that `path` and its columns are."""
         if self.sources:
@@ -146,7 +151,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rate_of_clips(self) -> "DataConfig":
-        frames = max((self.frames, *((self.buckets and self.buckets.frames) or ())))
+        frames = self.most_frames
         if frames > 1 and self.fps is None:
             raise ValueError("fps is missing: clips of several frames are resampled to it")
         if frames > 1 and self.flip:

@@ -49,6 +49,15 @@ class Sampling:
     """The first frame, for families that start from an image."""
 
 
+@dataclass(frozen=True)
+class TextLimit:
+    """What a text encoder reads of a caption."""
+
+    tokenizer: Any
+    max_tokens: int
+    """With its special tokens; what is beyond is cut off."""
+
+
 class Checkpoint(Protocol):
     """One opened checkpoint of a family."""
 
@@ -59,6 +68,10 @@ class Checkpoint(Protocol):
     @property
     def train_timesteps(self) -> int:
         """Timesteps are drawn from 0 to this minus one."""
+
+    @property
+    def side_step(self) -> int:
+        """Height and width come in multiples of this many pixels."""
 
     def check_shape(self, shape: VideoShape) -> None:
         """Raise with the nearest shapes that work if the VAE or the patches cannot take this one."""
@@ -74,6 +87,9 @@ class Checkpoint(Protocol):
 
     def video_facts(self) -> Mapping[str, Any]:
         """What a clip's cached tensors depend on besides pixels and dtype: files (`Path`) and values."""
+
+    def text_limit(self) -> TextLimit | None:
+        """Loads the tokenizer; None where samples have classes in place of captions."""
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder: ...
 
@@ -180,6 +196,14 @@ def require_whole_weights(path: Path, components: Sequence[str]) -> None:
         raise DitLoraError(listed(f"{path} is not whole; fetch these files again", wrong))
 
 
+def text_limit(path: Path, max_tokens: int | None = None) -> TextLimit:
+    """The tokenizer of a checkpoint; without `max_tokens`, its own limit."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
+    return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)
+
+
 def to_uint8(frames: np.ndarray) -> torch.Tensor:
     """What a pipeline gives with `output_type="np"`, in [0, 1], as uint8 of the same shape."""
     return torch.from_numpy((frames * 255).round().clip(0, 255).astype("uint8"))
@@ -224,7 +248,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "data.image_column": recipe.data.image_column is not None,
         "data.image_dropout": recipe.data.image_dropout > 0,
         "data.image_noise": recipe.data.image_noise is not None,
-        "data.fps": recipe.data.fps is not None and recipe.data.frames == 1,
+        "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
         "validation.images": bool(recipe.validation.images),
         "train.vlb": recipe.train.vlb is not None,
     }

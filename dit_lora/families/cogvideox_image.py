@@ -19,12 +19,12 @@ from torch import nn
 
 from dit_lora.config import Recipe
 from dit_lora.data.video import read_frames
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
     VideoEncoder,
-    VideoShape,
     refuse_options,
 )
 from dit_lora.families.cogvideox_text import CogVideoXCheckpoint, encode_video

@@ -17,15 +17,17 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransf
 from torch import nn
 
 from dit_lora.config import Recipe
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
     TextEncoder,
+    TextLimit,
     VideoEncoder,
-    VideoShape,
     load_or_init,
     refuse_options,
+    text_limit,
     to_uint8,
 )
 from dit_lora.numerics.streams import Streams, integers, normal
@@ -64,13 +66,20 @@ class CogVideoXCheckpoint:
     def text_tokens(self) -> int:
         return self.transformer_config["max_text_seq_length"]
 
+    @property
+    def side_step(self) -> int:
+        return self.spatial_factor * self.transformer_config["patch_size"]
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path, self.text_tokens)
+
     def check_shape(self, shape: VideoShape) -> None:
         """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
 
         Not 4n + 1: the VAE decodes latent frames two at a time and only an odd one out as the first, so the 4
         latents of 13 frames come back as 16 (autoencoder_kl_cogvideox.py, `_decode`).
         """
-        step = self.spatial_factor * self.transformer_config["patch_size"]
+        step = self.side_step
         wrong = [
             f"data.{name} must be a multiple of {step}; got {value}, nearest {_multiples(value, step)}"
             for name, value in (("height", shape.height), ("width", shape.width))

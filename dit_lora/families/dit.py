@@ -19,13 +19,13 @@ from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data.sources import class_names
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
     TextEncoder,
     VideoEncoder,
-    VideoShape,
     load_or_init,
     local_checkpoint,
     read_component_config,
@@ -90,9 +90,17 @@ class DiTCheckpoint:
     def train_timesteps(self) -> int:
         return len(self.objective.alpha)
 
+    @property
+    def side_step(self) -> int:
+        """The one size that the position table is for."""
+        return self.transformer_config["sample_size"] * spatial_factor(self.vae_config)
+
+    def text_limit(self) -> None:
+        return None
+
     def check_shape(self, shape: VideoShape) -> None:
         """One frame, square, of the size that the position table is for."""
-        size = self.transformer_config["sample_size"] * spatial_factor(self.vae_config)
+        size = self.side_step
         wrong = [
             f"data.{name} must be {size}; got {value}"
             for name, value in (("height", shape.height), ("width", shape.width))

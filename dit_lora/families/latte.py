@@ -17,18 +17,20 @@ from diffusers import LattePipeline, LatteTransformer3DModel
 from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Sampling,
     Tensors,
     TextEncoder,
+    TextLimit,
     VideoEncoder,
-    VideoShape,
     load_or_init,
     local_checkpoint,
     read_component_config,
     refuse_options,
     require_whole_weights,
+    text_limit,
     to_uint8,
 )
 from dit_lora.families.noise_prediction import (
@@ -68,10 +70,16 @@ class LatteCheckpoint:
     def train_timesteps(self) -> int:
         return len(self.objective.alpha)
 
+    @property
+    def side_step(self) -> int:
+        return spatial_factor(self.vae_config) * self.transformer_config["patch_size"]
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path, TEXT_TOKENS)
+
     def check_shape(self, shape: VideoShape) -> None:
         """Frames as the temporal position table has, or one; height and width multiples of 16."""
-        step = spatial_factor(self.vae_config) * self.transformer_config["patch_size"]
-        check_patches(self.path.name, shape, 1, step)
+        check_patches(self.path.name, shape, 1, self.side_step)
         frames = self.transformer_config["video_length"]
         if shape.frames not in (1, frames):
             raise DitLoraError(

@@ -26,18 +26,20 @@ from diffusers import (
 from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
     TextEncoder,
+    TextLimit,
     VideoEncoder,
-    VideoShape,
     load_or_init,
     local_checkpoint,
     read_component_config,
     refuse_options,
     require_whole_weights,
+    text_limit,
     to_uint8,
 )
 from dit_lora.families.sana_attention import keep_linear_attention_fp32
@@ -87,10 +89,16 @@ class SanaCheckpoint:
     def train_timesteps(self) -> int:
         return self.objective.train_timesteps
 
-    def check_shape(self, shape: VideoShape) -> None:
+    @property
+    def side_step(self) -> int:
         factor = 2 ** (len(self.vae_config["encoder_block_out_channels"]) - 1)
-        step = lcm(_PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
-        wrong = wrong_sides(shape, step)
+        return lcm(_PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
+
+    def text_limit(self) -> TextLimit:
+        return gemma_limit(self.path, SanaPipeline)
+
+    def check_shape(self, shape: VideoShape) -> None:
+        wrong = wrong_sides(shape, self.side_step)
         if shape.frames != 1:
             wrong.append(f"data.frames must be 1, Sana makes images; got {shape.frames}")
         if wrong:
@@ -301,6 +309,10 @@ def gemma_facts(path: Path, pipeline_class: Any) -> dict[str, Any]:
         "tokens": defaults["max_sequence_length"],
         "instruction": defaults["complex_human_instruction"],
     }
+
+
+def gemma_limit(path: Path, pipeline_class: Any) -> TextLimit:
+    return text_limit(path, _prompt_defaults(pipeline_class)["max_sequence_length"])
 
 
 def gemma_encoder(

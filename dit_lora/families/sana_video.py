@@ -17,13 +17,14 @@ from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3
 from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
     TextEncoder,
+    TextLimit,
     VideoEncoder,
-    VideoShape,
     load_or_init,
     read_component_config,
     refuse_options,
@@ -35,6 +36,7 @@ from dit_lora.families.sana import (
     gemma_conditions,
     gemma_encoder,
     gemma_facts,
+    gemma_limit,
     open_sana,
     stock_pipeline,
     wrong_sides,
@@ -70,12 +72,18 @@ class SanaVideoCheckpoint:
     def train_timesteps(self) -> int:
         return self.objective.train_timesteps
 
-    def check_shape(self, shape: VideoShape) -> None:
-        spatial, temporal = self.vae_config["scale_factor_spatial"], self._temporal_factor
+    @property
+    def side_step(self) -> int:
+        spatial = self.vae_config["scale_factor_spatial"]
         _, patch_height, patch_width = self.transformer_config["patch_size"]
-        wrong = wrong_sides(
-            shape, lcm(_PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
-        )
+        return lcm(_PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
+
+    def text_limit(self) -> TextLimit:
+        return gemma_limit(self.path, SanaVideoPipeline)
+
+    def check_shape(self, shape: VideoShape) -> None:
+        temporal = self._temporal_factor
+        wrong = wrong_sides(shape, self.side_step)
         if (shape.frames - 1) % temporal:
             below = (shape.frames - 1) // temporal * temporal + 1
             wrong.append(

@@ -16,18 +16,20 @@ from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data.sources import class_names
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
     TextEncoder,
+    TextLimit,
     VideoEncoder,
-    VideoShape,
     load_or_init,
     local_checkpoint,
     read_component_config,
     refuse_options,
     require_whole_weights,
+    text_limit,
     to_uint8,
 )
 from dit_lora.families.dit_classes import ClassTable, unknown
@@ -89,11 +91,17 @@ class VideoDiTCheckpoint:
     def learned(self) -> bool:
         return learns_variance(self.path.name, self.transformer_config)
 
+    @property
+    def side_step(self) -> int:
+        return spatial_factor(self.vae_config) * self.transformer_config["patch_size"]
+
+    def text_limit(self) -> TextLimit | None:
+        return text_limit(self.path) if self.classes is None else None
+
     def check_shape(self, shape: VideoShape) -> None:
         """Frames in temporal patches; height and width in multiples of VAE factor x patch size (16)."""
-        config = self.transformer_config
-        step = spatial_factor(self.vae_config) * config["patch_size"]
-        check_patches(self.path.name, shape, config["patch_size_t"], step)
+        frame_step = self.transformer_config["patch_size_t"]
+        check_patches(self.path.name, shape, frame_step, self.side_step)
 
     def for_recipe(self, recipe: Recipe) -> "VideoDiTCheckpoint":
         """With the classes of the data: from scratch they are all there is, in mode `full` new ones are added."""
