@@ -200,6 +200,117 @@ def faults(
         raise typer.Exit(CheckFailedError.exit_code)
 
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key.path=value, as for training.", show_default=False)
+]
+
+
+@app.command()
+def audit(
+    target: Annotated[
+        str, typer.Argument(help="A recipe (.yaml), or a folder, .tar or dataset of its own.")
+    ],
+    overrides: Overrides = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every verdict.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures.")] = None,
+    fix_list: Annotated[
+        Path | None, typer.Option(help="Write what to do about each file, tab separated.")
+    ] = None,
+    encode: Annotated[
+        bool, typer.Option("--encode", help="Of a recipe: fill its cache, and look at that too.")
+    ] = False,
+) -> None:
+    """Decode every clip and judge it, with its caption or class; exit 1 if training would refuse one."""
+    from dit_lora.data.audit.summary import write_fix_list, write_json
+    from dit_lora.report.audit_page import write_audit_page
+    from dit_lora.training.audit import audit_target
+
+    found = audit_target(target, overrides or [], encode=encode)
+    for line in found.lines():
+        typer.echo(line)
+    judged, notes, buckets, encoded = found.judged, found.notes, found.buckets, found.encoded
+    try:
+        if json_file:
+            write_json(json_file, judged, notes=notes, buckets=buckets, encoded=encoded)
+        if fix_list:
+            write_fix_list(fix_list, judged)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {error.filename}: {error.strerror}") from error
+    if html:
+        write_audit_page(
+            html,
+            judged,
+            title=found.title,
+            totals=found.totals,
+            notes=notes,
+            buckets=buckets,
+            encoded=encoded,
+        )
+    if not found.passed:
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+cache = typer.Typer(help="Fill, check and tidy the cache of encoded clips and captions.")
+app.add_typer(cache, name="cache", no_args_is_help=True)
+CacheTarget = Annotated[str, typer.Argument(help="A recipe (.yaml), or a cache's folder.")]
+
+
+@cache.command("build")
+def cache_build(
+    recipe: Annotated[str, typer.Argument(help="A recipe (.yaml).")], overrides: Overrides = None
+) -> None:
+    """Encode everything that a recipe trains on; `accelerate launch -m dit_lora cache build` shares the work."""
+    from dit_lora.training.upkeep import build
+
+    build(recipe, overrides or [])
+
+
+@cache.command("verify")
+def cache_verify(
+    target: CacheTarget,
+    overrides: Overrides = None,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Mark bad entries, to be made anew.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Read every entry: digest, finite, in range; exit 1 if one is bad."""
+    from dit_lora.training.upkeep import verify
+
+    found = verify(target, overrides or [], set_aside=set_aside)
+    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    if not found.passed:
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+@cache.command("stats")
+def cache_stats(
+    target: CacheTarget, overrides: Overrides = None, as_json: JsonFlag = False
+) -> None:
+    """Count entries, files and bytes, by kind."""
+    from dit_lora.training.upkeep import stats
+
+    found = stats(target, overrides or [])
+    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+
+
+@cache.command("prune")
+def cache_prune(
+    target: CacheTarget,
+    overrides: Overrides = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Remove what this recipe does not use; repeat for each that stays."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove bad and double entries and leftovers; with --keep, also what no such recipe uses."""
+    from dit_lora.training.upkeep import prune
+
+    found = prune(target, overrides or [], keep=keep or [])
+    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+
+
 @app.command()
 def replay(
     bundle: Annotated[Path, typer.Argument(help="A folder below a run's bundles/.")],

@@ -22,6 +22,14 @@ class VideoShape:
         """The one of a recipe without buckets, or the one that its buckets' budget comes from."""
         return cls(data.frames, data.height, data.width)
 
+    @property
+    def volume(self) -> int:
+        """Pixels of all frames."""
+        return self.frames * self.height * self.width
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
 
 class SourceConfig(Section):
     """One of several places that samples come from."""
@@ -81,7 +89,7 @@ class BucketsConfig(Section):
 
 
 class DataConfig(Section):
-    path: str = ""
+    path: str | None = None
     """A folder: metadata.jsonl, .csv or .parquet, prompts.txt + videos.txt, clips or images each with a .txt,
     one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or image
     column (`save_to_disk`, or a name on the Hub)."""
@@ -143,7 +151,7 @@ class DataConfig(Section):
             return self.sources
         return (
             SourceConfig(
-                path=self.path,
+                path=self.path or "",
                 caption_column=self.caption_column,
                 image_column=self.image_column,
             ),

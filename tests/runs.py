@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from dit_lora.data.cache import TensorCache
+from dit_lora.data.shards import Stored
+from dit_lora.faults.samples import overwrite
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:
@@ -27,14 +30,10 @@ def trajectory(run: Path) -> list[tuple[float, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines(run, "metrics.jsonl")]
 
 
-def poison(cache: Path, sample: str) -> Path:
+def poison(cache: Path, sample: str) -> Stored:
     """Put one NaN into a clip's cached latent, with a header that claims nothing is wrong."""
-    for path in (cache / "videos").rglob("*.safetensors"):
-        with safe_open(path, framework="pt") as entry:
-            metadata = entry.metadata()
-        if metadata["sample"] == sample:
-            tensors = load_file(path)
-            tensors["latent_mean"].view(-1)[7] = torch.nan
-            save_file(tensors, path, metadata=metadata)
-            return path
+    for entry in TensorCache(cache / "videos").entries():
+        if entry.sample == sample:
+            overwrite(entry, "latent_mean", 7, torch.tensor([torch.nan]))
+            return entry
     raise AssertionError(f"no entry of {sample}")

@@ -1,36 +1,43 @@
 """Encoded clips and captions on disk: keyed by the content of what made them, checked, written whole.
 
-One safetensors file an entry. Its key is the digest of everything that its tensors depend on, so a changed
-video, caption, checkpoint, dtype or shape is another entry and nothing is ever stale. Its header carries the
-digest of its bytes. Values are checked finite and in range when written and when read.
+An entry's key is the digest of everything that its tensors depend on, so a changed video, caption, checkpoint,
+dtype or shape is another entry and nothing is ever stale. Entries lie in shards (`dit_lora.data.shards`).
+Values are checked finite and in range when written; when read, a digest shows that they are what was written.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
+from dit_lora.data.index import Index
+from dit_lora.data.shards import (
+    SUFFIX,
+    Encoded,
+    OpenShard,
+    ShardError,
+    Spec,
+    Stored,
+    in_range,
+    read_header,
+    shards_in,
+    tombstone,
+    write_shard,
+)
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
 from dit_lora.numerics.finite import describe_all
+
+__all__ = ["MAX_ABS", "CacheError", "Spec", "TensorCache", "encoded", "entry_key"]
 
 # Far above a VAE posterior or a normalised text embedding, and below where fp16 ends (65504).
 MAX_ABS = 1e4
 
-_DTYPES = {  # safetensors' names
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
-
-Spec = dict[str, tuple[torch.Size, torch.dtype]]
+# Of shards that a process keeps mapped: what it read of them is resident, and the system's to take back.
+_MAPPED_BYTES = 2**31
 
 
 class CacheError(DitLoraError):
@@ -42,31 +49,74 @@ def entry_key(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def encoded(
+    key: str, tensors: Mapping[str, torch.Tensor], *, sample: str, facts: Mapping[str, Any]
+) -> Encoded:
+    """An entry to be written, checked finite and in range; raises `CacheError` naming `sample`."""
+    entry = Encoded.of(key, tensors, sample, facts)
+    host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
+        bad = describe_all(host, MAX_ABS)
+        raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
+    return entry
+
+
 class TensorCache:
-    """Entries of one kind below a folder; safe for several processes that write the same entry."""
+    """Entries of one kind in a folder; safe for several processes that write, read and set aside at once.
+
+    The first use reads the headers of all shards. What others add is seen when a key is asked for that was not
+    there, and after `refresh`. Copies in forked workers are safe, and pickled ones carry the index.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._known: Index | None = None
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._checked: set[tuple[int, int]] = (
+            set()
+        )  # shard and start; a changed shard has a new number
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    @property
+    def _index(self) -> Index:
+        if self._known is None:
+            self._known = Index(self.root)
+            self._known.refresh()
+        return self._known
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def refresh(self) -> None:
+        """See what other processes wrote, set aside or removed."""
+        for shard in self._index.refresh():
+            self._open.pop(shard, None)
 
     def path(self, key: str) -> Path:
-        return self.root / key[:2] / f"{key}.safetensors"
+        """The file that holds the entry; where none does, a file that is not there."""
+        row = self._row(key)
+        if row < 0:
+            return self.root / f"{key}{SUFFIX}"
+        return Path(self._index.path(self._index.row(row)[0]))
 
     def is_whole(self, key: str) -> bool:
         """Whether the entry is there with all its bytes; contents are checked by `read`."""
-        try:
-            with safe_open(self.path(key), framework="pt") as entry:
-                return "digest" in (entry.metadata() or {})
-        except (OSError, SafetensorError):
-            return False
+        return self._current_row(key) >= 0
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys whose entry is not there, after a `refresh`."""
+        self.refresh()
+        rows = self._index.find(keys)
+        return [key for key, row in zip(keys, rows, strict=True) if row < 0]
 
     def spec(self, key: str) -> Spec:
         """Shapes and dtypes of an entry's tensors, from its header."""
-        with safe_open(self.path(key), framework="pt") as entry:
-            empty = {name: entry.get_slice(name) for name in entry.keys()}  # noqa: SIM118
-            return {
-                name: (torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
-                for name, part in empty.items()
-            }
+        row = self._row(key)
+        if row < 0:
+            raise DitLoraError(f"no entry {key} of the cache in {self.root} can be read")
+        return dict(self._index.row(row)[2].spec)
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
         """The spec of the first of these entries that can be read."""
@@ -83,67 +133,127 @@ class TensorCache:
         sample: str,
         facts: Mapping[str, Any],
     ) -> None:
-        """Check the tensors and write them by one rename; raises `CacheError` naming `sample`."""
-        bad = describe_all(tensors, MAX_ABS)
-        if bad:
-            raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {
-            "digest": _digest(kept),
-            "sample": sample,
-            "facts": json.dumps(facts, sort_keys=True),
-        }
+        """Check the tensors and write them as a shard of one entry; raises `CacheError` naming `sample`."""
+        self.write_all([encoded(key, tensors, sample=sample, facts=facts)])
+
+    def write_all(self, entries: Sequence[Encoded]) -> None:
+        """Write entries as one shard; raises a `DitLoraError` if the disk refuses."""
         try:
-            write_whole(self.path(key), save(kept, metadata))
+            path = write_shard(self.root, entries)
         except OSError as error:
+            others = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
             raise DitLoraError(
-                f"cannot write the cache entry of {sample} in {self.root}: {error.strerror}; "
-                "free space or set data.cache; entries already written are whole"
+                f"cannot write the cache entry of {entries[0].sample}{others} in {self.root}: "
+                f"{error.strerror}; free space or set data.cache; entries already written are whole"
             ) from error
+        if self._known is not None:
+            self._reread(path.name)
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """The tensors and what is wrong with them, in words, or None.
+
+        They lie in a map of the file, which lives as long as they do: copy what is to stay, so that it does
+        not keep a whole shard mapped. To write into them changes no file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
         together, which the gate sees to. An entry that cannot be read is given as NaN of shape `spec`.
         """
         try:
-            tensors, digest = self._load(key)
-        except (OSError, SafetensorError) as error:
+            tensors, is_as_written = self._load(key)
+        except (OSError, ShardError) as error:
             lost = {
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
             }
-            return lost, f"its cache entry {self.path(key)} cannot be read: {error}"
+            return lost, f"its cache entry {self._place(key)} cannot be read: {error}"
+        if is_as_written:
+            return tensors, None
         bad = describe_all(tensors, MAX_ABS)
         if bad:
-            return tensors, f"in its cache entry {self.path(key)}, {bad}"
-        if digest != _digest(tensors):
-            return (
-                tensors,
-                f"its cache entry {self.path(key)} is not what was written (digest differs)",
-            )
-        return tensors, None
+            return tensors, f"in its cache entry {self._place(key)}, {bad}"
+        return (
+            tensors,
+            f"its cache entry {self._place(key)} is not what was written (digest differs)",
+        )
 
     def set_aside(self, key: str) -> Path:
-        """Rename a bad entry out of the way, so that the next start builds it anew."""
+        """Mark a bad entry as not to be used, so that the next start builds it anew; returns the mark's file.
+
+        The shard stays as it is: others may be reading it.
+        """
         path = self.path(key)
-        aside = path.with_suffix(".bad")
+        aside = tombstone(path, key)
         if path.exists():
-            path.replace(aside)
+            aside.touch()
+            self.refresh()
         return aside
 
-    def _load(self, key: str) -> tuple[dict[str, torch.Tensor], str | None]:
-        with safe_open(self.path(key), framework="pt") as entry:
-            tensors = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
-            return tensors, (entry.metadata() or {}).get("digest")
+    def entries(self) -> Iterator[Stored]:
+        """Every entry that `read` would give, with its sample and facts, from the headers."""
+        index = self._index
+        self.refresh()
+        for path in shards_in(self.root):
+            try:
+                header = read_header(path)
+            except (OSError, ShardError):
+                continue
+            rows = index.find([entry.key for entry in header.entries])
+            for entry, row in zip(header.entries, rows, strict=True):
+                if row >= 0 and index.path(index.row(row)[0]) == str(path):
+                    yield entry
 
+    def _place(self, key: str) -> str:
+        return f"{key} of {self.path(key)}" if self._row(key) >= 0 else f"{key} in {self.root}"
 
-def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes."""
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+    def _row(self, key: str) -> int:
+        """The entry's number in the index; -1 if it is not there."""
+        row = self._index.find_one(key)
+        if row < 0 and self._index.may_have_changed():
+            self.refresh()
+            row = self._index.find_one(key)
+        return row
+
+    def _current_row(self, key: str) -> int:
+        """The same, of files as they are now: open or not, a shard may have been replaced or removed."""
+        row = self._row(key)
+        if row >= 0 and not self._index.is_as_read(self._index.row(row)[0]):
+            self._reread(self.path(key).name)
+            row = self._row(key)
+        return row
+
+    def _reread(self, name: str) -> None:
+        for number in self._index.refresh([name]):
+            self._open.pop(number, None)
+
+    def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
+        """The tensors, and whether they are what was written; raises `OSError` or `ShardError`."""
+        row = self._row(key)
+        for _ in range(2):
+            if row < 0:
+                break
+            shard, start, layout, expected = self._index.row(row)
+            source = self._opened(shard)
+            if source is not None:
+                if (shard, start) in self._checked:
+                    return layout.split(source.view(start, layout)), True
+                data, found = source.read(start, layout)
+                if found == expected:
+                    self._checked.add((shard, start))
+                return layout.split(data), found == expected
+            row = self._current_row(key)
+        raise ShardError("it is not there, or not all of it")
+
+    def _opened(self, shard: int) -> OpenShard | None:
+        """The shard's file; None if it is not the one of the index any more."""
+        found = self._open.pop(shard, None)
+        if found is None:
+            try:
+                found = OpenShard(self._index.path(shard))
+            except (FileNotFoundError, ShardError):
+                return None
+        if found.stamp() != self._index.stamps[shard]:
+            return None
+        self._open[shard] = found
+        while len(self._open) > 1 and sum(map(len, self._open.values())) > _MAPPED_BYTES:
+            self._open.popitem(last=False)
+        return found

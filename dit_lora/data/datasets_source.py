@@ -1,48 +1,101 @@
-"""Images of a Hugging Face dataset, written once as PNG files that every layout's reader takes.
+"""Hugging Face datasets with a column of videos or images, read in place from their Arrow files.
 
 Needs the `datasets` package, which is no dependency of ours: `pip install 'dit-lora[datasets]'`.
 """
 
-import hashlib
-import json
+import io
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+from dit_lora.data.clips import Gathered, Scan
+from dit_lora.data.media import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    Media,
+    MediaFile,
+    Stamp,
+    sniffed_suffix,
+)
+from dit_lora.data.tables import caption_columns
+from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
 
 # What `save_to_disk` writes: a dataset, or one a split.
 _SAVED = ("state.json", "dataset_dict.json")
-_PNG_MODES = ("RGB", "RGBA", "L", "LA", "P")
-_VERSION = 1  # raised when files would be written otherwise
+_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+
+
+@dataclass(frozen=True)
+class DatasetCell:
+    """The encoded bytes in one row of a dataset, left where they are until they are asked for."""
+
+    name: str
+    place: str
+    """The dataset's fingerprint, the column and the row."""
+    row: int
+    column: str
+    size: int
+    """Bytes."""
+    written: int
+    """When the dataset's files last changed, in nanoseconds; 0 for one in memory."""
+    rows: Any = field(compare=False, repr=False)
+    """The dataset, with nothing decoded. It is pickled by the paths of its files."""
+
+    def source(self) -> io.BytesIO:
+        return io.BytesIO(self.rows[self.row][self.column]["bytes"])
+
+    def stamp(self) -> Stamp:
+        return self.size, self.written
+
+    def exists(self) -> bool:
+        return True
 
 
 def is_saved_dataset(root: Path) -> bool:
     return any((root / name).is_file() for name in _SAVED)
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether a path that is no folder reads like `owner/dataset`."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/"))
+def is_hub_name(source: SourceConfig) -> bool:
+    """Whether a path that is no folder reads like `owner/dataset`, and is none to be generated."""
+    name = source.path
+    is_relative = not name.startswith((".", "/", "~"))
+    return source.generate is None and is_relative and name.count("/") == 1 and all(name.split("/"))
 
 
-def exported(path: str, captions: Sequence[str], cache: Path) -> Path:
-    """A folder of PNG files and a metadata.jsonl, of the split `train` or the only one.
+def read_dataset(source: SourceConfig) -> Scan:
+    """The clips of the split `train`, or of the only one; nothing is decoded or copied.
 
-    `captions` are the columns that may hold the caption, the first one found is taken; a ClassLabel gives its
-    class's name. Written aside and renamed, so that it is whole if it is there.
+    A ClassLabel gives its class's name. Raises `DitLoraError` if there is no column of media or of captions.
     """
-    rows = _load(path)
-    image, caption = _columns(path, rows, captions)
-    # No public name: it changes with the files and with whatever was done to the dataset.
-    facts = [_VERSION, rows._fingerprint, image, caption]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    out = cache / "datasets" / digest
-    if not out.is_dir():
-        _write(rows, image, caption, out)
-    return out
+    rows = _load(source.path)
+    media, image, caption = _columns(source, rows)
+    found = Gathered(source.caption)
+    cells = _cells(source.path, rows, media)
+    images = _cells(source.path, rows, image) if image else repeat(_Cell(""), len(rows))
+    captions: Sequence[object] = [None] * len(rows)
+    if caption is not None:
+        captions = _stored(rows, rows.data.column(caption)).to_pylist()
+    names = getattr(rows.features[caption], "names", None) if caption else None
+    for row, (cell, first, text) in enumerate(zip(cells, images, captions, strict=True)):
+        id = f"{row:08d}{cell.suffix}"
+        if cell.fault is not None:
+            found.refuse(id, *cell.fault)
+        if first.fault is not None and first.media is not None:
+            found.refuse(id, first.fault[0], f"its first image: {first.fault[1]}")
+        if names is not None and isinstance(text, int):
+            if 0 <= text < len(names):
+                text = names[text]
+            else:
+                found.refuse(
+                    id, "label_unknown", f"its label {text} is none of {len(names)} classes"
+                )
+        if cell.media is not None:
+            found.add(id, cell.media, text, image=first.media)
+    return found.scan()
 
 
 def _load(path: str) -> Any:
@@ -51,7 +104,7 @@ def _load(path: str) -> Any:
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DitLoraError(
-            f"data.path: {path} is a dataset, and the datasets package is not installed; "
+            f"{path} is a dataset, and the datasets package is not installed; "
             "pip install 'dit-lora[datasets]'"
         ) from error
     root = Path(path).expanduser()
@@ -60,53 +113,113 @@ def _load(path: str) -> Any:
     except (DatasetsError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(
-            f"data.path: no folder {path}, and as a dataset it cannot be read: {reason}"
+            f"no folder {path}, and as a dataset it cannot be read: {reason}"
             if not root.is_dir()
-            else f"data.path: the dataset in {path} cannot be read: {reason}"
+            else f"the dataset in {path} cannot be read: {reason}"
         ) from error
     if not isinstance(found, dict):
         return found
     splits = list(found)
     if "train" not in splits and len(splits) != 1:
         raise DitLoraError(
-            f"data.path: {path} has the splits {', '.join(splits)}, none called train; save the one "
+            f"{path} has the splits {', '.join(splits)}, none called train; save the one "
             "to train on with save_to_disk"
         )
     return found["train" if "train" in splits else splits[0]]
 
 
-def _columns(path: str, rows: Any, captions: Sequence[str]) -> tuple[str, str]:
-    from datasets import ClassLabel, Image, Value
+def _columns(source: SourceConfig, rows: Any) -> tuple[str, str | None, str | None]:
+    """The columns of the media, of its first image and of the caption."""
+    from datasets import ClassLabel, Image, Value, Video
 
     features = rows.features
     images = [name for name, feature in features.items() if isinstance(feature, Image)]
+    videos = [name for name, feature in features.items() if isinstance(feature, Video)]
+    media = [name for name in (*videos, *images) if name != source.image_column]
     labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    texts = [n for n, f in features.items() if isinstance(f, Value) and "string" in f.dtype]
-    named = [name for name in captions if name in (*labels, *texts)]
-    wanted = named or (labels if len(captions) > 1 else [])  # one alone is the recipe's own choice
-    if not images or not wanted:
-        what = "an image" if not images else f"text or classes among {', '.join(captions)}"
-        columns = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
-        raise DitLoraError(f"data.path: {path} has no column of {what}; it has {columns}")
-    return images[0], wanted[0]
+    texts = [
+        name
+        for name, feature in features.items()
+        if isinstance(feature, Value) and ("string" in feature.dtype or "int" in feature.dtype)
+    ]
+    captions = caption_columns(source)
+    wanted = [name for name in captions if name in (*labels, *texts)]
+    if not wanted and source.caption_column is None:
+        wanted = labels
+    lacks = []
+    if not media:
+        lacks.append("videos or images")
+    if source.caption is None and not wanted:
+        lacks.append(f"text or classes among {', '.join(captions)}")
+    if source.image_column is not None and source.image_column not in images:
+        lacks.append(f"images called {source.image_column}")
+    if lacks:
+        there = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
+        message = f"{source.path} has no column of {', none of '.join(lacks)}; it has {there}"
+        if not media:
+            message += (
+                ". Arrays of pixels are not read: encode them, as an Image() or Video() column"
+            )
+        raise DitLoraError(message)
+    return media[0], source.image_column, wanted[0] if source.caption is None else None
 
 
-def _write(rows: Any, image: str, caption: str, out: Path) -> None:
-    partial = out.with_name(f".{out.name}.{os.getpid()}")  # ranks may write at once
-    partial.mkdir(parents=True)
-    feature, lines = rows.features[caption], []
-    try:
-        for number, row in enumerate(rows):
-            name, value = f"{number:08d}.png", row[caption]
-            picture = row[image]
-            # What is transparent stays so, for `read_frames` to put on white.
-            kept = picture if picture.mode in _PNG_MODES else picture.convert("RGB")
-            kept.save(partial / name)
-            text = feature.int2str(value) if isinstance(value, int) else (value or "")
-            lines.append(json.dumps({"file_name": name, "text": text}))
-        (partial / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        partial.rename(out)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not out.is_dir():  # another rank's is as good
-            raise DitLoraError(f"cannot write the dataset's images to {out}: {error}") from error
+def _stored(rows: Any, column: Any) -> Any:
+    """A column of the table behind the dataset in the order of the rows, which `select` or `shuffle` changed."""
+    # No public name: asking the dataset itself for a column would read all the bytes in it.
+    return column if rows._indices is None else column.take(rows._indices.column(0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    suffix: str
+    media: Media | None = None
+    """None where the row holds nothing."""
+    fault: tuple[str, str] | None = None
+    """Code and words."""
+
+
+def _cells(path: str, rows: Any, column: str) -> Iterator[_Cell]:
+    """The media of a column; reads sizes and names, and of those without a name the first bytes."""
+    from pyarrow import compute
+
+    encoded = rows.select_columns([column])
+    encoded = encoded.cast_column(column, type(rows.features[column])(decode=False))
+    content = compute.struct_field(rows.data.column(column), "bytes")
+    names = compute.struct_field(rows.data.column(column), "path")
+    place = range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
+    files = [Path(file["filename"]) for file in rows.cache_files]
+    written = max((file.stat().st_mtime_ns for file in files), default=0)
+    sizes = _stored(rows, compute.binary_length(content)).to_pylist()
+    for row, (size, name) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
+        end: str | None = os.path.splitext(name or "")[1].lower()
+        if size is None:
+            yield _elsewhere(name, end or "") if name else _Cell("", None, ("missing", "no bytes"))
+            continue
+        if end not in _SUFFIXES:
+            head = content[place[row]].as_buffer()[:64].to_pybytes()
+            end = sniffed_suffix(head)
+            if end is None:
+                words = f"its bytes are no video or image of a format known here: {head[:8]!r} ..."
+                fault = ("not_media", words) if size else ("empty_file", "it has no bytes")
+                yield _Cell("", None, fault)
+                continue
+        yield _Cell(
+            end,
+            DatasetCell(
+                f"{path}:{column}/{row:08d}{end}",
+                f"{rows._fingerprint}:{column}:{row}",  # no public name for it either
+                row,
+                column,
+                size,
+                written,
+                encoded,
+            ),
+        )
+
+
+def _elsewhere(name: str, end: str) -> _Cell:
+    """A row that holds the path of a file."""
+    media = MediaFile(Path(name))
+    fault = None if media.exists() else ("missing", f"no such file: {name}")
+    return _Cell(end, media, fault)

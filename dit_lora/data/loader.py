@@ -1,83 +1,151 @@
 """Batches of cached clips, in an order that is a function of the seed and the position alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dit_lora.data.cache import Spec, TensorCache
-from dit_lora.data.quarantine import Order, Quarantine
+from dit_lora.data.order import Order
+from dit_lora.data.quarantine import Quarantine
+from dit_lora.data_config import VideoShape
 from dit_lora.numerics.streams import fold, generator
 
+LOSS_WEIGHT = "loss_weight"
+"""The tensor of a batch, fp32 (B,), that its losses are multiplied by; there only where the data has weights."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A clip's place in the caches."""
+    """A sample's place in the caches: a clip, or one window of it."""
 
     id: str
     video_key: str
     text_key: str
     mirror_key: str | None = None
     """Of its mirror image, where `data.flip` asks for one."""
+    shape: VideoShape | None = None
+    """Its bucket; None where all samples have one shape."""
+    times: float = 1.0
+    """How often it comes in an epoch."""
+    loss_weight: float = 1.0
+    """What its loss is multiplied by."""
+
+    def video_key_of(self, draw: int) -> str:
+        """The sample's, or its mirror image's in half of the draws."""
+        if self.mirror_key is None:
+            return self.video_key
+        mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
+        return self.mirror_key if mirrored else self.video_key
+
+
+class Encodings(Protocol):
+    """Encoded clips, or captions, by key: a `TensorCache`, or what encodes when it is asked."""
+
+    def first_spec(self, keys: Sequence[str]) -> Spec: ...
+
+    def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
+        """The tensors and what is wrong with them; NaN of shape `spec` where there are none."""
 
 
 @dataclass(frozen=True)
-class CachedClips:
+class EncodedClips:
     """The encoded training set; `empty_text_key` is the caption that dropout puts in place."""
 
     entries: tuple[Entry, ...]
     empty_text_key: str
-    videos: TensorCache
-    texts: TensorCache
+    videos: Encodings
+    texts: Encodings
+
+    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
+        """Which entry is at each position of a run whose steps take `group` samples."""
+        return Order(
+            [entry.id for entry in self.entries],
+            seed=seed,
+            quarantine=quarantine,
+            group=group,
+            buckets=[entry.shape for entry in self.entries],
+            times=[entry.times for entry in self.entries],
+        )
 
     @cached_property
-    def specs(self) -> tuple[Spec, Spec]:
-        """Shapes and dtypes of clips and captions: one for all, from the first entries that can be read."""
-        video = self.videos.first_spec([entry.video_key for entry in self.entries])
-        text = self.texts.first_spec(
+    def video_specs(self) -> dict[VideoShape | None, Spec]:
+        """Shapes and dtypes of each bucket's clips, from its first entry that can be read; the largest first."""
+        keys: dict[VideoShape | None, list[str]] = {}
+        for entry in self.entries:
+            keys.setdefault(entry.shape, []).append(entry.video_key)
+        shapes = sorted(keys, key=lambda shape: shape.volume if shape else 0, reverse=True)
+        return {shape: self.videos.first_spec(keys[shape]) for shape in shapes}
+
+    @cached_property
+    def text_spec(self) -> Spec:
+        """Shapes and dtypes of captions: one for all, from the first entry that can be read."""
+        return self.texts.first_spec(
             [self.empty_text_key, *(entry.text_key for entry in self.entries)]
         )
-        return video, text
+
+    @property
+    def specs(self) -> tuple[Spec, Spec]:
+        """Of clips of the largest shape, and of captions."""
+        return next(iter(self.video_specs.values())), self.text_spec
+
+    @cached_property
+    def has_loss_weights(self) -> bool:
+        return any(entry.loss_weight != 1 for entry in self.entries)
 
     @cached_property
     def empty_text(self) -> tuple[dict[str, torch.Tensor], str | None]:
         """What dropout puts in place, and its fault. Read once: gone bad later, it would be the fault of every sample."""
-        tensors, fault = self.texts.read(self.empty_text_key, self.specs[1])
+        tensors, fault = self.texts.read(self.empty_text_key, self.text_spec)
         return {name: tensor.clone() for name, tensor in tensors.items()}, fault  # off the file
 
     def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
         """One sample as a batch of one; what is wrong with it is in `faults`."""
-        video_spec, text_spec = self.specs
-        tensors, video_fault = self.videos.read(self._video_key(entry, draw), video_spec)
+        spec = self.video_specs[entry.shape]
+        video, video_fault = self.videos.read(entry.video_key_of(draw), spec)
         is_empty = text_key == self.empty_text_key
-        embeddings, text_fault = (
-            self.empty_text if is_empty else self.texts.read(text_key, text_spec)
+        text, text_fault = (
+            self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
         )
         faults = [fault for fault in (video_fault, text_fault) if fault]
+        tensors = {**video, **text}
+        if self.has_loss_weights:
+            tensors[LOSS_WEIGHT] = torch.tensor(entry.loss_weight)
         return Batch(
             ids=(entry.id,),
             draws=(draw,),
-            tensors={name: tensor[None] for name, tensor in (tensors | embeddings).items()},
+            tensors={name: tensor[None] for name, tensor in tensors.items()},
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
 
-    def _video_key(self, entry: Entry, draw: int) -> str:
-        """The sample's, or its mirror image's in half of the draws."""
-        if entry.mirror_key is None:
-            return entry.video_key
-        mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
-        return entry.mirror_key if mirrored else entry.video_key
+    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+        """Set aside what is bad of these samples on disk, if anything is there."""
+        return []
+
+
+@dataclass(frozen=True)
+class CachedClips(EncodedClips):
+    """A training set that was encoded before."""
+
+    videos: TensorCache
+    texts: TensorCache
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Rename what is bad of these samples' entries, so that the next start builds them anew."""
-        video_spec, text_spec = self.specs
-        bad = [entry for entry in self.entries if entry.id in samples]
-        keys = [key for entry in bad for key in (entry.video_key, entry.mirror_key) if key]
-        videos = [(self.videos, key, video_spec) for key in keys]
-        texts = [(self.texts, key, text_spec) for key in {entry.text_key: None for entry in bad}]
+        """Mark what is bad of these samples' entries, so that the next start builds them anew."""
+        wanted = {*samples}
+        bad = [entry for entry in self.entries if entry.id in wanted]
+        keys = {
+            key: self.video_specs[entry.shape]
+            for entry in bad
+            for key in (entry.video_key, entry.mirror_key)
+            if key
+        }
+        videos = [(self.videos, key, spec) for key, spec in keys.items()]
+        texts = [(self.texts, key, self.text_spec) for key in {e.text_key: None for e in bad}]
         aside = []
         for cache, key, spec in [*videos, *texts]:
             if cache.path(key).exists() and cache.read(key, spec)[1]:
@@ -112,17 +180,55 @@ class Batch:
         return Batch(self.ids, self.draws, pinned, self.faults)
 
 
+@dataclass(frozen=True)
+class Pick:
+    """What a run takes at one position."""
+
+    entry: Entry
+    text_key: str
+    draw: int
+
+
+@dataclass(frozen=True)
+class Picker:
+    """Which sample comes at each position of a run, and whether its caption is dropped."""
+
+    entries: tuple[Entry, ...]
+    order: Order
+    seed: int
+    caption_dropout: float
+    empty_text_key: str
+
+    def __call__(self, position: int) -> Pick:
+        epoch, copy, index = self.order.draw_at(position)
+        entry = self.entries[index]
+        draw = draw_number(entry.id, epoch, copy)
+        share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
+        text_key = self.empty_text_key if share < self.caption_dropout else entry.text_key
+        return Pick(entry, text_key, draw)
+
+
 class ClipDataset(Dataset):
-    """Reads the sample at each position of a run: which clip, and whether its caption is dropped."""
+    """Reads the sample at each position of a run: which clip, and whether its caption is dropped.
+
+    `group` is the number of samples of one optimizer step, which share a bucket.
+    """
 
     def __init__(
-        self, clips: CachedClips, *, seed: int, caption_dropout: float, quarantine: Quarantine
+        self,
+        clips: EncodedClips,
+        *,
+        seed: int,
+        caption_dropout: float,
+        quarantine: Quarantine,
+        group: int = 1,
     ) -> None:
         self.clips = clips
         self.seed = seed
-        self.caption_dropout = caption_dropout
-        _ = clips.empty_text  # read now: in a worker process an error would have no one to tell
-        self.order = Order([e.id for e in clips.entries], seed=seed, quarantine=quarantine)
+        # Read now: in a worker process an error would have no one to tell.
+        _ = clips.specs, clips.empty_text, clips.has_loss_weights
+        self.order = clips.order(seed=seed, quarantine=quarantine, group=group)
+        self.pick = Picker(clips.entries, self.order, seed, caption_dropout, clips.empty_text_key)
 
     def clip_at(self, position: int) -> tuple[int, Entry]:
         """Epoch and clip. Every epoch is a permutation of its own; a batch may span two epochs."""
@@ -130,16 +236,14 @@ class ClipDataset(Dataset):
         return epoch, self.clips.entries[index]
 
     def __getitem__(self, position: int) -> Batch:
-        epoch, entry = self.clip_at(position)
-        draw = draw_number(entry.id, epoch)
-        share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
-        text_key = self.clips.empty_text_key if share < self.caption_dropout else entry.text_key
-        return self.clips.read(entry, text_key, draw)
+        picked = self.pick(position)
+        return self.clips.read(picked.entry, picked.text_key, picked.draw)
 
 
-def draw_number(sample_id: str, epoch: int) -> int:
+def draw_number(sample_id: str, epoch: int, copy: int = 0) -> int:
     """What seeds a sample's draws in an epoch: not where it comes, so leaving others out changes nothing."""
-    return fold(epoch, "draws", sample_id)
+    draw = fold(epoch, "draws", sample_id)
+    return fold(draw, "copies", copy) if copy else draw
 
 
 def collate(samples: Sequence[Batch]) -> Batch:
@@ -158,8 +262,8 @@ def collate(samples: Sequence[Batch]) -> Batch:
 class PositionSampler(Sampler[list[int]]):
     """The positions of each micro-batch of one rank, from the step after `start_step` on.
 
-    Step s covers positions s*G .. s*G + G-1, where G = accumulate * ranks * batch_size. Micro-steps and
-    ranks share them out in order, so the samples of a step do not depend on how it is split.
+    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size. Micro-steps
+    and ranks share them out in order, so the samples of a step do not depend on how it is split.
     """
 
     def __init__(
@@ -180,25 +284,42 @@ class PositionSampler(Sampler[list[int]]):
             ranks,
         )
 
+        self.group = accumulate * ranks * batch_size
+
     def __len__(self) -> int:
         return len(self.steps) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        per_step = self.accumulate * self.ranks * self.batch_size
         for step in self.steps:
             for micro in range(self.accumulate):
-                first = step * per_step + (micro * self.ranks + self.rank) * self.batch_size
+                first = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
                 yield list(range(first, first + self.batch_size))
 
 
 def build_loader(
-    dataset: ClipDataset, sampler: PositionSampler, *, workers: int, pin_memory: bool
+    dataset: ClipDataset,
+    sampler: PositionSampler,
+    *,
+    workers: int,
+    pin_memory: bool,
+    prefetch: int = 2,
+    source: Dataset | None = None,
+    collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
+    """The sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.
+
+    What workers read is `source` where that is not the dataset itself.
+    """
+    if len(dataset.clips.video_specs) > 1 and dataset.order.group != sampler.group:
+        raise ValueError(
+            f"a step of the order has {dataset.order.group} samples, one of the sampler {sampler.group}"
+        )
     return DataLoader(
-        dataset,
+        source or dataset,
         batch_sampler=sampler,
-        collate_fn=collate,
+        collate_fn=collate_fn,
         num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
         pin_memory=pin_memory,
         # A fixed generator: a loader that draws its base seed from the global one would disturb it.
         generator=generator(dataset.seed, "workers"),

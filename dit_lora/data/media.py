@@ -1,6 +1,7 @@
 """Where the bytes of a video or image are: a file of its own, or a member of a tar."""
 
 import io
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -8,7 +9,14 @@ from typing import Protocol
 from dit_lora.errors import DitLoraError
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"})
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+
+_MAGIC = {
+    b"\xff\xd8\xff": ".jpg",
+    b"\x89PNG\r\n\x1a\n": ".png",
+    b"II*\x00": ".tiff",
+    b"MM\x00*": ".tiff",
+}
 
 Stamp = tuple[int, ...]
 """Numbers that change when the bytes may have."""
@@ -46,14 +54,15 @@ class MediaFile:
 
     @property
     def place(self) -> str:
-        return str(self.path.resolve())
+        # Links are not followed, which takes ten times as long: the stamp knows the file behind them.
+        return os.path.abspath(self.path)
 
     def source(self) -> Path:
         return self.path
 
     def stamp(self) -> Stamp:
         status = self.path.stat()
-        return status.st_size, status.st_mtime_ns
+        return status.st_size, status.st_mtime_ns, status.st_ino
 
     def exists(self) -> bool:
         return self.path.is_file()
@@ -75,7 +84,7 @@ class TarMember:
 
     @property
     def place(self) -> str:
-        return f"{self.tar.resolve()}:{self.member}@{self.offset}"
+        return f"{os.path.abspath(self.tar)}:{self.member}@{self.offset}"
 
     def source(self) -> io.BytesIO:
         with self.tar.open("rb") as stream:
@@ -84,7 +93,7 @@ class TarMember:
 
     def stamp(self) -> Stamp:
         status = self.tar.stat()
-        return self.size, status.st_mtime_ns
+        return self.size, status.st_mtime_ns, status.st_ino
 
     def exists(self) -> bool:
         return self.tar.is_file()
@@ -104,6 +113,24 @@ def read_bytes(media: Media) -> bytes:
             return source.read()
     except OSError as error:
         raise DitLoraError(f"cannot read {media.name}: {error.strerror or error}") from error
+
+
+def sniffed_suffix(head: bytes) -> str | None:
+    """The suffix that a file with these first 64 bytes should have; None if they are of no format known here."""
+    if head[:4] == b"RIFF":
+        return {b"WEBP": ".webp", b"AVI ": ".avi"}.get(head[8:12])
+    if head[4:8] == b"ftyp":  # ISO 14496-12; AVIF and HEIC are images in the same container
+        brand = head[8:12]
+        if brand in (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1"):
+            return None
+        return ".mov" if brand == b"qt  " else ".mp4"
+    if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":  # QuickTime's, before ftyp
+        return ".mov"
+    if head[:2] == b"BM" and head[6:10] == bytes(4):
+        return ".bmp"
+    if head[:4] == b"\x1aE\xdf\xa3":
+        return ".webm" if b"webm" in head else ".mkv"
+    return next((end for magic, end in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def suffix(media: Media) -> str:

@@ -1,12 +1,8 @@
-"""Samples that a run leaves out, from which epoch on, and the order of those that stay.
+"""Samples that a run leaves out, from which epoch on."""
 
-Leaving a sample out changes nothing of the order of the others, so a run that drops a sample where it first
-meets it goes on exactly as a run that never had it.
-"""
-
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +21,14 @@ class LeftOut:
     step: int
     cause: str
     reason: str
+    from_copy: int = 0
+    """The first of its copies in `from_epoch` that is left out; those before it have been trained on."""
+
+    def kept_in(self, epoch: int) -> int | None:
+        """How many of its copies in an epoch stay; None where this record leaves none out."""
+        if epoch < self.from_epoch or (self.to_epoch is not None and epoch > self.to_epoch):
+            return None
+        return self.from_copy if epoch == self.from_epoch else 0
 
 
 def _record(line: str) -> LeftOut:
@@ -36,6 +40,8 @@ def _record(line: str) -> LeftOut:
         raise TypeError(f"sample_id is a name; got {one.sample_id!r}")
     if not isinstance(one.from_epoch, int) or not isinstance(one.to_epoch, int | None):
         raise TypeError(f"epochs are numbers; got {one.from_epoch!r} and {one.to_epoch!r}")
+    if not isinstance(one.from_copy, int):
+        raise TypeError(f"from_copy is a number; got {one.from_copy!r}")
     return one
 
 
@@ -44,7 +50,9 @@ class Quarantine:
 
     def __init__(self, path: Path, records: Iterable[LeftOut] = ()) -> None:
         self.path = path
-        self.records = list(records)
+        self.records: list[LeftOut] = []
+        self._by_sample: defaultdict[str, list[LeftOut]] = defaultdict(list)
+        self.add(records)
 
     @classmethod
     def load(cls, path: Path) -> "Quarantine":
@@ -61,52 +69,19 @@ class Quarantine:
         write_whole(self.path, "".join(json.dumps(asdict(one)) + "\n" for one in self.records))
 
     def add(self, records: Iterable[LeftOut]) -> None:
-        self.records += records
+        for one in records:
+            self.records.append(one)
+            self._by_sample[one.sample_id].append(one)
 
-    def is_out(self, sample_id: str, epoch: int) -> bool:
-        return any(
-            one.sample_id == sample_id
-            and one.from_epoch <= epoch
-            and (one.to_epoch is None or epoch <= one.to_epoch)
-            for one in self.records
-        )
+    def of(self, sample_id: str) -> tuple[LeftOut, ...]:
+        """The records of one sample."""
+        return tuple(self._by_sample.get(sample_id, ()))
 
+    def kept_in(self, sample_id: str, epoch: int) -> int | None:
+        """How many of a sample's copies in an epoch stay; None for all."""
+        kept = (one.kept_in(epoch) for one in self.of(sample_id))
+        return min((number for number in kept if number is not None), default=None)
 
-class Order:
-    """Which sample is at each position of a run: every epoch is a permutation of those that are not out.
-
-    The permutation sorts by a hash of (seed, epoch, sample), so it depends on no other sample.
-    """
-
-    def __init__(self, ids: Sequence[str], *, seed: int, quarantine: Quarantine) -> None:
-        self.ids = ids
-        self.seed = seed
-        self.quarantine = quarantine
-        self._starts = [0]
-        self._epoch: tuple[int, list[int]] = (-1, [])
-
-    def at(self, position: int) -> tuple[int, int]:
-        """(epoch, index into `ids`) of a position; raises if an epoch has no sample left."""
-        while self._starts[-1] <= position:
-            self._starts.append(self._starts[-1] + len(self._members(len(self._starts) - 1)))
-        # Positions only grow within a run: from the end, the epoch is found at once.
-        epoch = next(e for e in range(len(self._starts) - 1, -1, -1) if self._starts[e] <= position)
-        return epoch, self._members(epoch)[position - self._starts[epoch]]
-
-    def forget(self) -> None:
-        """Count the epochs anew, after the quarantine grew."""
-        self._starts, self._epoch = [0], (-1, [])
-
-    def _members(self, epoch: int) -> list[int]:
-        if self._epoch[0] != epoch:
-            stay = [i for i, one in enumerate(self.ids) if not self.quarantine.is_out(one, epoch)]
-            if not stay:
-                raise DitLoraError(
-                    f"no sample is left: all {len(self.ids)} are in {self.quarantine.path}"
-                )
-            self._epoch = (epoch, sorted(stay, key=lambda index: self._key(epoch, index)))
-        return self._epoch[1]
-
-    def _key(self, epoch: int, index: int) -> bytes:
-        text = f"{self.seed}/order/{epoch}/{self.ids[index]}"
-        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+    def is_out(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
+        kept = self.kept_in(sample_id, epoch)
+        return kept is not None and copy >= kept

@@ -1,11 +1,9 @@
-"""Video files in and out, through PyAV: frames chosen by their time stamps, resized with their aspect kept.
+"""Videos and images in and out: frames chosen by their time stamps, resized with their aspect kept.
 
 Shapes: F frames, H and W pixels.
 """
 
-import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -13,9 +11,17 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
+from dit_lora.data.decode import (
+    Wanted,
+    first_rotation,
+    nearest_frames,
+    open_container,
+    video_stream,
+)
 from dit_lora.data.media import Media, as_media, is_image
+from dit_lora.data.pictures import DAMAGED, image_size, read_image, resize
 from dit_lora.errors import DitLoraError
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
@@ -31,24 +37,51 @@ class ClipError(DitLoraError):
 
 
 def read_frames(
-    media: Media | Path, *, frames: int, height: int, width: int, fps: float | None
+    media: Media | Path,
+    *,
+    frames: int,
+    height: int,
+    width: int,
+    fps: float | None,
+    start: float = 0.0,
 ) -> torch.Tensor:
-    """uint8 (F, 3, H, W): the frames nearest to 0, 1/fps, 2/fps ... seconds of the clip; an image is one frame.
+    """uint8 (F, 3, H, W): the frames nearest to start, start + 1/fps, start + 2/fps ... seconds since the clip's first.
 
-    Without `fps`, of a clip its first. Frames are scaled to cover height x width and cropped at the centre. Memory holds the chosen frames
-    only. Raises `ClipError` if the file cannot be read or is too short.
+    An image is one frame. Without `fps`, of a clip one frame. Frames are scaled to cover height x width and cropped
+    at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as PyTorch has. Raises
+    `ClipError` if the file cannot be read as far as needed or is too short.
     """
-    media = as_media(media)
+    media, wanted = as_media(media), Wanted(frames, fps or 1.0, start)
     try:
         if is_image(media):
             chosen = [_read_image(media, height, width)]
         else:
-            chosen = list(_choose(media, frames, height, width, fps or 1.0))
+            chosen = _read_clip(media, wanted, height, width)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise ClipError(f"{media.name}: cannot be decoded to its end: {_reason(error)}") from error
     if len(chosen) < frames:
-        raise ClipError(f"{media.name}: {_shortage(frames, fps or 1.0, len(chosen))}")
+        raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
     return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2).contiguous()
+
+
+def _read_image(media: Media, height: int, width: int) -> np.ndarray:
+    try:
+        return read_image(media, height, width)
+    except DAMAGED as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _read_clip(media: Media, wanted: Wanted, height: int, width: int) -> list[np.ndarray]:
+    def read(quick: bool) -> list[np.ndarray]:
+        chosen: list[np.ndarray] = []
+        for near in nearest_frames(media, wanted, quick=quick):
+            chosen += [resize(near.frame, near.stretch, height, width)] * near.times
+        return chosen
+
+    try:
+        return read(quick=True)
+    except (av.error.FFmpegError, ValueError):
+        return read(quick=False)
 
 
 def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
@@ -85,25 +118,45 @@ def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """What a file says of itself; `seconds` is None where it does not say."""
+    """What a file says of itself; None where it does not say."""
 
     fps: float | None
     seconds: float | None
+    frames: int | None
     height: int
+    """Pixels, as shown: upright, and square."""
     width: int
+    is_image: bool = False
 
 
 def read_header(media: Media | Path) -> VideoHeader:
-    """The first video stream's header, without decoding; raises `ClipError` if there is none."""
+    """An image's header, or the first video stream's with its first frame's rotation, which PyAV has nowhere else.
+
+    Raises `ClipError` if there is none.
+    """
     media = as_media(media)
     try:
-        with av.open(media.source(), "r") as container:
-            stream = _video_stream(container)
-            rate, duration, base = stream.average_rate, stream.duration, stream.time_base
-            seconds = float(duration * base) if duration and base else None
-            return VideoHeader(float(rate) if rate else None, seconds, stream.height, stream.width)
-    except (av.error.FFmpegError, OSError, ValueError) as error:
-        raise ClipError(f"{media.name}: cannot be opened as a video: {_reason(error)}") from error
+        if is_image(media):
+            return VideoHeader(None, None, 1, *image_size(media), is_image=True)
+        with open_container(media) as container:
+            return _header(container)
+    except (av.error.FFmpegError, *DAMAGED) as error:
+        kind = "an image" if is_image(media) else "a video"
+        raise ClipError(f"{media.name}: cannot be opened as {kind}: {_reason(error)}") from error
+
+
+def _header(container: av.container.InputContainer) -> VideoHeader:
+    stream = video_stream(container)
+    height, width = stream.height, round(stream.width * float(stream.sample_aspect_ratio or 1))
+    if first_rotation(container, stream) % 180:
+        height, width = width, height
+    seconds = None
+    if stream.duration and stream.time_base:
+        seconds = float(stream.duration * stream.time_base)
+    elif container.duration:  # Matroska's; with sound, that of the longest stream
+        seconds = container.duration / av.time_base
+    fps = float(stream.average_rate) if stream.average_rate else None
+    return VideoHeader(fps, seconds, stream.frames or None, height, width)
 
 
 def _reason(error: Exception) -> str:
@@ -111,106 +164,21 @@ def _reason(error: Exception) -> str:
     return f"{getattr(error, 'strerror', None) or error}; encode it anew or remove it"
 
 
-def too_short(header: VideoHeader, *, frames: int, fps: float) -> str | None:
-    """Why a clip with this header surely cannot give `frames` at `fps`; None if decoding must tell.
+def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
+    """Why a clip with this header surely cannot give `frames` at `fps` from `start` on; None if decoding must tell.
 
     Generous by one frame: some files leave the last frame's time out of their duration.
     """
     if header.seconds is None or header.fps is None:
         return None
-    gives = _count_until(header.seconds + 0.5 / header.fps, fps, 0, frames)
-    return _shortage(frames, fps, gives) if gives < frames else None
+    wanted = Wanted(frames, fps, start)
+    gives = wanted.until(header.seconds + 0.5 / header.fps)
+    return _shortage(wanted, gives) if gives < frames else None
 
 
-def _shortage(frames: int, fps: float, gives: int) -> str:
+def _shortage(wanted: Wanted, gives: int) -> str:
+    after = f" from {wanted.start:g} s on" if wanted.start else ""
     return (
-        f"too short: {frames} frames at {fps:g} fps are asked for, it gives at most {gives}; "
+        f"too short: {wanted.count} frames at {wanted.fps:g} fps{after} are asked for, it gives at most {gives}; "
         "lower data.frames, raise data.fps or remove it"
     )
-
-
-def _choose(media: Media, frames: int, height: int, width: int, fps: float) -> Iterator[np.ndarray]:
-    """Up to `frames` resized frames, each the nearest in time to k / fps seconds."""
-    taken, interval = 0, 0.0
-    shown: av.VideoFrame | None = None
-    shown_at, stretch = 0.0, 1.0
-    for frame, seconds, stretch in _decode(media):
-        if shown is not None:
-            interval = seconds - shown_at
-            count = _count_until(shown_at + interval / 2, fps, taken, frames)
-            yield from _repeat(shown, count, stretch, height, width)
-            taken += count
-        if taken == frames:
-            return
-        shown, shown_at = frame, seconds
-    if shown is not None:
-        count = _count_until(shown_at + interval / 2, fps, taken, frames)
-        yield from _repeat(shown, count, stretch, height, width)
-
-
-def _count_until(end: float, fps: float, taken: int, frames: int) -> int:
-    """How many of the wanted times k / fps, from k = taken on, come before `end` seconds."""
-    # The small shift lets a time on the border belong to the earlier frame in spite of rounding.
-    return max(0, min(frames, math.floor(end * fps + 1e-6) + 1) - taken)
-
-
-def _repeat(
-    frame: av.VideoFrame, count: int, stretch: float, height: int, width: int
-) -> Iterator[np.ndarray]:
-    if count:
-        pixels = _resize(frame, stretch, height, width)
-        yield from (pixels for _ in range(count))
-
-
-def _decode(media: Media) -> Iterator[tuple[av.VideoFrame, float, float]]:
-    """Every frame in the order of display, with its seconds since the first one and its pixels' aspect."""
-    with av.open(media.source(), "r") as container:
-        stream = _video_stream(container)
-        stream.thread_type = "AUTO"
-        stretch = float(stream.sample_aspect_ratio or 1)
-        start: float | None = None
-        for frame in container.decode(stream):
-            if frame.time is None:
-                raise ValueError("a frame has no time stamp")
-            if frame.is_corrupt:
-                raise ValueError(f"the frame at {frame.time:.2f} s is damaged")
-            start = frame.time if start is None else start
-            yield frame, frame.time - start, stretch
-
-
-def _video_stream(container: av.container.InputContainer) -> av.VideoStream:
-    if not container.streams.video:
-        raise ValueError("it has no video stream")
-    return container.streams.video[0]
-
-
-def _read_image(media: Media, height: int, width: int) -> np.ndarray:
-    """uint8 (H, W, 3), upright; transparent parts are white."""
-    with Image.open(media.source()) as opened:
-        image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would cut at 255
-            levels = np.asarray(image, np.float32) / 257
-            image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image.convert("RGBA"))
-        return _cover(image.convert("RGB"), 1.0, height, width)
-
-
-def _resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np.ndarray:
-    """uint8 (H, W, 3): scaled to cover, cropped at the centre, upright."""
-    image = frame.to_image()
-    if frame.rotation % 180:
-        stretch = 1 / stretch
-    if frame.rotation % 360:
-        image = image.rotate(frame.rotation, expand=True)  # degrees counter-clockwise, as PyAV's
-    return _cover(image, stretch, height, width)
-
-
-def _cover(image: Image.Image, stretch: float, height: int, width: int) -> np.ndarray:
-    # In square pixels the picture is `stretch` times as wide as it is stored.
-    scale = max(width / (image.width * stretch), height / image.height)
-    kept_width, kept_height = width / scale / stretch, height / scale
-    left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
-    box = (left, top, left + kept_width, top + kept_height)
-    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))

@@ -137,12 +137,13 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
     actions = [event["action"] for event in seen.events]
     if expected.cause not in ("refused", "none") and expected.action not in actions:
         why.append(f"action {expected.action} is not among {actions}")
-    if reference is not None and not _equal(seen.adapter, reference, expected.close_to is None):
+    if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
         why.append("the adapter is not that of the run it must equal")
     return why
 
 
-def _equal(one: Tensors | None, other: Tensors, exactly: bool) -> bool:
+def equal(one: Tensors | None, other: Tensors, exactly: bool = True) -> bool:
+    """Whether these are the same adapter, bit for bit or up to what other kernels round."""
     if one is None or one.keys() != other.keys():
         return False
     if exactly:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
+from dit_lora.data.cache import TensorCache
 from dit_lora.data.loader import draw_number
+from dit_lora.data.shards import Stored
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import TARGET, Arm, Stage, Tensors
 from dit_lora.numerics import streams
@@ -22,19 +22,18 @@ def _poison(value: float, tensor_name: str, folder: str, count: int = 1) -> Any:
     """Write a bad value into the target's cache entry, keeping its header."""
 
     def change(cache: Path) -> None:
-        for path in (cache / folder).rglob("*.safetensors"):
-            with safe_open(path, framework="pt") as entry:
-                metadata = entry.metadata()
-            if not _is_targets(metadata["sample"], folder):
-                continue
-            tensors = load_file(path)
+        for entry in _targets(cache, folder):
             name = tensor_name
             if folder == "texts":  # families name it differently; a mask is not floating point
-                name = next(n for n, t in tensors.items() if t.is_floating_point())
-            tensors[name].view(-1)[7 : 7 + count] = value
-            save_file(tensors, path, metadata=metadata)
+                name = next(n for n, (_, d) in entry.layout.spec.items() if d.is_floating_point)
+            overwrite(entry, name, 7, torch.full((count,), value))
 
     return change
+
+
+def _targets(cache: Path, folder: str) -> list[Stored]:
+    entries = TensorCache(cache / folder).entries()
+    return [entry for entry in entries if _is_targets(entry.sample, folder)]
 
 
 def _is_targets(sample: str, folder: str) -> bool:
@@ -44,14 +43,21 @@ def _is_targets(sample: str, folder: str) -> bool:
     return "blue disc" in sample
 
 
+def overwrite(entry: Stored, name: str, first: int, values: torch.Tensor) -> None:
+    """Put values into a tensor of an entry where it lies on the disk, from the element of number `first` on."""
+    dtype = entry.layout.spec[name][1]
+    with entry.path.open("r+b") as file:
+        file.seek(entry.start + entry.layout.begin(name) + first * dtype.itemsize)
+        file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
+
+
 def _truncate(cache: Path) -> None:
-    for path in (cache / "videos").rglob("*.safetensors"):
-        with safe_open(path, framework="pt") as entry:
-            sample = entry.metadata()["sample"]
-        if _is_targets(sample, "videos"):
-            data = bytearray(path.read_bytes())
-            data[-5] ^= 0xFF  # one byte of a value: finite, and not what was written
-            path.write_bytes(data)
+    for entry in _targets(cache, "videos"):
+        with entry.path.open("r+b") as file:
+            file.seek(entry.end - 5)
+            (byte,) = file.read(1)
+            file.seek(entry.end - 5)
+            file.write(bytes([byte ^ 0xFF]))  # of a value: finite, and not what was written
 
 
 _NEEDS = {"latent_logvar": ("posterior",), "prompt_embeds": ("text",)}

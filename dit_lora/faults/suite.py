@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.errors import DitLoraError
-from dit_lora.faults import loops, ops, phases, samples, state
+from dit_lora.faults import data_faults, loops, ops, phases, samples, state
 from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.site import DEFAULT, Site, site_of
 from dit_lora.faults.world import World
@@ -33,6 +33,7 @@ def catalog(site: Site) -> list[Fault]:
     every = [
         *samples.cached(),
         *samples.DRAWN,
+        *data_faults.FAULTS,
         *state.FAULTS,
         *ops.FAULTS,
         *phases.FAULTS,

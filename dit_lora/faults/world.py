@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,12 +13,13 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.store import ADAPTER_FILE
 from dit_lora.config import Recipe
+from dit_lora.data.cache import TensorCache
+from dit_lora.data.shards import tombstone
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Family
@@ -143,6 +144,8 @@ class World:
         self.clips = root / "clips"
         self.without = root / "clips_without"
         self._references: dict[tuple[str, Overrides], Tensors] = {}
+        self.shared: dict[Hashable, Observation] = {}
+        """Runs that several faults are judged by."""
         quiet_libraries()
         if accelerator.is_main_process:
             self.family.build_tiny(site.variant, self.model, 0)
@@ -161,11 +164,10 @@ class World:
     @cached_property
     def target_latent(self) -> torch.Tensor:
         """What the VAE makes of the target."""
-        clips = self.root / "caches" / "reference_0" / "videos"
-        for path in clips.rglob("*.safetensors"):
-            with safe_open(path, framework="pt") as entry:
-                if entry.metadata()["sample"] == self.target:
-                    return entry.get_tensor("latent_mean")
+        clips = TensorCache(self.root / "caches" / "reference_0" / "videos")
+        for entry in clips.entries():
+            if entry.sample == self.target:
+                return clips.read(entry.key, {})[0]["latent_mean"]
         raise DitLoraError(f"{self.target} was not encoded")
 
     def recipe(self, name: str, clips: Path, cache: Path, overrides: Overrides) -> Recipe:
@@ -275,7 +277,11 @@ def poisoned_files(seen: Observation) -> list[Path]:
         for path in kept
         if "bundles" not in path.parts
         and ("checkpoints" not in path.parts or is_whole(path.parent))
-        and not all(torch.isfinite(t).all() for t in load_file(path).values())
+        and not all(
+            torch.isfinite(tensor).all()
+            for name, tensor in load_file(path).items()
+            if not tombstone(path, name.partition("/")[0]).exists()  # set aside in the cache
+        )
     ]
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dit_lora.config import Recipe
 from dit_lora.data.cache import MAX_ABS
-from dit_lora.data.quarantine import Order, Quarantine
+from dit_lora.data.quarantine import Quarantine
 from dit_lora.data.sources import class_names
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.norms import Norms, choose_norms
@@ -50,7 +50,7 @@ def build_guard(
 ) -> tuple[RunRecovery, StepWatcher]:
     """The guard and the watcher of a run; `changed` is a checkpoint's `guard_record`, `save` writes one."""
     recipe, transformer, optimizer = run.recipe, run.transformer, run.optimizer
-    config, accelerator = recipe.guard, run.runtime.accelerator
+    config = recipe.guard
     switches = all_switches(transformer)
     state = GuardState(**changed.get("state", {}))
     in_use = {switch.name for switch in switches}
@@ -78,16 +78,12 @@ def build_guard(
         policy=Policy(config, **changed.get("policy", {})),
         state=state,
         quarantine=quarantine,
-        order=Order(
-            [entry.id for entry in run.encoded.clips.entries],
-            seed=recipe.train.seed,
-            quarantine=quarantine,
+        order=run.encoded.clips.order(
+            seed=recipe.train.seed, quarantine=quarantine, group=run.runtime.samples_per_step
         ),
         snapshots=snapshots,
         drop_state=lambda names: drop_optimizer_state(optimizer, names),
-        samples_per_step=recipe.train.batch_size
-        * recipe.train.accumulate
-        * accelerator.num_processes,
+        samples_per_step=run.runtime.samples_per_step,
         files=_Files(run, save),
     )
     watcher = StepWatcher(
@@ -190,7 +186,11 @@ def _quarantine(run: "Run") -> Quarantine:
     known = {entry.id for entry in run.encoded.clips.entries}
     earlier = [one for one in Quarantine.load(Path(given)).records if one.to_epoch is None]
     quarantine.add(
-        [type(one)(**{**asdict(one), "from_epoch": 0}) for one in earlier if one.sample_id in known]
+        [
+            type(one)(**{**asdict(one), "from_epoch": 0, "from_copy": 0})
+            for one in earlier
+            if one.sample_id in known
+        ]
     )
     left = known - {one.sample_id for one in quarantine.records}
     if not left:

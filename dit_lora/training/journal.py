@@ -65,6 +65,24 @@ class Journal:
     def event(self, event: Mapping[str, Any]) -> None:
         self._append("events.jsonl", event)
 
+    def rejected(self, samples: Mapping[str, str], step: int) -> None:
+        """What `data.rejects: skip` leaves out, by sample; once a run for equal lists."""
+        if not samples:
+            return
+        event = {
+            "step": step,
+            "micro_step": None,
+            "rank": 0,
+            "kind": "data_rejected",
+            "sample_ids": list(samples),
+            "verdict": {"cause": "data", "words": "; ".join(samples.values())},
+            "action": "skip",
+            "seconds": 0.0,
+        }
+        told = [one for one in _read(self.dir / "events.jsonl") if one["kind"] == event["kind"]]
+        if not told or told[-1]["sample_ids"] != event["sample_ids"]:
+            self.event(event)
+
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.dir / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

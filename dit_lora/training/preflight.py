@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,12 +30,10 @@ from dit_lora.numerics.preflight import (
 from dit_lora.numerics.replay import MicroBatch, cuda_devices
 from dit_lora.numerics.replay import run as replay
 from dit_lora.numerics.saturation import is_emulated
-from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import Switch, attention_switches
-from dit_lora.objectives import LossOutput
 from dit_lora.training.checkpointing import least_memory_mode
 from dit_lora.training.memory import choose_checkpointing
-from dit_lora.training.replay import Place, replayable
+from dit_lora.training.replay import Place, replayable, sample_losses
 from dit_lora.training.runtime import agree
 
 if TYPE_CHECKING:
@@ -84,29 +84,35 @@ def _first_samples(run: "Run") -> MicroBatch | None:
 
 
 def _good_samples(run: "Run") -> list[list[Batch]]:
-    """The first few micro-batches of samples whose data is good and that the run does not leave out."""
+    """A few micro-batches of samples whose data is good and that the run does not leave out.
+
+    They are of the largest shape: what does not fit the memory fails here, and not at the step where that
+    bucket first comes. A bucket with fewer samples than a micro-batch gives some of them twice.
+    """
     clips, size = run.encoded.clips, run.recipe.train.batch_size
     left_out = {one.sample_id for one in run.guard.quarantine.records}
-    samples: list[Batch] = []
-    for entry in clips.entries:
-        if len(samples) == _TRIES * size:
-            break
-        if entry.id in left_out:
-            continue
-        sample = clips.read(entry, entry.text_key, len(samples))
-        if not sample.faults:
-            samples.append(sample)
-    return [samples[first : first + size] for first in range(0, len(samples), size)]
+    for shape in sorted(
+        {entry.shape for entry in clips.entries}, key=attrgetter("volume"), reverse=True
+    ):
+        samples: list[Batch] = []
+        for entry in clips.entries:
+            if entry.shape != shape or entry.id in left_out:
+                continue
+            sample = clips.read(entry, entry.text_key, len(samples))
+            if not sample.faults:
+                samples.append(sample)
+            if len(samples) == _TRIES * size:
+                break
+        if samples:
+            filled = list(islice(cycle(samples), max(len(samples), size)))
+            return [filled[first : first + size] for first in range(0, len(filled), size)]
+    return []
 
 
 def _micro_batch(run: "Run", samples: Sequence[Batch]) -> MicroBatch:
     batch = collate(samples).to(run.runtime.accelerator.device)
     place = Place(run.recipe.train.seed, 0, 0, run.runtime.accelerator.process_index)
-
-    def losses(model: torch.nn.Module, given: Batch, streams: Streams) -> LossOutput:
-        return run.checkpoint.losses(model, given.tensors, streams)
-
-    return replayable(losses, run.transformer.train(), batch, place)
+    return replayable(sample_losses(run.checkpoint), run.transformer.train(), batch, place)
 
 
 def _flow(run: "Run", micro_batch: MicroBatch) -> list[Finding]:

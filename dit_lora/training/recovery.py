@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from accelerate.utils import gather_object
 
-from dit_lora.data.quarantine import LeftOut, Order, Quarantine
+from dit_lora.data.order import Draw, Order
+from dit_lora.data.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, run_away
 from dit_lora.numerics.gate import NonFiniteError, Trip
@@ -158,16 +159,17 @@ class RunRecovery:
 
     def _leave_out(self, action: Action, step: int, verdicts: Sequence[Verdict]) -> list[str]:
         first = (step - 1) * self.samples_per_step
-        epochs: dict[str, int] = {}
+        draws: dict[str, Draw] = {}  # the first of each sample
         for position in range(first, first + self.samples_per_step):
-            epoch, index = self.order.at(position)
-            epochs.setdefault(self.order.ids[index], epoch)
+            draw = self.order.draw_at(position)
+            draws.setdefault(self.order.ids[draw.sample], draw)
         causes = {s: (v.cause, v.words) for v in verdicts for s in v.sample_ids}
         self.quarantine.add(
             LeftOut(
                 sample,
-                from_epoch=epochs[sample],
-                to_epoch=None if action.kind == "quarantine" else epochs[sample],
+                from_epoch=draws[sample].epoch,
+                from_copy=draws[sample].copy,
+                to_epoch=None if action.kind == "quarantine" else draws[sample].epoch,
                 step=step,
                 cause=causes[sample][0],
                 reason=causes[sample][1],

@@ -14,9 +14,10 @@ from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
 from dit_lora.data.cache import MAX_ABS
 from dit_lora.data.digest import Digests
-from dit_lora.data.loader import Batch
+from dit_lora.data.loader import LOSS_WEIGHT, Batch
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint
 from dit_lora.numerics.bisect import (
     Suspects,
     diagnose,
@@ -39,11 +40,24 @@ from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import load_recipe, parse_recipe
 from dit_lora.training.checkpointing import least_memory, set_checkpointing
-from dit_lora.training.precompute import transformer_digest
+from dit_lora.training.plan import transformer_digest
 from dit_lora.training.runtime import quiet_libraries
 from dit_lora.training.trainable import load_trainable
 
 LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
+
+
+def sample_losses(checkpoint: Checkpoint) -> LossFunction:
+    """The family's losses of a batch, each times its sample's weight."""
+
+    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+        output = checkpoint.losses(model, batch.tensors, streams)
+        weights = batch.tensors.get(LOSS_WEIGHT)
+        if weights is None:
+            return output
+        return LossOutput(output.losses * weights, output.timesteps)
+
+    return losses
 
 
 @dataclass(frozen=True)
@@ -248,11 +262,7 @@ def _rebuild(
         accelerator.device
     )
     place = Place(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
-
-    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
-        return checkpoint.losses(model, batch.tensors, streams)
-
-    return replayable(losses, bare, batch, place), bare, digest
+    return replayable(sample_losses(checkpoint), bare, batch, place), bare, digest
 
 
 def _load(transformer: nn.Module, bundle: Bundle) -> None:

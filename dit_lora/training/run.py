@@ -1,6 +1,7 @@
 """One run from a prepared model to a saved adapter: resume, train with its hooks, finish."""
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,6 @@ from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, ClipDataset, PositionSampler, build_loader
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families.base import Checkpoint, Family
-from dit_lora.numerics.streams import Streams
-from dit_lora.objectives import LossOutput
 from dit_lora.training.checkpoint import (
     damaged_checkpoints,
     load_checkpoint,
@@ -39,12 +38,14 @@ from dit_lora.training.guarding import (
     spike_events,
 )
 from dit_lora.training.journal import Journal, metrics_line, tracker_values
+from dit_lora.training.live import LiveClips, live_loader
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.precompute import Precomputed
 from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
+from dit_lora.training.replay import sample_losses
 from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
 from dit_lora.training.validation import held_out_loss, sample_videos
 from dit_lora.training.watch import StepWatcher
@@ -123,6 +124,7 @@ def prepare(
         run.guard.quarantine.save()
     if runtime.is_main:
         run.journal = Journal(runtime.dir, start_step=run.start_step)
+        run.journal.rejected(run.encoded.rejected, run.start_step)
     prime_spikes(run)
     for group in groups:
         count = sum(p.numel() for p in group["params"])
@@ -202,7 +204,6 @@ def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module)
     """The values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
     recipe = runtime.recipe
     values = recipe.model_dump(mode="json")
-    batch = recipe.train.batch_size * recipe.train.accumulate * runtime.accelerator.num_processes
     flat = {
         "model.family": recipe.model.family,
         "model.dtype": str(runtime.precision.dtype),
@@ -216,7 +217,7 @@ def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module)
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
         "train.vlb": recipe.train.vlb,
-        "train.batch_size x accumulate x processes": batch,
+        "train.batch_size x accumulate x processes": runtime.samples_per_step,
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
     optim = dict(values["optim"])
@@ -256,16 +257,12 @@ def _lora_facts(recipe: Recipe) -> dict[str, Any]:
 
 def _loop(run: Run) -> Loop:
     recipe = run.recipe
-
-    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
-        return run.checkpoint.losses(model, batch.tensors, streams)
-
     schedule = build_schedule(recipe.optim, recipe.train.steps)
 
     return Loop(
         accelerator=run.runtime.accelerator,
         model=run.model,
-        losses=losses,
+        losses=sample_losses(run.checkpoint),
         optimizer=run.optimizer,
         schedule=lambda group, step: schedule(group, step) * run.guard.state.lr_scale,
         optim=recipe.optim,
@@ -277,7 +274,7 @@ def _loop(run: Run) -> Loop:
     )
 
 
-def _batches(run: Run, start_step: int) -> torch.utils.data.DataLoader:
+def _batches(run: Run, start_step: int) -> Iterable[Batch]:
     """The micro-batches of this rank after a step, in the order that the quarantine leaves."""
     recipe, accelerator = run.recipe, run.runtime.accelerator
     dataset = ClipDataset(
@@ -285,6 +282,7 @@ def _batches(run: Run, start_step: int) -> torch.utils.data.DataLoader:
         seed=recipe.train.seed,
         caption_dropout=recipe.data.caption_dropout,
         quarantine=run.guard.quarantine,
+        group=run.runtime.samples_per_step,
     )
     sampler = PositionSampler(
         start_step=start_step,
@@ -295,7 +293,12 @@ def _batches(run: Run, start_step: int) -> torch.utils.data.DataLoader:
         ranks=accelerator.num_processes,
     )
     on_gpu = accelerator.device.type == "cuda"
-    return build_loader(dataset, sampler, workers=recipe.data.workers, pin_memory=on_gpu)
+    clips, workers, prefetch = run.encoded.clips, recipe.data.workers, recipe.data.prefetch
+    if isinstance(clips, LiveClips):
+        return live_loader(
+            clips, dataset, sampler, workers=workers, pin_memory=on_gpu, prefetch=prefetch
+        )
+    return build_loader(dataset, sampler, workers=workers, pin_memory=on_gpu, prefetch=prefetch)
 
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:

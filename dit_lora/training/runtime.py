@@ -55,6 +55,12 @@ class Runtime:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
+    @property
+    def samples_per_step(self) -> int:
+        """Of one optimizer step, over micro-steps and ranks."""
+        train = self.recipe.train
+        return train.batch_size * train.accumulate * self.accelerator.num_processes
+
     def say(self, line: str) -> None:
         """One line for the user, from one process."""
         if self.is_main:

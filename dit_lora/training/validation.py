@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
-from dit_lora.data.loader import CachedClips
+from dit_lora.data.loader import EncodedClips
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
@@ -20,7 +20,7 @@ from dit_lora.training.runtime import Runtime, agree
 
 
 def held_out_loss(
-    runtime: Runtime, checkpoint: Checkpoint, model: nn.Module, clips: CachedClips
+    runtime: Runtime, checkpoint: Checkpoint, model: nn.Module, clips: EncodedClips
 ) -> float | None:
     """Mean loss over noise and timesteps that training never draws; the same draws at every call.
 
@@ -101,9 +101,11 @@ def _sample_on_main(
 
 def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
     texts = encoded.clips.texts
-    tensors, fault = texts.read(key, texts.spec(key))
+    tensors, fault = texts.read(key, texts.first_spec([key]))
     if fault:
-        raise DitLoraError(f"a validation prompt cannot be used: {fault}; delete the entry")
+        raise DitLoraError(
+            f"a validation prompt cannot be used: {fault}; start again: it is encoded anew"
+        )
     # The pipeline leaves given ones where they are.
     return {name: tensor[None].to(device) for name, tensor in tensors.items()}
 

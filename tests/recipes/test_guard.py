@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dit_lora.data.cache import TensorCache
 from dit_lora.errors import DitLoraError
+from dit_lora.faults.samples import overwrite
 from dit_lora.numerics.gate import NonFiniteError
 
 Main = Callable[[list[str]], None]
@@ -95,10 +97,8 @@ def test_a_run_whose_every_sample_is_bad_ends_with_one_message_that_says_so(
 ) -> None:
     args = [*smoke, "train.batch_size=1", f"data.workers={workers}"]
     lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
-    for path in (tmp_path / "cache" / "videos").rglob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-2:] = b"\xc0\x7f"  # the last fp32 value becomes NaN
-        path.write_bytes(data)
+    for entry in list(TensorCache(tmp_path / "cache" / "videos").entries()):
+        overwrite(entry, "latent_mean", 0, torch.tensor([torch.nan]))
     with pytest.raises(DitLoraError, match="no sample is left") as error:
         lora_main([*args, "train.steps=6", f"run.dir={tmp_path / 'run'}"])
     assert "Traceback" not in str(error.value)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
 
 from dit_lora.config import ModelConfig
+from dit_lora.data.cache import TensorCache
 from dit_lora.data.video import read_frames
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -52,9 +52,9 @@ def test_a_first_image_of_the_clips_own_is_what_is_encoded(
     )
     size = {"height": 32, "width": 48}
     seen = 0
-    for path in (tmp_path / "cache" / "videos").rglob("*.safetensors"):
-        with safe_open(path, framework="pt") as entry:
-            clip, found = entry.metadata()["sample"], entry.get_tensor("image_latent_mean")
+    videos = TensorCache(tmp_path / "cache" / "videos")
+    for entry in videos.entries():
+        clip, found = entry.sample, videos.read(entry.key, {})[0]["image_latent_mean"]
         pixels = read_frames(tmp_path / "data" / clip, frames=9, fps=8, **size)
         own = tmp_path / "data" / f"{int(clip[:2])}.png"
         image = read_frames(own, frames=1, fps=None, **size)[0] if own.exists() else None

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dit_lora.data.cache import TensorCache
 from dit_lora.data.loader import draw_number
 from dit_lora.errors import DitLoraError
 from dit_lora.families.cogvideox import CogVideoXCheckpoint
+from dit_lora.faults.samples import overwrite
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.objectives import LossOutput
 
@@ -198,10 +200,8 @@ def test_a_bad_clip_is_left_out_of_the_held_out_loss_and_said(
 ) -> None:
     args = [*smoke, "train.batch_size=1", "validation.held_out_draws=1"]
     lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
-    victim = sorted((tmp_path / "cache" / "videos").rglob("*.safetensors"))[0]
-    data = bytearray(victim.read_bytes())
-    data[-2:] = b"\xc0\x7f"  # the last fp32 value becomes NaN
-    victim.write_bytes(data)
+    victim = min(TensorCache(tmp_path / "cache" / "videos").entries(), key=lambda one: one.key)
+    overwrite(victim, "latent_mean", 0, torch.tensor([torch.nan]))
     stop = "guard.on_nonfinite=[stop]"
     with pytest.raises(DitLoraError, match="non finite loss"):
         lora_main([*args, "train.steps=5", f"run.dir={tmp_path / 'run'}", stop])

@@ -1,5 +1,7 @@
-"""Hugging Face datasets of images: exported once, with the names of their classes."""
+"""Hugging Face datasets of images and videos: read in place, with the names of their classes."""
 
+import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,12 @@ from PIL import Image
 
 from dit_lora.config import DataConfig
 from dit_lora.data import datasets_source
-from dit_lora.data.sources import Clip, read_clips
+from dit_lora.data.digest import Digests
+from dit_lora.data.media import MediaFile, read_bytes
+from dit_lora.data.shapes import write_shapes
+from dit_lora.data.sources import Clip, Scan, read_clips
 from dit_lora.data.video import read_frames
+from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
 
 datasets = pytest.importorskip("datasets", reason="the extra dit-lora[datasets]")
@@ -78,16 +84,140 @@ def test_the_column_that_the_recipe_names_is_taken(read: Callable[..., list[Clip
         read(saved.select([0, 1]), caption_column=data["caption_column"])
 
 
-def test_it_is_exported_once(
-    tmp_path: Path, read: Callable[..., list[Clip]], monkeypatch: pytest.MonkeyPatch
+def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]) -> None:
+    """Nothing is written; a cell survives pickling, and a second reading finds the same places."""
+    first = read(labelled())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    data = DataConfig(path=str(tmp_path / "saved"), height=24, width=16)
+    again = read_clips(data, tmp_path / "cache")
+    assert again == first
+    assert [clip.id for clip in first] == ["00000000.png", "00000001.png", "00000002.tiff"]
+    assert [clip.media.stamp()[0] for clip in first] == [len(read_bytes(c.media)) for c in first]
+    pickled = pickle.dumps(again)
+    assert str(tmp_path / "saved").encode() in pickled  # by the files' paths
+    for clip, other in zip(first, pickle.loads(pickled), strict=True):
+        assert (clip, hash(clip.media)) == (other, hash(other.media))
+        assert read_bytes(clip.media) == read_bytes(other.media)
+    digests = Digests(tmp_path / "digests.json")
+    assert len({digests.media(clip.media) for clip in first}) == 3
+    del before[tmp_path / "saved"]
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
+    assert not (tmp_path / "cache").exists()
+
+
+def test_another_dataset_in_the_same_folder_is_another_place(
+    tmp_path: Path, read: Callable[..., list[Clip]]
 ) -> None:
     first = read(labelled())
-    stamps = [clip.media.path.stat().st_mtime_ns for clip in first]
-    data = DataConfig(path=str(tmp_path / "saved"), height=24, width=16)
-    monkeypatch.setattr(datasets_source, "_write", None)
-    again = read_clips(data, tmp_path / "cache")
-    assert [clip.media.path.stat().st_mtime_ns for clip in again] == stamps
-    assert again == first
+    shutil.rmtree(tmp_path / "saved")
+    second = read(labelled().map(lambda row: {**row, "note": "other"}))
+    assert not {clip.media.place for clip in first} & {clip.media.place for clip in second}
+
+
+def test_chosen_rows_are_those_of_the_dataset() -> None:
+    """A dataset may be a choice of its table's rows: cells, captions and names go by the choice."""
+    found = found_in(labelled().select([2, 0]))
+    assert [clip.caption for clip in found.clips] == ["a/b", "tench, Tinca tinca"]
+    assert [clip.id for clip in found.clips] == ["00000000.tiff", "00000001.png"]
+    frame = read_frames(found.clips[1].media, frames=1, fps=None, height=24, width=16)
+    assert torch.equal(frame[0, :, 5, 5], torch.tensor(COLOURS[0], dtype=torch.uint8))
+
+
+def test_videos_are_read_without_a_decoder_of_the_datasets_package(
+    tmp_path: Path, read: Callable[..., list[Clip]]
+) -> None:
+    """With a column of first images; bytes without a name are known by what they are."""
+    paths = write_shapes(tmp_path / "clips", clips=2, frames=3, height=24, width=32, fps=8)
+    Image.new("RGB", (32, 24), "red").save(tmp_path / "first.png")
+    png = {"bytes": (tmp_path / "first.png").read_bytes(), "path": None}
+    rows = {
+        "first": [png, None],
+        "clip": [{"bytes": path.read_bytes(), "path": None} for path in paths],
+        "prompt": ["one", "two"],
+    }
+    features = datasets.Features(
+        first=datasets.Image(), clip=datasets.Video(), prompt=datasets.Value("string")
+    )
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    options = {"frames": 3, "fps": 8.0}
+    clips = read(saved, **options, image_column="first")
+    assert [(clip.id, clip.caption) for clip in clips] == [
+        ("00000000.mp4", "one"),
+        ("00000001.mp4", "two"),
+    ]
+    for clip, path in zip(clips, paths, strict=True):
+        shown = [
+            read_frames(media, frames=3, height=24, width=32, fps=8) for media in (clip.media, path)
+        ]
+        assert torch.equal(*shown)
+    assert clips[0].image is not None
+    assert read_bytes(clips[0].image) == png["bytes"]
+    assert clips[1].image is None
+    with pytest.raises(DitLoraError, match="no column of images called start"):
+        read(saved, **options, image_column="start")
+
+
+def test_everything_wrong_with_rows_is_listed(tmp_path: Path) -> None:
+    """Files that rows name are read where they are."""
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "there.png")
+    png = (tmp_path / "there.png").read_bytes()
+    cells = [
+        {"bytes": None, "path": str(tmp_path / "there.png")},
+        {"bytes": None, "path": str(tmp_path / "gone.png")},
+        None,
+        {"bytes": b"<html>not found</html>", "path": None},
+        {"bytes": b"", "path": None},
+        {"bytes": png, "path": "x.png"},
+        {"bytes": png, "path": "x.png"},
+    ]
+    features = datasets.Features(
+        image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"])
+    )
+    labels = [0, 0, 0, 0, 0, -1, None]
+    saved = datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
+    found = found_in(saved)
+    assert [(clip.id, clip.caption) for clip in found.clips] == [("00000000.png", "cat")]
+    assert found.clips[0].media == MediaFile(tmp_path / "there.png")
+    assert [(one.file, one.code) for one in found.problems] == [
+        ("00000001.png", "missing"),
+        ("00000002", "missing"),
+        ("00000003", "not_media"),
+        ("00000004", "empty_file"),
+        ("00000005.png", "label_unknown"),
+        ("00000006.png", "caption_missing"),
+    ]
+
+
+def found_in(dataset: Any, **options: Any) -> Scan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets_source, "_load", lambda path: dataset)
+        return datasets_source.read_dataset(SourceConfig(path="any", **options))
+
+
+def test_one_caption_needs_no_column() -> None:
+    found = found_in(a_dataset(), caption="a photo of sks dog")
+    assert {clip.caption for clip in found.clips} == {"a photo of sks dog"}
+    assert len(found.clips) == 3
+
+
+def test_the_column_of_first_images_is_not_what_is_trained_on() -> None:
+    both = a_dataset(after=(datasets.Image(), [Image.new("RGB", (9, 9), c) for c in COLOURS]))
+    found = found_in(both, caption="x", image_column="picture")
+    for clip in found.clips:
+        assert ":after/" in clip.media.name
+        assert clip.image is not None
+        assert ":picture/" in clip.image.name
+
+
+def test_decoded_arrays_are_refused() -> None:
+    features = datasets.Features(
+        pixels=datasets.Array3D((2, 2, 3), "uint8"), text=datasets.Value("string")
+    )
+    rows = {"pixels": [[[[0, 0, 0]] * 2] * 2], "text": ["x"]}
+    with pytest.raises(
+        DitLoraError, match=r"pixels \(Array3D\), text \(Value\)\. Arrays of pixels"
+    ):
+        found_in(datasets.Dataset.from_dict(rows, features=features))
 
 
 def test_the_split_called_train_is_taken_and_others_need_a_choice(
@@ -108,7 +238,7 @@ def test_a_dataset_without_images_or_captions_is_refused(
     with pytest.raises(DitLoraError, match=r"no column of text or classes .*picture \(Image\)"):
         read(a_dataset())
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "texts")
-    with pytest.raises(DitLoraError, match=r"no column of an image; it has text \(Value\)"):
+    with pytest.raises(DitLoraError, match=r"no column of videos or images; it has text \(Value\)"):
         read_clips(DataConfig(path=str(tmp_path / "texts"), height=24, width=16), tmp_path)
 
 

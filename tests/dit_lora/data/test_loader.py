@@ -1,14 +1,19 @@
 """Which sample comes when: a function of seed and position, whatever the split."""
 
+import pickle
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dit_lora.data.cache import TensorCache
 from dit_lora.data.loader import (
+    LOSS_WEIGHT,
     Batch,
     CachedClips,
     ClipDataset,
@@ -18,8 +23,8 @@ from dit_lora.data.loader import (
     collate,
     draw_number,
 )
-from dit_lora.data.quarantine import LeftOut, Order, Quarantine
-from dit_lora.errors import DitLoraError
+from dit_lora.data.quarantine import LeftOut, Quarantine
+from dit_lora.data_config import VideoShape
 
 
 @pytest.fixture
@@ -46,6 +51,13 @@ def of(
 
 def ids_of(dataset: ClipDataset, positions: Iterable[int]) -> list[str]:
     return [dataset.clip_at(position)[1].id for position in positions]
+
+
+def to_build_anew(clips: CachedClips, kinds: str = "v") -> list[str]:
+    """The keys of clips that the next start finds missing."""
+    found = TensorCache(clips.videos.root)
+    keys = [f"{kind}{number}" for kind in kinds for number in range(5)]
+    return [key for key in keys if not found.is_whole(key)]
 
 
 def positions(**values: int) -> list[list[int]]:
@@ -99,26 +111,61 @@ def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> No
     assert not batch.faults
 
 
-def test_workers_give_the_same_batches(clips: CachedClips) -> None:
-    def ids(workers: int) -> list[tuple[tuple[str, ...], list[float]]]:
+def test_reading_neither_moves_a_global_generator_nor_draws_from_one(clips: CachedClips) -> None:
+    """In the process itself: so workers, whose generators differ, cannot give anything else."""
+    entries = tuple(replace(entry, mirror_key=entry.video_key) for entry in clips.entries)
+    dataset = of(replace(clips, entries=entries), seed=3, caption_dropout=0.5)
+    sampler = PositionSampler(start_step=0, steps=9, batch_size=1, accumulate=1, rank=0, ranks=1)
+
+    def states() -> list[Any]:
+        legacy = np.random.get_state()[1]  # noqa: NPY002
+        return [random.getstate(), legacy.tolist(), torch.get_rng_state().tolist()]
+
+    def texts(seed: int) -> list[float]:
+        random.seed(seed)
+        torch.manual_seed(seed)
+        before = states()
+        loader = build_loader(dataset, sampler, workers=0, pin_memory=False)
+        found = [batch.tensors["prompt_embeds"].max().item() for batch in loader]
+        assert states() == before
+        return found
+
+    assert texts(0) == texts(1)
+
+
+def drawn(clips: CachedClips, workers: int, split: tuple[int, int, int]) -> list[dict]:
+    """By sample, of each step, what the ranks of a run read: draw number, caption or none."""
+    batch_size, accumulate, ranks = split
+    steps: list[dict] = [{} for _ in range(5)]
+    for rank in range(ranks):
+        given = {"batch_size": batch_size, "accumulate": accumulate, "rank": rank, "ranks": ranks}
+        sampler = PositionSampler(start_step=0, steps=5, **given)
         dataset = of(clips, seed=3, caption_dropout=0.5)
-        sampler = PositionSampler(
-            start_step=1, steps=6, batch_size=2, accumulate=2, rank=0, ranks=1
-        )
-        loader = build_loader(dataset, sampler, workers=workers, pin_memory=False)
-        return [(b.ids, b.tensors["prompt_embeds"][:, 0, 0].tolist()) for b in loader]
+        loader = build_loader(dataset, sampler, workers=workers, pin_memory=False, prefetch=3)
+        for number, batch in enumerate(loader):
+            text = batch.tensors["prompt_embeds"][:, 0, 0].tolist()
+            rows = zip(batch.ids, batch.draws, text, strict=True)
+            steps[number // accumulate] |= {(one, draw): words for one, draw, words in rows}
+    return steps
 
-    assert ids(0) == ids(2)
+
+def test_two_workers_and_two_ranks_draw_apart_and_as_one_process_would(clips: CachedClips) -> None:
+    whole = drawn(clips, 0, (4, 1, 1))
+    draws = [draw for step in whole for _, draw in step]
+    assert len({*draws}) == len(draws) == 20
+    assert {words == 0 for step in whole for words in step.values()} == {True, False}
+    assert drawn(clips, 2, (1, 2, 2)) == whole
+    assert drawn(clips, 2, (2, 2, 1)) == whole
 
 
-def test_reading_ahead_leaves_the_global_generator_alone(clips: CachedClips) -> None:
-    dataset = of(clips, seed=3, caption_dropout=0.5)
-    sampler = PositionSampler(start_step=0, steps=3, batch_size=1, accumulate=1, rank=0, ranks=1)
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    list(build_loader(dataset, sampler, workers=0, pin_memory=False))
-    assert torch.equal(torch.rand(3), expected)
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_workers_read_ahead_as_far_as_asked(clips: CachedClips, prefetch: int) -> None:
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=1, accumulate=1, rank=0, ranks=1)
+    ahead = [
+        build_loader(of(clips), sampler, workers=workers, pin_memory=False, prefetch=prefetch)
+        for workers in (1, 0)
+    ]
+    assert [loader.prefetch_factor for loader in ahead] == [prefetch, None]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -154,7 +201,8 @@ def test_an_unreadable_first_entry_does_not_hide_the_others(clips: CachedClips) 
     dataset = of(clips)
     faults = [fault for p in range(5) for fault in dataset[p].faults]
     assert faults == ["0.mp4"]
-    assert clips.set_aside_bad(["0.mp4"]) == [path.with_suffix(".bad")]
+    clips.set_aside_bad(["0.mp4"])
+    assert to_build_anew(clips) == ["v0"]
 
 
 def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
@@ -167,7 +215,8 @@ def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
     row = batch.ids.index("2.mp4")
     assert batch.tensors["latent_mean"][row].isnan().all()
     assert batch.tensors["latent_mean"].isnan().sum() == 4
-    assert clips.set_aside_bad(["2.mp4", "3.mp4"]) == [path.with_suffix(".bad")]
+    clips.set_aside_bad(["2.mp4", "3.mp4"])
+    assert to_build_anew(clips) == ["v2"]
 
 
 def left_out(sample: str, first: int = 0, last: int | None = None) -> LeftOut:
@@ -207,31 +256,6 @@ def test_draws_differ_between_samples_and_epochs_and_not_between_splits(clips: C
     assert draws == [of(clips)[position].draws[0] for position in range(15)]
 
 
-def test_an_order_counts_anew_when_the_quarantine_grew() -> None:
-    quarantine = Quarantine(Path("nowhere"))
-    order = Order(["a", "b", "c"], seed=0, quarantine=quarantine)
-    assert [order.at(p)[0] for p in range(6)] == [0, 0, 0, 1, 1, 1]
-    quarantine.add([left_out("b")])
-    order.forget()
-    assert [order.at(p)[0] for p in range(6)] == [0, 0, 1, 1, 2, 2]
-    assert {order.ids[order.at(p)[1]] for p in range(6)} == {"a", "c"}
-    quarantine.add([left_out("a", 1), left_out("c", 1)])
-    order.forget()
-    with pytest.raises(DitLoraError, match="no sample is left: all 3 are in nowhere"):
-        order.at(2)
-
-
-def test_a_quarantine_reads_back_what_it_saved(tmp_path: Path) -> None:
-    path = tmp_path / "quarantine.jsonl"
-    assert Quarantine.load(path).records == []
-    kept = Quarantine(path, [left_out("a", 1, 1), left_out("b", 2)])
-    kept.save()
-    assert Quarantine.load(path).records == kept.records
-    path.write_text('{"sample": "a"}\n')
-    with pytest.raises(DitLoraError, match="is not a quarantine list"):
-        Quarantine.load(path)
-
-
 def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) -> None:
     batch = collate([of(clips)[position] for position in range(3)])
     batch = replace(batch, faults={batch.ids[1]: "torn"})
@@ -255,4 +279,103 @@ def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: Cach
     ]
     path = clips.videos.path("m2")
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    assert dataset.clips.set_aside_bad(["2.mp4"]) == [path.with_suffix(".bad")]
+    (aside,) = dataset.clips.set_aside_bad(["2.mp4"])
+    assert aside.exists()
+    assert to_build_anew(clips, "mv") == ["m2"]
+
+
+LARGE, SMALL = VideoShape(9, 32, 48), VideoShape(1, 32, 32)
+
+
+@pytest.fixture
+def mixed(clips: CachedClips) -> CachedClips:
+    """Three clips of one shape, and two with smaller latents of another."""
+    for number in (1, 3):
+        small = {"latent_mean": torch.full((1, 2), float(number))}
+        clips.videos.write(f"s{number}", small, sample="", facts={})
+    entries = [
+        replace(entry, shape=SMALL, video_key=f"s{number}")
+        if number in (1, 3)
+        else replace(entry, shape=LARGE)
+        for number, entry in enumerate(clips.entries)
+    ]
+    return replace(clips, entries=tuple(entries))
+
+
+def test_a_step_has_one_shape_however_it_is_split(mixed: CachedClips) -> None:
+    nowhere = Quarantine(Path("nowhere"))
+    dataset = ClipDataset(mixed, seed=0, caption_dropout=0.0, quarantine=nowhere, group=4)
+    steps: list[set] = [set() for _ in range(20)]
+    for rank in (0, 1):
+        given = {"batch_size": 1, "accumulate": 2, "rank": rank, "ranks": 2}
+        sampler = PositionSampler(start_step=0, steps=20, **given)
+        loader = build_loader(dataset, sampler, workers=0, pin_memory=False)
+        for number, batch in enumerate(loader):
+            steps[number // 2].add(batch.tensors["latent_mean"].shape)
+    assert all(len(step) == 1 for step in steps)
+    assert {*flat(map(list, steps))} == {torch.Size([1, 2, 2]), torch.Size([1, 1, 2])}
+
+
+def test_a_sampler_whose_steps_are_not_the_orders_is_refused(mixed: CachedClips) -> None:
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, ranks=1)
+    with pytest.raises(ValueError, match="1 samples, one of the sampler 2"):
+        build_loader(of(mixed), sampler, workers=0, pin_memory=False)
+
+
+def test_each_shape_has_its_spec_and_the_largest_stands_for_all(mixed: CachedClips) -> None:
+    mixed.videos.path("v0").write_bytes(b"")
+    specs = mixed.video_specs
+    assert {shape: tuple(spec["latent_mean"][0]) for shape, spec in specs.items()} == {
+        LARGE: (2, 2),
+        SMALL: (1, 2),
+    }
+    assert mixed.specs == (specs[LARGE], mixed.text_spec)
+    assert tuple(mixed.text_spec["prompt_embeds"][0]) == (2, 3)
+
+
+@pytest.mark.parametrize(("number", "shape"), [(2, (1, 2, 2)), (3, (1, 1, 2))])
+def test_an_unreadable_entry_is_nan_of_its_own_shape(
+    mixed: CachedClips, number: int, shape: tuple[int, ...]
+) -> None:
+    of(mixed)
+    entry = mixed.entries[number]
+    mixed.videos.path(entry.video_key).write_bytes(b"")
+    mixed.texts.path(entry.text_key).write_bytes(b"")
+    sample = mixed.read(entry, entry.text_key, 0)
+    assert sample.tensors["latent_mean"].shape == shape
+    assert sample.tensors["prompt_embeds"].shape == (1, 2, 3)
+    assert all(tensor.isnan().all() for tensor in sample.tensors.values())
+    assert sample.faults[entry.id].count("cannot be read") == 2
+
+
+def test_loss_weights_are_in_a_batch_where_the_data_has_any(clips: CachedClips) -> None:
+    assert LOSS_WEIGHT not in of(clips)[0].tensors
+    entries = tuple(replace(e, loss_weight=1 + k / 4) for k, e in enumerate(clips.entries))
+    dataset = of(replace(clips, entries=entries))
+    batch = collate([dataset[position] for position in range(5)])
+    weights = batch.tensors[LOSS_WEIGHT]
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == [1 + int(sample[0]) / 4 for sample in batch.ids]
+    assert batch.single(3).tensors[LOSS_WEIGHT].tolist() == weights[3:4].tolist()
+
+
+def test_copies_of_a_sample_draw_apart(clips: CachedClips) -> None:
+    entries = tuple(replace(entry, times=3.0) for entry in clips.entries)
+    dataset = of(replace(clips, entries=entries))
+    samples = [dataset[position] for position in range(15)]
+    assert {dataset.clip_at(position)[0] for position in range(15)} == {0}
+    for number in range(5):
+        draws = [sample.draws[0] for sample in samples if sample.ids == (f"{number}.mp4",)]
+        assert draws == [draw_number(f"{number}.mp4", 0, copy) for copy in range(3)]
+    assert len({sample.draws[0] for sample in samples}) == 15
+
+
+def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None:
+    nowhere = Quarantine(Path("nowhere"))
+    given = {"seed": 0, "caption_dropout": 0.5, "quarantine": nowhere, "group": 2}
+    dataset = ClipDataset(mixed, **given)
+    there = pickle.loads(pickle.dumps(dataset))
+    for position in range(10):
+        here, other = dataset[position], there[position]
+        assert (here.ids, here.draws) == (other.ids, other.draws)
+        assert all(torch.equal(here.tensors[name], other.tensors[name]) for name in here.tensors)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.data.quarantine import LeftOut, Order, Quarantine
+from dit_lora.data.order import Order
+from dit_lora.data.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError
 
 IDS = [f"clips/{name}.mp4" for name in ("cat", "dog", "hen", "fox", "owl", "elk", "bee")]
@@ -150,11 +151,30 @@ def test_an_epoch_without_a_sample_is_an_error_that_names_the_file(tmp_path: Pat
     assert str(error.value) == f"no sample is left: all 7 are in {path}"
 
 
+def test_a_sample_is_out_from_its_epoch_and_copy_on() -> None:
+    cat, dog = IDS[:2]
+    for_good = replace(left_out(cat, 2), from_copy=1)
+    once = replace(left_out(cat, 1, 1), from_copy=3)
+    quarantine = Quarantine(Path("nowhere"), [for_good, once])
+    assert [quarantine.kept_in(cat, epoch) for epoch in range(5)] == [None, 3, 1, 0, 0]
+    assert not quarantine.is_out(cat, 2)
+    assert quarantine.is_out(cat, 2, copy=1)
+    assert quarantine.is_out(cat, 3)
+    assert not quarantine.is_out(cat, 1, copy=2)
+    assert quarantine.is_out(cat, 1, copy=3)
+    assert not quarantine.is_out(dog, 3)
+    quarantine.add([left_out(cat, 2)])
+    assert quarantine.kept_in(cat, 2) == 0
+    assert quarantine.of(cat) == (for_good, once, left_out(cat, 2))
+    assert quarantine.of(dog) == ()
+
+
 def test_a_list_comes_back_from_its_file(tmp_path: Path) -> None:
     """With names of every alphabet, and a name that is no Unicode."""
     path = tmp_path / "run" / "quarantine.jsonl"
     names = ["кот.mp4", "猫\n.mp4", "caf\udce9.mp4", 'a"b\\c.mp4', *IDS[:2]]
     records = [left_out(name, number, number + 3) for number, name in enumerate(names)]
+    records.append(replace(left_out(IDS[0], 7), from_copy=2))
     records.append(
         replace(left_out("猫\n.mp4"), cause="inputs", reason="a first\nand a second", step=0)
     )
@@ -214,9 +234,15 @@ def test_a_file_that_is_no_list_is_an_error_that_names_it(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["from_epoch", "to_epoch"])
-def test_a_file_whose_epochs_are_no_numbers_is_refused(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", ["from_epoch", "to_epoch", "from_copy"])
+def test_a_file_whose_epochs_or_copies_are_no_numbers_is_refused(tmp_path: Path, key: str) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_text(json.dumps({**json.loads(GOOD), key: "2"}))
     with pytest.raises(DitLoraError, match="is not a quarantine list"):
         Quarantine.load(path)
+
+
+def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    path.write_text(GOOD)
+    assert Quarantine.load(path).is_out("a", 0, copy=0)

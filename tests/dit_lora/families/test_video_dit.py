@@ -11,9 +11,9 @@ from typing import Any
 import av
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dit_lora.config import DataConfig, ModelConfig, Recipe
+from dit_lora.data.cache import TensorCache
 from dit_lora.data.shapes import write_class_folders
 from dit_lora.data.sources import read_clips
 from dit_lora.data_config import VideoShape
@@ -267,7 +267,8 @@ def test_ucf101s_folders_train_either_model(
         ]
     )
     assert (tmp_path / "run" / "samples" / "step_000002" / "prompt_00.mp4").is_file()
-    texts = [load_file(path) for path in (tmp_path / "cache" / "texts").rglob("*.safetensors")]
+    cache = TensorCache(tmp_path / "cache" / "texts")
+    texts = [cache.read(entry.key, {})[0] for entry in cache.entries()]
     assert len(texts) == 4  # three captions and the empty one
     if is_class:
         assert sorted(int(text["class_labels"]) for text in texts) == [0, 1, 2, 3]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dit_lora.config import GuardConfig
-from dit_lora.data.quarantine import LeftOut, Order, Quarantine
+from dit_lora.data.order import Order
+from dit_lora.data.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.bisect import Suspects
 from dit_lora.numerics.gate import NonFiniteError, Trip

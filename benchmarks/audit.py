@@ -1,0 +1,156 @@
+"""How long the audit takes on clips of ten seconds, and how much of that is plain decoding.
+
+    python -m benchmarks.audit [--clips 1000] [--workers N]
+
+Clips of 854x480 at 24 or 30 fps, H.264 at 1 to 3 Mbit/s, of moving textures, a moving patch and sensor noise: five contents,
+each stored many times (as hard links; the audit reads and decodes every one). Plain decoding is PyAV's, every frame of every clip
+once, in one thread, by as many processes.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
+
+import av
+import numpy as np
+from tqdm import tqdm
+
+HEIGHT, WIDTH, SECONDS = 480, 854, 10
+CONTENTS = ((24, 1000), (30, 1500), (24, 2000), (30, 2500), (24, 3000))
+"""Frames a second and kbit/s."""
+TARGET = 600.0
+"""Seconds that 1,000 clips may take on two cores."""
+
+
+def texture(random: np.random.Generator, height: int, width: int, decay: float) -> np.ndarray:
+    """uint8 (height, width, 3) whose amplitudes fall with frequency as natural images' do."""
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1.0
+    channels = []
+    for _ in range(3):
+        phases = np.exp(2j * np.pi * random.random(frequency.shape))
+        waves = np.fft.irfft2(phases / frequency**decay, (height, width))
+        channels.append(128 + 50 * (waves - waves.mean()) / waves.std())
+    return np.stack(channels, axis=-1).clip(0, 255).astype(np.uint8)
+
+
+def write_clip(path: Path, fps: int, kbits: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    scene = texture(random, 2 * HEIGHT, 2 * WIDTH, 1.6)
+    patch = texture(random, 200, 200, 1.2)
+    with av.open(path, "w") as container:
+        stream = container.add_stream("libx264", rate=fps, options={"preset": "veryfast"})
+        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
+        stream.bit_rate = 1000 * kbits
+        for number in range(fps * SECONDS):
+            t = number / fps
+            y, x = int(240 + 160 * np.sin(0.7 * t)), int(427 + 280 * np.cos(0.5 * t))
+            picture = scene[y : y + HEIGHT, x : x + WIDTH].astype(np.int16)
+            y, x = int(140 + 140 * np.sin(2 * t)), int(327 + 327 * np.cos(1.7 * t))
+            picture[y : y + 200, x : x + 200] = patch
+            picture += random.integers(-6, 7, (HEIGHT, WIDTH, 1), np.int16)
+            frame = av.VideoFrame.from_ndarray(
+                picture.clip(0, 255).astype(np.uint8), format="rgb24"
+            )
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def write_clips(folder: Path, count: int) -> list[Path]:
+    contents = []
+    for number, (fps, kbits) in enumerate(tqdm(CONTENTS, desc="writing", unit="content")):
+        contents.append(folder / f"content_{number}.mp4")
+        write_clip(contents[-1], fps, kbits, number)
+    clips = [folder / f"{number:05d}.mp4" for number in range(count)]
+    for number, clip in enumerate(clips):
+        os.link(contents[number % len(contents)], clip)
+    return clips
+
+
+def decode(path: Path) -> int:
+    """Every frame, and nothing else."""
+    with av.open(path) as container:
+        stream = container.streams.video[0]
+        stream.thread_type, stream.thread_count = "NONE", 1
+        return sum(1 for _ in container.decode(stream))
+
+
+@dataclass
+class Spent:
+    """Seconds on the clock, and of processors' time in all processes, which other programs do not change much."""
+
+    clock: float = 0.0
+    cores: float = 0.0
+
+
+@contextmanager
+def measured() -> Iterator[Spent]:
+    def cores() -> float:
+        own, children = (getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN))
+        return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+    spent, clock, before = Spent(), time.perf_counter(), cores()
+    yield spent
+    spent.clock, spent.cores = time.perf_counter() - clock, cores() - before
+
+
+def plain(clips: Sequence[Path], workers: int) -> Spent:
+    with measured() as spent, ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        frames = sum(pool.map(decode, clips))
+    assert frames > len(clips)
+    return spent
+
+
+def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
+    """And the number of rejected clips, which should be none."""
+    from dit_lora.data.audit.runner import audit_media
+    from dit_lora.data.clips import Clip
+    from dit_lora.data.media import MediaFile
+    from dit_lora.data_config import DataConfig
+
+    samples = [Clip(path.name, MediaFile(path), "") for path in clips]
+    data = DataConfig(path="clips", frames=49, height=HEIGHT, width=720, fps=8)
+    with measured() as spent:
+        judged = audit_media(samples, data, workers=workers, progress=True)
+    return spent, sum(one.verdict == "reject" for one in judged)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--clips", type=int, default=40)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        clips = write_clips(Path(folder), given.clips)
+        mebibytes = sum(clip.stat().st_size for clip in clips) / 2**20
+        audit, rejected = audited(clips, given.workers)
+        decoding = plain(clips, given.workers)
+    count, kilo = given.clips, 1000 / given.clips
+    print(f"{count} clips of {SECONDS} s, {mebibytes:.0f} MiB, {given.workers} processes")
+    for name, spent in (("audit", audit), ("plain decoding", decoding)):
+        print(
+            f"{name}: {spent.clock:.1f} s, {count / spent.clock:.2f} clips a second, "
+            f"{spent.cores / count:.2f} core-seconds a clip"
+        )
+    print(
+        f"the audit takes {audit.cores / decoding.cores:.2f} times as much; {rejected} clips are rejected"
+    )
+    busy = kilo * audit.cores / given.workers
+    print(
+        f"1,000 clips: {kilo * audit.clock:.0f} s as measured, {busy:.0f} s if nothing else runs; "
+        f"target {TARGET:.0f} s on 2 cores"
+    )
+
+
+if __name__ == "__main__":
+    main()

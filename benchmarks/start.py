@@ -1,0 +1,106 @@
+"""Time from a recipe to its first batch, with everything cached: what a restart costs.
+
+    python -m benchmarks.start [--samples 100000] [--work FOLDER]
+
+Images of one kilobyte or less, in folders of classes; their cache entries are of a DiT's size at 256 x 256 and
+random, written under the keys that a run asks for. The first start reads every file for its digest; the second
+is the one of a restart. Model loading is not in it.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dit_lora.config import Recipe
+from dit_lora.data.cache import TensorCache, encoded
+from dit_lora.data.loader import ClipDataset, PositionSampler, build_loader
+from dit_lora.data.quarantine import Quarantine
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint
+from dit_lora.recipe import parse_recipe
+from dit_lora.training.plan import make_plan
+from dit_lora.training.precompute import precompute
+from dit_lora.training.runtime import running
+
+_CLASSES = [f"class {number}" for number in range(2, 12)]
+_SHARD = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--work", type=Path, help="Kept; by default a temporary folder.")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(arguments.work or Path(folder), arguments.samples)
+
+
+def run(work: Path, samples: int) -> None:
+    data, model = work / "images", work / "model"
+    if not data.exists():
+        write_images(data, samples)
+    if not model.exists():
+        model.mkdir(parents=True)
+        get_family("dit").build_tiny("dit-tiny", model, 0)
+    recipe = parse_recipe(
+        {
+            "model": {"family": "dit", "path": str(model)},
+            "data": {"path": str(data), "height": 32, "width": 32, "workers": 0},
+            "train": {"steps": 1},
+            "run": {"dir": str(work / "run")},
+        },
+        "benchmark",
+    )
+    checkpoint = get_family("dit").open(recipe.model).for_recipe(recipe)
+    began = time.perf_counter()
+    fill(recipe, checkpoint)
+    print(
+        f"| first plan (every file read) and cache written | {time.perf_counter() - began:.1f} s |"
+    )
+    began = time.perf_counter()
+    checkpoint = get_family("dit").open(recipe.model).for_recipe(recipe)
+    opened = time.perf_counter()
+    with running(recipe) as runtime:
+        ready = precompute(runtime, checkpoint).clips
+        planned = time.perf_counter()
+        quarantine = Quarantine(work / "quarantine.jsonl")
+        dataset = ClipDataset(ready, seed=0, caption_dropout=0.1, quarantine=quarantine)
+        place = {"batch_size": 4, "accumulate": 1, "rank": 0, "ranks": 1}
+        sampler = PositionSampler(start_step=0, steps=1, **place)
+        batch = next(iter(build_loader(dataset, sampler, workers=0, pin_memory=False)))
+    assert len(batch.ids) == 4
+    assert not batch.faults
+    done = time.perf_counter()
+    print(f"| restart: sources and classes | {opened - began:.1f} s |")
+    print(f"| restart: keys and cache | {planned - opened:.1f} s |")
+    print(f"| restart: order and first batch | {done - planned:.1f} s |")
+    print(f"| restart, {len(ready.entries):,} samples | {done - began:.1f} s |")
+
+
+def write_images(folder: Path, samples: int) -> None:
+    """Each of its own bytes."""
+    draws = np.random.default_rng(0)
+    for number in range(samples):
+        path = folder / _CLASSES[number % len(_CLASSES)] / f"{number:06d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 255, (16, 16, 3), np.uint8)).save(path)
+
+
+def fill(recipe: Recipe, checkpoint: Checkpoint) -> None:
+    """Random latents and the classes' entries, as shards."""
+    plan = make_plan(recipe, checkpoint, torch.float32, group=4, quiet=False)
+    latents = {name: torch.randn(4, 4, 4) for name in ("latent_mean", "latent_logvar")}
+    videos = TensorCache(recipe.cache_dir / "videos")
+    wanted = [one for one in plan.wanted if not videos.is_whole(one.video.key)]
+    for first in range(0, len(wanted), _SHARD):
+        jobs = [one.video for one in wanted[first : first + _SHARD]]
+        videos.write_all([encoded(j.key, latents, sample=j.sample, facts=j.facts) for j in jobs])
+
+
+if __name__ == "__main__":
+    main()

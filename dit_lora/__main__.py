@@ -1,0 +1,5 @@
+"""`python -m dit_lora` is `dit-lora`; with it, `accelerate launch -m dit_lora cache build RECIPE` starts several."""
+
+from dit_lora.cli import main
+
+main()

@@ -1,0 +1,72 @@
+"""Clips that are there twice: byte for byte, or to the eye.
+
+Shapes: N clips, M moments of each.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dit_lora.data.audit.finding import Finding
+from dit_lora.data.audit.signature import Signature
+
+# Bits of 64 in which the hashes differ on average, and levels by which any colour does after the means are made equal. Seven
+# real clips encoded at crf 35, at half the size or frame rate, or a sixth brighter: up to 4 bits and 27 levels; smooth waves
+# at crf 30 to 40: up to 9 and 20. A disc and a square: 8 and 18 or more; other clips: 27 and 75 or more.
+_ALIKE = ((6, 28), (10, 14))
+_ROWS = 1024  # clips that are compared with all others at once
+
+
+def exact_duplicates(digests: Mapping[str, str]) -> dict[str, Finding]:
+    """By id, in the order given: those with the same bytes as one before."""
+    first: dict[str, str] = {}
+    found = {}
+    for file, digest in digests.items():
+        before = first.setdefault(digest, file)
+        if before != file:
+            words = f"the same bytes as {before}"
+            remedy = "remove it; data.sources has repeats and weight"
+            found[file] = Finding("duplicate_clip", words, "warn", remedy)
+    return found
+
+
+def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
+    """By id, in the order given: those that look like one before."""
+    groups: dict[int, list[str]] = {}
+    for file, signature in signatures.items():
+        groups.setdefault(len(signature.hashes), []).append(file)
+    found = {}
+    for files in groups.values():
+        for file, before in _alike(files, [signatures[file] for file in files]).items():
+            remedy = "remove the worse of the two"
+            found[file] = Finding("near_duplicate_clip", f"it looks like {before}", "warn", remedy)
+    return found
+
+
+def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, str]:
+    """The first one before each that it is like."""
+    hashes = np.stack([signature.hashes for signature in signatures])
+    moments = hashes.shape[1]
+    colours = np.stack([signature.colours for signature in signatures]).astype(np.float32)
+    colours -= colours.mean((2, 3, 4), keepdims=True)
+    found: dict[str, str] = {}
+    for start in range(0, len(files), _ROWS):
+        rows = hashes[start : start + _ROWS]
+        # Moment by moment, so that memory stays at rows x N.
+        differing = np.zeros((len(rows), min(start + _ROWS, len(files))), np.int32)
+        for moment in range(moments):
+            bits = rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment]
+            differing += np.bitwise_count(bits)
+        most = max(bits for bits, _ in _ALIKE)
+        for row, alike in enumerate(differing <= most * moments):
+            this = start + row
+            for other in np.flatnonzero(alike[:this]).tolist():
+                difference = np.abs(colours[this] - colours[other]).max()
+                if _are_alike(differing[row, other] / moments, difference):
+                    found[files[this]] = files[other]
+                    break
+    return found
+
+
+def _are_alike(bits: float, levels: float) -> bool:
+    return any(bits <= most_bits and levels <= most for most_bits, most in _ALIKE)

@@ -1,0 +1,114 @@
+"""Measures one image, as training reads it."""
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from dit_lora.data.audit.measure import SIDE, Pictures
+from dit_lora.data.media import Media
+from dit_lora.data.pictures import DAMAGED, image_size, read_image
+
+THUMBNAIL = 320
+"""Pixels across."""
+_EDGE = 160  # of one image's
+
+_ORIENTATION = 0x0112
+
+Failures = list[tuple[str, str]]
+"""Codes and words."""
+
+
+def measure_image(
+    media: Media, alive: Callable[[], None]
+) -> tuple[Failures, dict[str, Any], bytes | None]:
+    """Why it cannot be used, what was measured, and a thumbnail."""
+    facts: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        # Of odd metadata and of large images, which are no fault.
+        warnings.simplefilter("ignore")
+        try:
+            Image.open(media.source()).close()
+        except DAMAGED as error:
+            return [_unopened(error)], facts, None
+        try:
+            facts |= _header(media)
+            pixels = read_image(media, facts["height"], facts["width"])
+        except DAMAGED as error:
+            return [_undecoded(error)], facts, None
+    alive()
+    picture = Image.fromarray(pixels)
+    pictures = Pictures()
+    pictures.add(np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX)))
+    pictures.add_levels(np.asarray(picture.convert("L")))
+    facts |= {"frames": 1, **pictures.facts([0.0, 0.0])}
+    picture.thumbnail((_EDGE, _EDGE))
+    return [], facts, jpeg([np.asarray(picture)])
+
+
+def odd_mode(mode: str, bits: int) -> str | None:
+    """What is odd about a picture's mode (Pillow's) and bits; None if nothing is."""
+    if bits > 8 or mode.startswith("I"):
+        return "more than 8 bits a level"
+    if mode in ("RGB", "RGBA", "L", "LA"):
+        return None
+    return {"P": "a palette", "PA": "a palette", "1": "black and white only"}.get(mode, mode)
+
+
+def jpeg(pictures: list[np.ndarray]) -> bytes:
+    """uint8 (H, W, 3) of one height each, side by side."""
+    stream = io.BytesIO()
+    Image.fromarray(np.concatenate(pictures, axis=1)).save(stream, "JPEG", quality=70)
+    return stream.getvalue()
+
+
+def _header(media: Media) -> dict[str, Any]:
+    height, width = image_size(media)
+    with Image.open(media.source()) as image:
+        facts = {
+            "container": (image.format or "").lower(),
+            "height": height,
+            "width": width,
+            "pixel_format": image.mode,
+            "bits": _bits(media, image.mode),
+            "pictures": int(getattr(image, "n_frames", 1)),
+            "orientation": image.getexif().get(_ORIENTATION, 1),
+            "alpha": image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
+            or "transparency" in image.info,
+        }
+    return facts
+
+
+def _bits(media: Media, mode: str) -> int:
+    """Pillow reads a PNG's 16 bits of red, green and blue as 8 without a word (PNG, 11.2.1)."""
+    if mode.startswith("I") or mode == "F":
+        return 16
+    source = media.source()
+    with source.open("rb") if isinstance(source, Path) else source as stream:
+        head = stream.read(25)
+    return head[24] if head.startswith(b"\x89PNG") else 8
+
+
+def _unopened(error: Exception) -> tuple[str, str]:
+    if isinstance(error, Image.DecompressionBombError):
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        return "corrupt", f"its header promises more than {limit} pixels, as a bomb does"
+    if isinstance(error, UnidentifiedImageError):
+        return "unreadable", "its header is damaged, or of an image format that is not known here"
+    return "unreadable", f"its header cannot be read: {_reason(error)}"
+
+
+def _undecoded(error: Exception) -> tuple[str, str]:
+    reason = _reason(error)
+    if "truncated" in reason.lower():
+        return "truncated", f"the image ends early: {reason}"
+    return "corrupt", f"it cannot be decoded: {reason}"
+
+
+def _reason(error: Exception) -> str:
+    strerror = error.strerror if isinstance(error, OSError) else None
+    return strerror or str(error) or type(error).__name__

@@ -1,0 +1,144 @@
+"""What the pictures of a clip show: brightness, contrast, motion, stillness, cuts.
+
+Everything is told from pictures of 48 x 48 pixels, and from the levels of a few whole ones. Levels are 0 to 255.
+Shapes: N pictures.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dit_lora.data.audit.cuts import cut_positions
+from dit_lora.data.audit.signature import GRID, Signature
+
+SIDE = 48
+"""Pixels a side of the small pictures."""
+
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
+_BATCH = 64  # pictures measured at once
+
+# A picture is black if no more than 2% of its areas are brighter: FFmpeg's blackdetect has 10% of the range and 98% of the
+# pixels. Of the darkest of seven real clips (a kitchen), at most 57% are; of 200 bright dots on black, fewer than 98%.
+_BLACK_LEVEL = 20
+_BLACK_SHARE = 0.98
+# A picture stands still while it differs from the first one of its run by no more than this, in one of 48 x 48 areas
+# and on average: a still picture that x264 encodes at crf 30 differs by 8 levels and 1.2 from one keyframe to the next.
+_STILL_MOST, _STILL_MEAN = 8, 1.2
+_TAIL = 0.0005  # share of pixels at either end of the levels that may be anything
+
+
+class Pictures:
+    """Gathers what is measured of each picture in turn; memory grows by 0.7 KiB a picture."""
+
+    def __init__(self) -> None:
+        self._waiting: list[np.ndarray] = []
+        self._last: np.ndarray | None = None
+        self._run: np.ndarray | None = None
+        self._still: list[bool] = []
+        self._grey: list[np.ndarray] = []
+        self._colours: list[np.ndarray] = []
+        self._means: list[np.ndarray] = []
+        self._lit: list[np.ndarray] = []
+        self._changes: list[np.ndarray] = []
+        self._least = np.full(3, 255, np.uint8)
+        self._most = np.zeros(3, np.uint8)
+        self._levels = np.zeros(256, np.int64)
+        self._contrasts: list[float] = []
+
+    def add(self, small: np.ndarray) -> None:
+        """The next picture; uint8 (48, 48, 3)."""
+        self._waiting.append(small)
+        if len(self._waiting) == _BATCH:
+            self._measure()
+
+    def add_levels(self, luma: np.ndarray) -> None:
+        """Of some pictures, uint8 luma in full size."""
+        counts = np.bincount(luma.ravel(), minlength=256)
+        shares = counts / counts.sum()
+        mean = (shares * np.arange(256)).sum()
+        self._contrasts.append(float(np.sqrt((shares * (np.arange(256) - mean) ** 2).sum())))
+        self._levels += counts
+
+    def _measure(self) -> None:
+        if not self._waiting:
+            return
+        rgb = np.stack(self._waiting)
+        self._waiting.clear()
+        count = len(rgb)
+        luma = rgb.astype(np.float32) @ _LUMA
+        self._means.append(luma.mean((1, 2)))
+        self._lit.append((luma > _BLACK_LEVEL).mean((1, 2)))
+        self._least = np.minimum(self._least, rgb.min((0, 1, 2)))
+        self._most = np.maximum(self._most, rgb.max((0, 1, 2)))
+        half, cell = SIDE // 2, SIDE // GRID
+        self._grey.append(luma.reshape(count, half, 2, half, 2).mean((2, 4)).astype(np.uint8))
+        blocks = rgb.reshape(count, GRID, cell, GRID, cell, 3).mean((2, 4))
+        self._colours.append(blocks.astype(np.uint8))
+        before = rgb[:1] if self._last is None else self._last
+        pairs = np.concatenate([before, rgb]).astype(np.int16)
+        differences = np.abs(np.diff(pairs, axis=0))
+        self._changes.append(differences.mean((1, 2, 3)))  # the first picture's is 0
+        self._last = rgb[-1:]
+        self._still += [self._stands_still(picture) for picture in rgb.astype(np.int16)]
+
+    def _stands_still(self, picture: np.ndarray) -> bool:
+        """Measured from where the run began, so that slow motion is motion."""
+        if self._run is not None:
+            difference = np.abs(picture - self._run)
+            if difference.max() <= _STILL_MOST and difference.mean() <= _STILL_MEAN:
+                return True
+        self._run = picture
+        return False
+
+    def facts(self, times: Sequence[float]) -> dict[str, Any]:
+        """What was measured; `times` are the pictures' seconds since the first, and the end of the last."""
+        self._measure()
+        change = np.concatenate(self._changes)
+        grey = np.concatenate(self._grey)
+        black = 1 - np.concatenate(self._lit) >= _BLACK_SHARE
+        still = np.array(self._still)
+        low, high = self._range()
+        signature = Signature.of(grey, np.concatenate(self._colours), times)
+        return {
+            "luma_mean": round(float(np.concatenate(self._means).mean()), 1),
+            "luma_min": low,
+            "luma_max": high,
+            "levels": int(max(self._most.astype(int) - self._least)),
+            "contrast": round(max(self._contrasts), 2),
+            "motion": round(float(change[1:].mean()), 2) if len(change) > 1 else 0.0,
+            "black_share": round(float(black.mean()), 4),
+            "black": _runs(black, times),
+            "still": _longest(still, times),
+            "cuts": [round(float(times[k]), 3) for k in cut_positions(grey, change, still)],
+            "hash": signature.text,
+        }
+
+    def _range(self) -> tuple[int, int]:
+        """The darkest and the brightest level, a few pixels left out."""
+        reached = np.cumsum(self._levels) / self._levels.sum()
+        low, high = np.searchsorted(reached, [_TAIL, 1 - _TAIL])
+        return int(low), int(high)
+
+
+def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
+    """Where the flags are set: start and seconds of each stretch."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
+    return [
+        [round(float(times[first]), 3), round(float(times[end] - times[first]), 3)]
+        for first, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def _longest(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
+    """The longest stretch that shows one picture: its start, its seconds, its share of all, and its frames."""
+    starts = np.append(np.flatnonzero(~still[1:]) + 1, len(still))
+    starts = np.concatenate([[0], starts])
+    seconds = np.diff(np.asarray(times)[starts])
+    k = int(seconds.argmax())
+    return {
+        "start": round(float(times[starts[k]]), 3),
+        "seconds": round(float(seconds[k]), 3),
+        "share": round(float(seconds[k] / times[-1]), 3) if times[-1] else 1.0,
+        "frames": int(starts[k + 1] - starts[k]),
+    }

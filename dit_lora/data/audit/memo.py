@@ -1,0 +1,80 @@
+"""What the audit measured of media, kept by their content: a second audit decodes only what is new."""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dit_lora.data.audit.finding import Finding
+from dit_lora.data.audit.probe import Probe
+from dit_lora.data.media import Media, is_image
+from dit_lora.files import write_whole
+
+AUDIT_VERSION = 1
+"""Raised when a probe would find or measure something else in the same bytes."""
+
+
+class AuditMemo:
+    """Probes by the media's digest; one JSON object a line. Verdicts are made of them anew for each recipe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: dict[str, str] = {}
+        self._changed = False
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+                key = _key_of(line)
+                if key is not None:
+                    self._lines[key] = line
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def get(self, media: Media, digest: str) -> Probe | None:
+        """What was measured of these bytes under such a name; None if it is not known."""
+        line = self._lines.get(_key(media, digest))
+        return _probe(json.loads(line)) if line else None
+
+    def put(self, media: Media, digest: str, found: Probe) -> None:
+        key = _key(media, digest)
+        thumbnail = base64.b64encode(found.thumbnail).decode() if found.thumbnail else None
+        record = {
+            "key": key,
+            "faults": [asdict(fault) for fault in found.faults],
+            "facts": found.facts,
+            "thumbnail": thumbnail,
+            "broke": found.broke,
+        }
+        self._lines[key] = json.dumps(record)
+        self._changed = True
+
+    def save(self) -> None:
+        """Keep it for the next run."""
+        if self._changed:
+            write_whole(self._path, "".join(f"{line}\n" for line in self._lines.values()))
+            self._changed = False
+
+
+def _key(media: Media, digest: str) -> str:
+    """A name says only whether it is read as an image or as a video."""
+    return f"{AUDIT_VERSION}/{'image' if is_image(media) else 'video'}/{digest}"
+
+
+def _key_of(line: str) -> str | None:
+    """None if it is of another version, or torn."""
+    start = f'{{"key": "{AUDIT_VERSION}/'
+    if not (line.startswith(start) and line.endswith("}")):
+        return None
+    return line[len('{"key": "') : line.index('"', len(start))]
+
+
+def _probe(record: Mapping[str, Any]) -> Probe:
+    thumbnail = record["thumbnail"]
+    return Probe(
+        tuple(Finding(**fault) for fault in record["faults"]),
+        record["facts"],
+        base64.b64decode(thumbnail) if thumbnail else None,
+        record["broke"],
+    )

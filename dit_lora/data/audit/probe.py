@@ -1,0 +1,84 @@
+"""Decodes one video or image to its end and measures it; whatever the file is, what is wrong becomes findings.
+
+Nothing here needs torch, so that the audit's processes start quickly.
+"""
+
+import errno
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dit_lora.data.audit.container import HEAD, foreign_kind, has_end, is_known, missing_bytes
+from dit_lora.data.audit.finding import Finding
+from dit_lora.data.audit.image_probe import measure_image
+from dit_lora.data.audit.video_probe import measure_video
+from dit_lora.data.media import VIDEO_SUFFIXES, Media, is_image, sniffed_suffix
+
+_NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
+_GONE = ("there is no such file", "correct its name, or remove the entry")
+ANEW = "fetch it again, or remove it"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one file is and shows."""
+
+    faults: tuple[Finding, ...]
+    """Why it cannot be used, whatever for."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Plain values: of the header, the frames, the time stamps and the pictures."""
+    thumbnail: bytes | None = None
+    """A JPEG of up to four frames side by side."""
+    broke: bool = False
+    """Whether the decoder crashed or did not get on."""
+
+
+def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
+    """Measure a file; `alive` is called after every packet. Only defects of this program raise."""
+    try:
+        if not media.exists():
+            return _rejected("missing", *_GONE)
+        with _opened(media) as stream:
+            size = stream.seek(0, io.SEEK_END)
+            stream.seek(0)
+            head = stream.read(HEAD)
+            lacks, ends = missing_bytes(stream, size), has_end(stream, size)
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return _rejected("missing", *_GONE)
+        return _rejected("unreadable", f"it cannot be read: {error.strerror or error}")
+    if size == 0:
+        return _rejected("empty_file", "the file has no bytes")
+    foreign = foreign_kind(head)
+    if foreign:
+        return _rejected("not_media", f"its content is {foreign}")
+    measure = measure_image if is_image(media) else measure_video
+    failures, facts, thumbnail = measure(media, alive)
+    facts = {"bytes": size, "content": sniffed_suffix(head[:64]), **facts}
+    faults = [Finding(code, words, "reject", ANEW) for code, words in failures]
+    sound = any(code == "no_video_stream" for code, _ in failures)
+    if "frames" not in facts and not sound and not is_known(head):
+        return _rejected("not_media", "its bytes are of no video or image format known here")
+    if lacks > 0:
+        faults = [fault for fault in faults if fault.code in ("unreadable", "no_video_stream")]
+        words = f"the file ends early: {lacks} bytes of its {size + lacks} are missing"
+        faults.append(Finding("truncated", words, "reject", ANEW))
+    elif faults and not ends:
+        words = f"the image ends early, after {size} bytes"
+        faults = [Finding("truncated", words, "reject", ANEW)]
+    elif is_image(media) and faults and facts["content"] in VIDEO_SUFFIXES:
+        words = f"it is a video ({facts['content']}) and named as an image"
+        remedy = f"rename it to {facts['content']}"
+        faults = [Finding("unreadable", words, "reject", remedy)]
+    return Probe(tuple(faults), facts, thumbnail)
+
+
+def _opened(media: Media) -> BinaryIO:
+    source = media.source()
+    return source.open("rb") if isinstance(source, Path) else source
+
+
+def _rejected(code: str, words: str, remedy: str = ANEW) -> Probe:
+    return Probe((Finding(code, words, "reject", remedy),))

@@ -1,0 +1,155 @@
+"""What the audit found, put together: one verdict a sample, totals, a JSON file and a list of what to mend."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from dit_lora.data.audit.finding import VERDICTS, Finding, Judged
+from dit_lora.files import write_whole
+
+_COLUMNS = ("verdict", "file", "reason", "what to do")
+# Also what turns the direction of writing: a terminal that shows the list obeys it.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def merge(
+    judged: Iterable[Judged],
+    *parts: Mapping[str, Sequence[Finding]],
+    facts: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Judged]:
+    """Each sample once, in the order given, with the findings and facts of all parts; rejects come first in it.
+
+    A sample that only `parts` know is added at the end. What two parts say in the same words stays once.
+    """
+    first: dict[str, Judged] = {}
+    findings: dict[str, list[Finding]] = {}
+    known: dict[str, dict[str, Any]] = {}
+    for one in judged:
+        kept = first.setdefault(one.file, one)
+        if kept.thumbnail is None and one.thumbnail is not None:
+            first[one.file] = one
+        findings.setdefault(one.file, []).extend(one.findings)
+        known.setdefault(one.file, {}).update(one.facts)
+    for part in parts:
+        for file, found in part.items():
+            findings.setdefault(file, []).extend(found)
+    for file, more in (facts or {}).items():
+        if file in findings:
+            known.setdefault(file, {}).update(more)
+    return [
+        Judged(
+            file,
+            _worst_first(found),
+            known.get(file, {}),
+            first[file].thumbnail if file in first else None,
+        )
+        for file, found in findings.items()
+    ]
+
+
+def totals(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Numbers of samples: all, of each verdict, and by code, the most frequent first."""
+    verdicts = Counter(one.verdict for one in judged)
+    codes = Counter(code for one in judged for code in {f.code for f in one.findings})
+    ordered = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
+    return {
+        "samples": len(judged),
+        **{verdict: verdicts[verdict] for verdict in VERDICTS},
+        "codes": dict(ordered),
+    }
+
+
+def as_json(
+    judged: Sequence[Judged],
+    *,
+    notes: Sequence[str] = (),
+    buckets: Mapping[str, Any] | None = None,
+    encoded: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The whole audit as plain values, `samples` and `totals`; `notes`, `buckets` and `encoded` where there are.
+
+    A number that is not finite becomes null, and what JSON does not know, such as a path, its text.
+    """
+    more = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
+    samples = [
+        {
+            "file": one.file,
+            "verdict": one.verdict,
+            "reasons": one.reasons,
+            "codes": list(dict.fromkeys(finding.code for finding in one.findings)),
+            "facts": one.facts,
+        }
+        for one in judged
+    ]
+    kept = {name: value for name, value in more.items() if value}
+    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **kept})
+    return plain
+
+
+def write_json(
+    path: Path,
+    judged: Sequence[Judged],
+    *,
+    notes: Sequence[str] = (),
+    buckets: Mapping[str, Any] | None = None,
+    encoded: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `as_json` in one rename, a sample a line."""
+    whole = as_json(judged, notes=notes, buckets=buckets, encoded=encoded)
+    samples = ",\n".join(_dumps(sample) for sample in whole.pop("samples"))
+    rest = "".join(f',\n"{name}": {_dumps(value)}' for name, value in whole.items())
+    write_whole(path, f'{{"samples": [\n{samples}\n]{rest}}}\n')
+
+
+def write_fix_list(path: Path, judged: Sequence[Judged]) -> None:
+    """Write one line a sample that is not ok, rejects first: verdict, file, reason, what to do.
+
+    Columns are separated by tabs; a tab, a line end or a backslash within one is escaped by a backslash.
+    """
+    lines = [_COLUMNS]
+    for verdict in ("reject", "warn"):
+        lines += [
+            (
+                verdict,
+                one.file,
+                "; ".join(one.reasons),
+                "; ".join(dict.fromkeys(f.remedy for f in one.findings if f.remedy)),
+            )
+            for one in judged
+            if one.verdict == verdict
+        ]
+    write_whole(path, "".join("\t".join(map(_cell, line)) + "\n" for line in lines))
+
+
+def _worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    unique = dict.fromkeys(findings)
+    return tuple(sorted(unique, key=lambda finding: -VERDICTS.index(finding.verdict)))
+
+
+def _cell(text: str) -> str:
+    text = text.replace("\\", "\\\\")
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """What strict JSON can hold."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):  # a Fraction too, as which PyAV gives rates
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    return str(value)

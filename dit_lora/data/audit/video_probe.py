@@ -1,0 +1,246 @@
+"""Measures one video, decoding every frame once, in one thread."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import av
+import numpy as np
+from av.stream import Disposition
+from av.video.reformatter import Interpolation, VideoReformatter
+from PIL import Image
+
+from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
+from dit_lora.data.audit.measure import SIDE, Pictures
+from dit_lora.data.media import Media
+
+_SAMPLES = 8
+"""Frames, at most, whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""
+_SHOWN = 4  # frames in a thumbnail
+_HIGHEST = 142  # pixels of a thumbnail: of 9:16 at a quarter of its width
+_MOST_ERRORS = 20  # then the rest is not worth decoding
+_DEVIATION = 0.25  # of the usual interval, more than any container's rounding of 24 to 60 fps
+_ERRORS = (av.error.FFmpegError, OSError, ValueError, MemoryError)
+_HDR_CURVES = {16: "PQ", 18: "HLG"}  # transfer characteristics of ITU-T H.273
+_BT2020 = 9  # its colour primaries
+_FULL_RANGE = 2  # FFmpeg's AVCOL_RANGE_JPEG
+
+
+def measure_video(
+    media: Media, alive: Callable[[], None]
+) -> tuple[Failures, dict[str, Any], bytes | None]:
+    """Why it cannot be used, what was measured, and a thumbnail."""
+    facts: dict[str, Any] = {}
+    try:
+        with av.open(media.source(), "r", metadata_errors="replace") as container:
+            facts["container"] = container.format.name
+            stream = _video_stream(container)
+            if stream is None:
+                cover = bool(container.streams.video)
+                words = "its only picture is the sound's cover" if cover else "it has sound only"
+                known = words if cover or container.streams.audio else "it has no video stream"
+                return [("no_video_stream", known)], facts, None
+            if stream.codec_context is None:
+                return [("unreadable", "FFmpeg has no decoder for its video")], facts, None
+            facts |= _header(container, stream)
+            pixels = facts["height"] * facts["width"]
+            if pixels > 2 * (Image.MAX_IMAGE_PIXELS or math.inf):
+                size = f"{facts['width']} x {facts['height']}"
+                return [("corrupt", f"its header promises pictures of {size}")], facts, None
+            frames = _Frames(
+                float(stream.average_rate or 0), float(stream.sample_aspect_ratio or 1)
+            )
+            frames.decode(container, stream, alive)
+    except _ERRORS as error:
+        return [("unreadable", f"it cannot be opened as a video: {_reason(error)}")], facts, None
+    if not frames.times:
+        failures = frames.failures or [("no_frames", "no frame comes out of it")]
+        return failures, facts, None
+    facts |= frames.facts()
+    return frames.failures, facts, frames.thumbnail()
+
+
+def _video_stream(container: av.container.InputContainer) -> av.VideoStream | None:
+    """The first that is no cover picture."""
+    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    return streams[0] if streams else None
+
+
+def _header(container: av.container.InputContainer, stream: av.VideoStream) -> dict[str, Any]:
+    seconds: float | None = None
+    if stream.duration and stream.time_base:
+        seconds = float(stream.duration * stream.time_base)
+    elif container.duration and not container.streams.audio:
+        seconds = container.duration / av.time_base
+    videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    return {
+        "codec": stream.codec_context.name,
+        "height": stream.height,
+        "width": stream.width,
+        "header_frames": stream.frames or None,
+        "header_seconds": seconds,
+        "header_start": max(0.0, (container.start_time or 0) / av.time_base),
+        "header_fps": float(stream.average_rate) if stream.average_rate else None,
+        "streams": len(videos),
+        "pixel_aspect": float(stream.sample_aspect_ratio or 1),
+        "alpha": stream.metadata.get("alpha_mode") == "1",  # VP8's and VP9's, in WebM
+    }
+
+
+def _reason(error: Exception) -> str:
+    """FFmpeg's and the system's errors without their numbers."""
+    strerror = error.strerror if isinstance(error, av.error.FFmpegError | OSError) else None
+    return strerror or str(error) or type(error).__name__
+
+
+class _Frames:
+    """Takes the frames of one video as they are decoded."""
+
+    def __init__(self, rate: float, pixel_aspect: float) -> None:
+        self.times: list[float] = []
+        self.failures: Failures = []
+        self._rate = rate if math.isfinite(rate) and rate > 0 else 25.0
+        self._pixel_aspect = pixel_aspect
+        self._untimed = self._interlaced = 0
+        self._errors: list[tuple[int, str]] = []
+        self._damaged: list[float] = []
+        self._format: dict[str, Any] = {}
+        self._rotation = 0
+        self._pictures = Pictures()
+        self._thumbnails: list[np.ndarray] = []
+        self._stride = 1
+        self._to_small, self._to_luma, self._to_thumbnail = (VideoReformatter() for _ in range(3))
+
+    def decode(
+        self,
+        container: av.container.InputContainer,
+        stream: av.VideoStream,
+        alive: Callable[[], None],
+    ) -> None:
+        """To the end of the file, over errors."""
+        stream.thread_type, stream.thread_count = "NONE", 1
+        for frame in self._decoded(container, stream, alive):
+            self._take(frame)
+        self._judge_errors()
+
+    def _decoded(
+        self,
+        container: av.container.InputContainer,
+        stream: av.VideoStream,
+        alive: Callable[[], None],
+    ) -> Iterator[av.VideoFrame]:
+        packets = container.demux(stream)
+        while len(self._errors) < _MOST_ERRORS:
+            try:
+                packet = next(packets, None)
+            except _ERRORS as error:
+                self._errors.append((len(self.times), _reason(error)))
+                return
+            alive()
+            if packet is None:
+                return
+            try:
+                yield from packet.decode()
+            except _ERRORS as error:
+                self._errors.append((len(self.times), _reason(error)))
+
+    def _take(self, frame: av.VideoFrame) -> None:
+        number = len(self.times)
+        self._untimed += frame.time is None
+        self.times.append(number / self._rate if frame.time is None else frame.time)
+        if frame.is_corrupt:
+            self._damaged.append(self.times[-1] - self.times[0])
+        self._interlaced += frame.interlaced_frame
+        if number == 0:
+            self._rotation = frame.rotation % 360
+            self._format = _format(frame)
+        self._pictures.add(self._scaled(self._to_small, frame, SIDE, SIDE))
+        if number % self._stride:
+            return
+        luma = self._to_luma.reformat(frame, format="gray").to_ndarray()
+        self._pictures.add_levels(luma[::2, ::2] if luma.size > 4 * SIDE**2 else luma)
+        self._thumbnails.append(self._scaled(self._to_thumbnail, frame, *self._shown_size(frame)))
+        if len(self._thumbnails) == _SAMPLES:
+            self._thumbnails, self._stride = self._thumbnails[::2], 2 * self._stride
+
+    @staticmethod
+    def _scaled(to: VideoReformatter, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
+        scaled = to.reformat(
+            frame, width=width, height=height, format="rgb24", interpolation=Interpolation.AREA
+        )
+        return scaled.to_ndarray()
+
+    def _shown_size(self, frame: av.VideoFrame) -> tuple[int, int]:
+        """Of a thumbnail, before it is turned."""
+        height, width = frame.height, frame.width * self._pixel_aspect
+        across, down = (height, width) if self._rotation % 180 else (width, height)
+        scale = min(THUMBNAIL / _SHOWN / across, _HIGHEST / down)
+        return max(1, round(height * scale)), max(1, round(width * scale))
+
+    def _judge_errors(self) -> None:
+        if self._damaged:
+            words = f"{len(self._damaged)} damaged frames, the first at {self._damaged[0]:.2f} s"
+            self.failures.append(("corrupt", words))
+        elif self._errors:
+            frame, reason = self._errors[0]
+            count = len(self.times)
+            if frame == count > 0:
+                words = f"decoding ends after {count} frames: {reason}"
+                self.failures.append(("truncated", words))
+            else:
+                self.failures.append(("corrupt", f"decoding fails after {frame} frames: {reason}"))
+        if self._untimed:
+            words = f"{self._untimed} of {len(self.times)} frames have no time stamp"
+            self.failures.append(("no_time_stamps", words))
+
+    def facts(self) -> dict[str, Any]:
+        """Of what was decoded."""
+        seconds = np.array(self.times) - self.times[0]
+        intervals = np.diff(seconds)
+        last = float(intervals[-1]) if len(intervals) else 0.0
+        usual = float(np.median(intervals)) if len(intervals) else 1 / self._rate
+        irregular = np.abs(intervals - usual) > _DEVIATION * usual
+        # For stretches of time; stamps that run backwards are told apart.
+        forward = np.maximum.accumulate(seconds)
+        ends = [*forward.tolist(), float(forward[-1] + max(0.0, usual))]
+        span = float(seconds[-1])
+        return {
+            **self._format,
+            "frames": len(seconds),
+            "seconds": round(ends[-1], 3),
+            "fps": float(f"{(len(seconds) - 1) / span:.6g}") if span > 0 else self._rate,
+            "last_at": float(seconds[-1]),
+            "last_interval": last,
+            "irregular": round(float(irregular.mean()), 4) if len(intervals) else 0.0,
+            "shortest_interval": round(float(intervals.min()), 4) if len(intervals) else last,
+            "longest_interval": round(float(intervals.max()), 4) if len(intervals) else last,
+            "backwards": int((intervals < 0).sum()),
+            "rotation": self._rotation,
+            "interlaced": self._interlaced > len(seconds) / 2,
+            **self._pictures.facts(ends),
+        }
+
+    def thumbnail(self) -> bytes:
+        count = min(_SHOWN, len(self._thumbnails))
+        chosen = np.linspace(0, len(self._thumbnails) - 1, count).round().astype(int)
+        shown = [np.rot90(self._thumbnails[k], self._rotation // 90) for k in chosen]
+        height = min(picture.shape[0] for picture in shown)
+        return jpeg([picture[:height] for picture in shown])
+
+
+def _format(frame: av.VideoFrame) -> dict[str, Any]:
+    pixels = frame.format
+    name, primaries = pixels.name, int(frame.color_primaries)
+    curve = _HDR_CURVES.get(int(frame.color_trc), "BT.2020" if primaries == _BT2020 else None)
+    colour = not pixels.is_rgb and len(pixels.components) >= 3
+    facts = {
+        "pixel_format": name,
+        "bits": max((part.bits for part in pixels.components), default=8),
+        "hdr": curve,
+        "palette": pixels.has_palette,
+        "full_chroma": colour and "444" in name,
+        "full_range": colour and (name.startswith("yuvj") or frame.color_range == _FULL_RANGE),
+    }
+    if any(part.is_alpha for part in pixels.components):
+        facts["alpha"] = True
+    return facts

@@ -1,0 +1,181 @@
+"""Probes in processes of their own: a decoder that crashes or hangs costs the file that it was given, no more."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from dit_lora.data.audit.finding import Finding
+from dit_lora.data.audit.probe import ANEW, Probe, probe
+from dit_lora.data.media import Media
+from dit_lora.errors import DitLoraError
+
+PATIENCE = 60.0
+"""Seconds without a packet decoded, of which a slow disk and an 8K frame take a few."""
+
+_ALIVE = None
+"""Sent in place of a result."""
+_HEARTBEAT = 1.0  # seconds
+
+
+def probe_all(
+    media: Iterator[tuple[int, Media]], workers: int, *, patience: float = PATIENCE
+) -> Generator[tuple[int, Probe]]:
+    """The probe of each, by its number, in the order in which they are done; `media` is drawn from as they are.
+
+    Closing the iterator ends the processes.
+    """
+    pool: list[_Worker] = []
+    left = True
+    try:
+        while True:
+            while left and (idle := _idle(pool, workers)):
+                job = next(media, None)
+                left = job is not None
+                if job is not None:
+                    idle.give(*job, patience)
+            busy = [worker for worker in pool if worker.number is not None]
+            if not busy:
+                return
+            soonest = min(worker.deadline for worker in busy)
+            timeout = max(0.0, soonest - time.monotonic())
+            ready = set(wait([worker.pipe for worker in busy], timeout))
+            for worker in busy:
+                if worker.pipe in ready:
+                    done = worker.receive(patience)
+                elif worker.deadline <= time.monotonic():
+                    done = worker.fail("corrupt", f"the decoder did not get on for {patience:g} s")
+                else:
+                    continue
+                if done is not None:
+                    yield done
+            pool = [worker for worker in pool if worker.usable]
+    finally:
+        for worker in pool:
+            worker.end()
+
+
+def _idle(pool: "list[_Worker]", workers: int) -> "_Worker | None":
+    for worker in pool:
+        if worker.number is None:
+            return worker
+    if len(pool) == workers:
+        return None
+    pool.append(_Worker())
+    return pool[-1]
+
+
+class _Worker:
+    """One process, and what it is at."""
+
+    def __init__(self) -> None:
+        # Not forked: torch's threads do not survive that.
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_serve, args=(other,), daemon=True)
+        # Ctrl-C at the terminal is sent to every process; the main one ends the others.
+        resource_tracker.ensure_running()  # its start would unblock the signal again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        other.close()
+        self.number: int | None = None
+        self.deadline = 0.0
+        self.usable = True
+        self._started = False
+
+    def give(self, number: int, media: Media, patience: float) -> None:
+        # A busy machine takes long to start a process, which is not the file's fault.
+        limit = patience if self._started else max(patience, PATIENCE)
+        self.number, self.deadline = number, time.monotonic() + limit
+        with suppress(BrokenPipeError):  # it died while it was idle: `receive` says so
+            self.pipe.send(media)
+
+    def receive(self, patience: float) -> tuple[int, Probe] | None:
+        """What it found, or None for a sign of life."""
+        try:
+            found = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            if not self._started:
+                self.end()
+                raise DitLoraError(
+                    f"the audit's processes end as they start ({_cause(self._process.exitcode)}); call it below "
+                    "if __name__ == '__main__'"
+                ) from None
+            return self.fail("corrupt", f"the decoder crashed ({_cause(self._process.exitcode)})")
+        self._started = True
+        if found is _ALIVE:
+            self.deadline = time.monotonic() + patience
+            return None
+        assert self.number is not None
+        done, self.number = (self.number, found), None
+        return done
+
+    def fail(self, code: str, words: str) -> tuple[int, Probe]:
+        self.end()
+        assert self.number is not None
+        return self.number, Probe((Finding(code, words, "reject", ANEW),), broke=True)
+
+    def end(self) -> None:
+        self.usable = False
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+def _serve(pipe: Connection) -> None:
+    """In the worker: probe what comes until the other end is closed."""
+    heart = _Heart(pipe)
+    heart.beat()
+    while True:
+        try:
+            media = pipe.recv()
+        except EOFError:
+            return
+        with _silent():
+            found = probe(media, heart.beat)
+        pipe.send(found)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Libraries that write to stderr by themselves, as libtiff does, would tear the progress bar."""
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+@dataclass
+class _Heart:
+    """Tells that a file takes long, and not for ever."""
+
+    pipe: Connection
+    last: float = -_HEARTBEAT
+
+    def beat(self) -> None:
+        now = time.monotonic()
+        if now - self.last > _HEARTBEAT:
+            self.last = now
+            self.pipe.send(_ALIVE)

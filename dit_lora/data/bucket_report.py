@@ -1,0 +1,227 @@
+"""What buckets cost a data set: who goes where, who is left out, and what to change, in words."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from dit_lora.data.buckets import ENLARGEMENT, Dropped, Placed
+from dit_lora.data.video import VideoHeader
+from dit_lora.data_config import DataConfig, VideoShape
+
+# Shares of the clips from which on it is worth a word.
+MANY = 0.25
+HEAVY_CROP = 0.25
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """One bucket's clips. Crops are shares of the picture, `share` one of all samples."""
+
+    shape: VideoShape
+    clips: int
+    samples: int
+    """Windows of its clips."""
+    share: float
+    mean_crop: float
+    worst_crop: float
+    upscaled: int
+    """Clips enlarged by more than rounding does."""
+    pixels: int
+    """Of all frames of one sample."""
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """Of a data set that was placed in buckets."""
+
+    rows: tuple[BucketRow, ...]
+    """One for each bucket, used or not."""
+    dropped: tuple[tuple[str, Dropped], ...]
+    """Names of clips and why they are left out."""
+    advice: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        clips: Sequence[tuple[str, Placed | Dropped]],
+        buckets: Sequence[VideoShape],
+        data: DataConfig,
+        group: int,
+    ) -> "BucketReport":
+        """Of clips by name, where `group` is the number of samples of one optimizer step."""
+        placed = [one for _, one in clips if isinstance(one, Placed)]
+        dropped = tuple((name, one) for name, one in clips if isinstance(one, Dropped))
+        samples = sum(len(one.starts) for one in placed)
+        by_shape: dict[VideoShape, list[Placed]] = {shape: [] for shape in sorted(buckets)}
+        for one in placed:
+            by_shape[one.shape].append(one)
+        rows = tuple(_row(shape, own, samples) for shape, own in by_shape.items())
+        advice = [
+            *_of_dropped(dropped, len(clips)),
+            *_of_sizes(rows, group),
+            *_of_pictures(placed, buckets),
+            *_of_lengths(placed, data),
+        ]
+        return cls(rows, dropped, tuple(advice))
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {
+            "buckets": [asdict(row) for row in self.rows],
+            "dropped": [{"id": name, **asdict(one)} for name, one in self.dropped],
+            "advice": list(self.advice),
+        }
+
+    def lines(self) -> list[str]:
+        """A table of the buckets in use, what is left out and the advice, for a terminal."""
+        table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
+        table += [
+            (
+                str(row.shape),
+                str(row.clips),
+                str(row.samples),
+                f"{row.share:.1%}",
+                f"{row.mean_crop:.0%} / {row.worst_crop:.0%}",
+                str(row.upscaled),
+            )
+            for row in self.rows
+            if row.clips
+        ]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            for cells in table
+        ]
+        lines += [f"left out ({one.code}): {name}: {one.words}" for name, one in self.dropped]
+        return lines + [f"advice: {one}" for one in self.advice]
+
+
+def _row(shape: VideoShape, own: Sequence[Placed], samples: int) -> BucketRow:
+    crops = [one.crop for one in own]
+    count = sum(len(one.starts) for one in own)
+    return BucketRow(
+        shape,
+        clips=len(own),
+        samples=count,
+        share=count / samples if samples else 0.0,
+        mean_crop=sum(crops) / len(crops) if crops else 0.0,
+        worst_crop=max(crops, default=0.0),
+        upscaled=sum(one.upscale > ENLARGEMENT for one in own),
+        pixels=shape.volume,
+    )
+
+
+def _of_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> list[str]:
+    if len(dropped) < MANY * clips or not dropped:
+        return []
+    remedies = {
+        "too_short": "fewer data.frames, or shorter buckets.frames beside them, would keep those too short",
+        "cropped": "more buckets.aspect_ratios would keep those cropped",
+        "upscaled": "lower buckets.resolutions would keep those enlarged",
+    }
+    counts = Counter(one.code for _, one in dropped)
+    worst = max(sorted(counts), key=lambda code: counts[code])
+    return [f"{_part(len(dropped), clips)} are left out: {remedies[worst]}"]
+
+
+def _of_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
+    used = [row for row in rows if row.samples]
+    small = [row for row in used if row.samples < group]
+    advice = []
+    if small and len(used) > 1:
+        shown = [
+            f"{row.shape} ({_counted(row.samples, 'sample')}, every {_epochs(group / row.samples)})"
+            for row in small
+        ]
+        advice.append(
+            f"buckets with fewer samples than a step takes ({group}) do not come in every epoch: "
+            f"{_few(shown)}; a smaller train.accumulate or fewer buckets make them more even"
+        )
+    unused = [str(row.shape) for row in rows if not row.samples]
+    if unused and used:
+        advice.append(
+            f"buckets that no clip goes to: {_few(unused)}; leaving them out changes nothing"
+        )
+    return advice
+
+
+def _of_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape]) -> list[str]:
+    total, advice = len(placed), []
+    enlarged = sum(one.upscale > ENLARGEMENT for one in placed)
+    if enlarged and enlarged >= MANY * total:
+        worst = max(one.upscale for one in placed)
+        advice.append(
+            f"{_part(enlarged, total)} are enlarged, up to {worst:.1f} times: lower "
+            "data.height and data.width, or add a lower one to buckets.resolutions"
+        )
+    portrait = sum(one.source.height > one.source.width for one in placed)
+    landscape = sum(one.source.height < one.source.width for one in placed)
+    for count, word, missing in (
+        (portrait, "portrait", all(shape.height <= shape.width for shape in buckets)),
+        (landscape, "landscape", all(shape.height >= shape.width for shape in buckets)),
+    ):
+        if missing and count and count >= MANY * total:
+            advice.append(
+                f"{_part(count, total)} are {word} and no bucket is: add {word} "
+                "buckets.aspect_ratios"
+            )
+    cut = [one for one in placed if one.crop > HEAVY_CROP]
+    if cut and len(cut) >= MANY * total:
+        common = Counter(_ratio(one.source) for one in cut)
+        (ratio, count), *_ = sorted(common.items(), key=lambda item: (-item[1], item[0]))
+        advice.append(
+            f"{_part(len(cut), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
+            f"{count} of them are about {ratio}: add such a ratio to buckets.aspect_ratios"
+        )
+    return advice
+
+
+def _of_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
+    """Clips of which less than half is ever seen."""
+    if data.fps is None:
+        return []
+    held = used = long = 0
+    for one in placed:
+        if one.source.seconds is None or one.shape.frames == 1:
+            continue
+        holds = int(one.source.seconds * data.fps / one.shape.frames + 1e-6)
+        long += holds >= 2 * len(one.starts)
+        held, used = held + max(holds, len(one.starts)), used + len(one.starts)
+    if not long or long < MANY * len(placed):
+        return []
+    return [
+        f"{_part(long, len(placed))} are more than twice as long as what is used of them: "
+        f"data.windows: all makes about {held} samples of them in place of {used}"
+    ]
+
+
+def _ratio(source: VideoHeader) -> str:
+    """Width to height, in small numbers."""
+    short, long = sorted((source.width, source.height))
+    near = Fraction(long, short).limit_denominator(9)
+    is_wide = source.width == long
+    return (
+        f"{near.numerator}:{near.denominator}"
+        if is_wide
+        else f"{near.denominator}:{near.numerator}"
+    )
+
+
+def _part(count: int, total: int) -> str:
+    return f"{count} of {total} clips ({count / total:.0%})"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _epochs(number: float) -> str:
+    return f"{number:.1f} epochs" if number < 10 else f"{number:.0f} epochs"
+
+
+def _few(words: Sequence[str]) -> str:
+    more = len(words) - _SHOWN
+    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

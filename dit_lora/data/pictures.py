@@ -1,0 +1,74 @@
+"""One picture, of an image or a video's frame: upright, in square pixels, scaled to cover and cropped at the centre.
+
+Shapes: H and W pixels.
+"""
+
+import struct
+
+import av
+import numpy as np
+from PIL import Image, ImageOps
+
+from dit_lora.data.media import Media
+
+# What Pillow's readers raise at damaged files.
+DAMAGED = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ArithmeticError,
+    AttributeError,
+    MemoryError,
+    NotImplementedError,
+    struct.error,
+    Image.DecompressionBombError,
+)
+
+_ORIENTATION = 0x0112
+"""EXIF's tag; 5 to 8 turn the picture by a quarter."""
+
+
+def read_image(media: Media, height: int, width: int) -> np.ndarray:
+    """uint8 (H, W, 3), upright; transparent parts are white. Raises one of `DAMAGED`."""
+    with Image.open(media.source()) as opened:
+        image = ImageOps.exif_transpose(opened)
+        if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would cut at 255
+            levels = np.asarray(image, np.float32) / 257
+            image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        return cover(image.convert("RGB"), 1.0, height, width)
+
+
+def image_size(media: Media) -> tuple[int, int]:
+    """Height and width of the upright image, from its header. Raises one of `DAMAGED`."""
+    with Image.open(media.source()) as image:
+        # A PNG's may come after its pixels, and Pillow would decode them all to look.
+        known = image.format != "PNG" or "exif" in image.info
+        turned = known and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+        return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np.ndarray:
+    """uint8 (H, W, 3) of a frame whose stored pixels are shown `stretch` times as wide as high."""
+    image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+    if frame.rotation % 180:
+        stretch = 1 / stretch
+    if frame.rotation % 360:
+        image = image.rotate(frame.rotation, expand=True)  # degrees counter-clockwise, as PyAV's
+    return cover(image, stretch, height, width)
+
+
+def cover(image: Image.Image, stretch: float, height: int, width: int) -> np.ndarray:
+    """uint8 (H, W, 3): scaled by Lanczos, cropped at the centre."""
+    # In square pixels the picture is `stretch` times as wide as it is stored.
+    scale = max(width / (image.width * stretch), height / image.height)
+    kept_width, kept_height = width / scale / stretch, height / scale
+    left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
+    box = (left, top, left + kept_width, top + kept_height)
+    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))

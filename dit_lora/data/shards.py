@@ -1,0 +1,375 @@
+"""Shards: safetensors files that hold several entries of the cache, each with the digest of its bytes.
+
+The tensors of an entry are named `<key>/<name>` and lie one after another. The file's metadata has a line an
+entry, `<digest> [sample, facts]`, and the facts that all its entries share once. So headers are the index, and
+there is no other that could disagree with them. A shard is never changed: it is named by the digest of its header,
+which holds those of its entries, so that a file of the same name has the same contents. Beside it, the empty
+file `<shard>.<key>.bad` says that an entry of it is not to be used.
+"""
+
+import json
+import mmap
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from dit_lora.errors import DitLoraError
+
+SUFFIX, DEAD, PARTIAL = ".safetensors", ".bad", ".partial"
+
+_DTYPES = {  # by safetensors' names
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FACTS = "facts"
+# Values that are looked at at a time: they stay in a core's cache.
+_PIECE = 2**18
+# Where an entry may start for its tensors to be used where they are; no type is wider.
+_ALIGNED = 8
+
+Spec = dict[str, tuple[torch.Size, torch.dtype]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class ShardError(DitLoraError):
+    """A shard whose header cannot be read, or that lacks what was asked for."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Name, safetensors dtype and shape of an entry's tensors, in the order of their bytes."""
+
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where each tensor ends, in bytes from the entry's start."""
+        ends, end = [], 0
+        for _, dtype, shape in self.tensors:
+            end += prod(shape) * _DTYPES[dtype].itemsize
+            ends.append(end)
+        return tuple(ends)
+
+    @property
+    def nbytes(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @cached_property
+    def text(self) -> bytes:
+        """What stands for it in an entry's digest."""
+        return json.dumps(self.tensors).encode()
+
+    @cached_property
+    def spec(self) -> Spec:
+        return {name: (torch.Size(shape), _DTYPES[dtype]) for name, dtype, shape in self.tensors}
+
+    def begin(self, name: str) -> int:
+        """Where a tensor begins, in bytes from the entry's start."""
+        number = [one for one, _, _ in self.tensors].index(name)
+        return self.ends[number - 1] if number else 0
+
+    def split(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors, as views of an entry's bytes."""
+        found, begin = {}, 0
+        for (name, (shape, dtype)), end in zip(self.spec.items(), self.ends, strict=True):
+            found[name] = data[begin:end].view(dtype).view(shape)
+            begin = end
+        return found
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An entry that is to be written."""
+
+    key: str
+    sample: str
+    facts: Mapping[str, Any]
+    layout: Layout
+    parts: Sequence[Bytes]
+    """Its bytes, in order."""
+    digest: bytes
+
+    @classmethod
+    def of(
+        cls, key: str, tensors: Mapping[str, torch.Tensor], sample: str, facts: Mapping[str, Any]
+    ) -> "Encoded":
+        # Wide types first, so that each tensor is aligned to its own width.
+        names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+        kept = [tensors[name].detach().cpu().contiguous() for name in names]
+        layout = Layout(
+            tuple(
+                (name, _NAMES[tensor.dtype], tuple(tensor.shape))
+                for name, tensor in zip(names, kept, strict=True)
+            )
+        )
+        parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in kept]
+        return cls(key, sample, facts, layout, parts, digest(layout, parts))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An entry of a shard, as its header describes it."""
+
+    path: Path
+    key: str
+    start: int
+    """Of its bytes in the file."""
+    layout: Layout
+    digest: bytes
+    line: str
+    """JSON of its sample and of the facts that it has alone."""
+    shared: str
+    """JSON of the facts that it shares with all entries of the shard."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.layout.nbytes
+
+    @property
+    def sample(self) -> str:
+        return json.loads(self.line)[0]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return json.loads(self.shared) | json.loads(self.line)[1]
+
+    @property
+    def tombstone(self) -> Path:
+        """The file that says that this entry is not to be used."""
+        return tombstone(self.path, self.key)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is in a shard, and what the file was when that was read."""
+
+    entries: list[Stored]
+    size: int
+    stamp: int
+    """Time of the file's last change, in ns."""
+    is_named: bool
+    """Whether the file's name is its header's digest."""
+
+
+def digest(layout: Layout, parts: Sequence[Bytes]) -> bytes:
+    """XXH3 of 128 bits over names, dtypes, shapes and bytes."""
+    total = xxhash.xxh3_128(layout.text)
+    for part in parts:
+        total.update(part.data)
+    return total.digest()
+
+
+def tombstone(shard: Path, key: str) -> Path:
+    return shard.with_name(f"{shard.stem}.{key}{DEAD}")
+
+
+def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
+    """Write entries as one file by one rename, on the disk when this returns; raises `OSError`.
+
+    A damaged file of the same name is replaced, and what was set aside of it counts again.
+    """
+    header = _header(entries)
+    path = folder / f"{xxhash.xxh3_128(header).hexdigest()}{SUFFIX}"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{path.stem}.{uuid.uuid4().hex[:8]}{PARTIAL}"
+    try:
+        with partial.open("xb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for entry in entries:
+                for part in entry.parts:
+                    file.write(part.data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)  # after the rename there is none
+    for entry in entries:
+        tombstone(path, entry.key).unlink(missing_ok=True)
+    _sync_folder(folder)
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put names on the disk, not only contents."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _header(entries: Sequence[Encoded]) -> bytes:
+    first = entries[0].facts
+    others = [entry.facts for entry in entries[1:]]
+    shared = {
+        name: value
+        for name, value in first.items()
+        if all(name in facts and facts[name] == value for facts in others)
+    }
+    metadata = {_FACTS: json.dumps(shared, sort_keys=True)}
+    described: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for entry in entries:
+        own = {name: value for name, value in entry.facts.items() if name not in shared}
+        line = json.dumps([entry.sample, own], sort_keys=True)
+        metadata[entry.key] = f"{entry.digest.hex()} {line}"
+        begin = start
+        for (name, dtype, shape), end in zip(entry.layout.tensors, entry.layout.ends, strict=True):
+            offsets = [begin, start + end]
+            described[f"{entry.key}/{name}"] = {
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": offsets,
+            }
+            begin = start + end
+        start += entry.layout.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)  # as safetensors does
+
+
+def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
+    """The entries that a shard's header describes, torn or not; raises `ShardError` or `OSError`.
+
+    `layouts` holds those that were met, so that equal ones are one object. An entry that is described
+    wrongly is left out.
+    """
+    layouts = {} if layouts is None else layouts
+    with path.open("rb") as file:
+        state = os.fstat(file.fileno())
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= state.st_size - 8:
+            raise ShardError(f"{path} has no whole header; its entries are lost")
+        text = file.read(length)
+    try:
+        described = json.loads(text)
+        metadata = described.pop("__metadata__")
+        shared, groups = metadata.pop(_FACTS), _by_entry(described)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ShardError(f"{path} has a damaged header; its entries are lost") from error
+    entries = []
+    for key, tensors in groups.items():
+        try:
+            start, layout = _placed(tensors, layouts)
+            line = metadata[key]
+            checksum = bytes.fromhex(line[:32])
+        except (ValueError, KeyError, TypeError):
+            continue
+        entries.append(Stored(path, key, 8 + length + start, layout, checksum, line[33:], shared))
+    is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
+    return Header(entries, state.st_size, state.st_mtime_ns, is_named)
+
+
+def _by_entry(described: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
+    groups: dict[str, list[tuple[str, Any]]] = {}
+    for full_name, tensor in described.items():
+        key, _, name = full_name.partition("/")
+        groups.setdefault(key, []).append((name, tensor))
+    return groups
+
+
+def _placed(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, Layout]) -> tuple[int, Layout]:
+    """Where an entry's bytes start after the header, and how they are laid out; raises `ValueError`."""
+    known = tuple((name, one["dtype"], tuple(one["shape"])) for name, one in tensors)
+    layout = layouts.get(known)
+    if layout is None:
+        if any(type(side) is not int or side < 0 for _, _, shape in known for side in shape):
+            raise ValueError
+        layout = layouts[known] = Layout(known)
+    start = begin = tensors[0][1]["data_offsets"][0]
+    if type(start) is not int or start < 0:
+        raise ValueError
+    for (_, one), end in zip(tensors, layout.ends, strict=True):
+        if one["data_offsets"] != [begin, start + end]:
+            raise ValueError
+        begin = start + end
+    return start, layout
+
+
+class OpenShard:
+    """A shard's file, mapped: its pages are shared, and resident only once they were read."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._handle = os.open(path, os.O_RDONLY)
+        try:
+            # A private map: what is written into a tensor is never written to the file.
+            self._map = mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY)
+        except ValueError as error:
+            raise ShardError(f"{path} is empty") from error
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if hasattr(self, "_handle"):
+            close(self._handle)
+
+    def stamp(self) -> tuple[int, int]:
+        """Size and time of change in ns; -1 both once it was replaced or removed."""
+        state = os.fstat(self._handle)
+        return (state.st_size, state.st_mtime_ns) if state.st_nlink else (-1, -1)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def read(self, start: int, layout: Layout) -> tuple[torch.Tensor, bytes]:
+        """An entry's bytes, which keep the map alive, and their digest; raises `ShardError` if some are not there."""
+        data = self.view(start, layout)
+        return data, digest(layout, [data.numpy()] if len(data) else [])
+
+    def view(self, start: int, layout: Layout) -> torch.Tensor:
+        """The bytes alone."""
+        size = layout.nbytes
+        # Asked each time: to touch a page beyond the end of a file that was cut is to be killed.
+        if start + size > min(len(self._map), os.fstat(self._handle).st_size):
+            raise ShardError("the file ends before the entry does")
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        data = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
+        return data if start % _ALIGNED == 0 else data.clone()
+
+
+def in_range(tensor: torch.Tensor, limit: float) -> bool:
+    """Whether every value of a tensor in host memory is finite and within +-limit.
+
+    Without its sign, a float's bits are ordered as its magnitude, NaN and Inf last: one pass over integers.
+    """
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    width = tensor.itemsize
+    unsigned = np.dtype(f"u{width}")
+    edge = torch.tensor(limit, dtype=tensor.dtype)
+    allowed = int(edge.view(-1).view(torch.uint8).numpy().view(unsigned)[0])
+    if edge.double() > limit:
+        allowed -= 1
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().view(unsigned)
+    sign = unsigned.type(2 ** (8 * width - 1) - 1)
+    return all(
+        int((bits[begin : begin + _PIECE] & sign).max()) <= allowed
+        for begin in range(0, bits.size, _PIECE)
+    )
+
+
+def shards_in(folder: Path) -> Iterator[Path]:
+    """The shards of a folder, in the order of their names; none if there is no folder."""
+    if folder.is_dir():
+        yield from sorted(folder.glob(f"[!.]*{SUFFIX}"))

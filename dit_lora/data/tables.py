@@ -1,0 +1,152 @@
+"""metadata.jsonl, metadata.csv and metadata.parquet: a folder's table of files and captions."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dit_lora.data.clips import Gathered, Scan
+from dit_lora.data.media import MediaFile
+from dit_lora.data_config import SourceConfig
+from dit_lora.errors import DitLoraError
+
+CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
+# `file_name` is the Hugging Face videofolder layout's.
+FILE_COLUMNS = ("file_name", "video", "path")
+TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+
+Record = dict[str, Any]
+_Read = tuple[list[str], Callable[[list[str]], Iterable[Record]]]
+"""The table's columns, and its rows with those that are wanted."""
+
+
+def read_table(table: Path, source: SourceConfig) -> Scan:
+    """The clips of a table: one row each, files relative to the table's folder or absolute.
+
+    Raises `DitLoraError` if the table itself cannot be read or lacks a column.
+    """
+    found = Gathered(source.caption)
+    columns, rows = _READERS[table.suffix](table, found)
+    if not columns:
+        return found.scan()
+    file_column = _column(table, columns, FILE_COLUMNS, "the clip's file")
+    wanted, caption_column = [file_column], ""
+    if source.caption is None:
+        what = "the caption (caption_column)"
+        caption_column = _column(table, columns, caption_columns(source), what)
+        wanted.append(caption_column)
+    if source.image_column:
+        what = "the first image (image_column)"
+        wanted.append(_column(table, columns, (source.image_column,), what))
+    folder = ListedFiles(table.parent, found)
+    for number, row in enumerate(rows(wanted), start=1):
+        image = row.get(source.image_column) if source.image_column else None
+        name = row.get(file_column)
+        if name:
+            folder.add(str(name), row.get(caption_column), str(image) if image else None)
+        else:
+            found.refuse(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
+    return found.scan()
+
+
+def caption_columns(source: SourceConfig) -> tuple[str, ...]:
+    """The columns that may hold the caption; the first that is there does."""
+    return (source.caption_column,) if source.caption_column else CAPTION_COLUMNS
+
+
+class ListedFiles:
+    """Files that a list in a folder names."""
+
+    def __init__(self, folder: Path, found: Gathered) -> None:
+        self._folder = folder
+        self._found = found
+        self._below = os.path.join(os.path.abspath(folder), "")
+
+    def add(self, name: str, caption: object, image: str | None = None) -> None:
+        """One sample; its id is its path below the folder, and as it is named if it is elsewhere."""
+        whole = os.path.normpath(os.path.join(self._below, name))
+        is_below = whole.startswith(self._below)
+        id = whole[len(self._below) :] if is_below else os.path.normpath(name)
+        # Not the short path: a folder before `..` may be a link.
+        if not os.path.isfile(os.path.join(self._below, name)):
+            self._found.refuse(id, "missing", "no such file")
+        first = MediaFile(self._folder / image) if image else None
+        if first is not None and not first.exists():
+            self._found.refuse(id, "missing", f"no such first image: {first.name}")
+        self._found.add(id, MediaFile(self._folder / name), caption, image=first)
+
+
+def read_text(path: Path) -> str:
+    """A whole UTF-8 file, without a byte order mark; raises `DitLoraError`."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _read_jsonl(path: Path, found: Gathered) -> _Read:
+    records: list[Record] = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        wrong = "not an object"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            record, wrong = None, f"not JSON: {error}"
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            found.refuse(f"{path.name} line {number}", "unreadable", wrong)
+    return list(dict.fromkeys(key for one in records for key in one)), lambda wanted: records
+
+
+def _read_csv(path: Path, found: Gathered) -> _Read:
+    # As one text, line ends kept: a quoted caption may hold some.
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    try:
+        records = list(reader)
+    except csv.Error as error:
+        raise DitLoraError(f"cannot read {path} after line {reader.line_num}: {error}") from error
+    return list(reader.fieldnames or ()), lambda wanted: records
+
+
+def _read_parquet(path: Path, found: Gathered) -> _Read:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DitLoraError(
+            f"{path} needs the pyarrow package; pip install 'dit-lora[datasets]'"
+        ) from error
+
+    def rows(wanted: list[str]) -> Iterable[Record]:
+        # Of other columns, nothing is read.
+        try:
+            return parquet.read_table(path, columns=wanted, partitioning=None).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DitLoraError(f"cannot read {path}: {error}") from error
+
+    try:
+        return parquet.read_schema(path).names, rows
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DitLoraError(f"cannot read {path}: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path, Gathered], _Read]] = {
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _column(path: Path, columns: Sequence[str], wanted: Sequence[str], what: str) -> str:
+    for name in wanted:
+        if name in columns:
+            return name
+    raise DitLoraError(
+        f"{path}: no column for {what}; looked for {', '.join(wanted)} among {', '.join(columns)}"
+    )

@@ -1,0 +1,193 @@
+"""The audit of a folder, or of all that a recipe trains on: sources, media, captions or labels, buckets, encodings."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_lora.config import Recipe
+from dit_lora.data.audit.captions import check_captions, token_lengths
+from dit_lora.data.audit.encoded import check_encoded
+from dit_lora.data.audit.finding import VERDICTS, Finding, Judged
+from dit_lora.data.audit.labels import check_labels
+from dit_lora.data.audit.memo import AuditMemo
+from dit_lora.data.audit.runner import audit_media
+from dit_lora.data.audit.summary import merge, totals
+from dit_lora.data.digest import Digests
+from dit_lora.data.sources import Scan, scan
+from dit_lora.data_config import DataConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Checkpoint
+from dit_lora.recipe import load_recipe
+from dit_lora.training.plan import AUDIT_MEMO
+from dit_lora.training.precompute import Precomputed, precompute
+from dit_lora.training.runtime import quiet_libraries, running
+from dit_lora.training.samples import Samples, find_samples
+from dit_lora.training.upkeep import is_recipe
+
+_SHOWN = 50  # rejects in the terminal
+
+Findings = dict[str, list[Finding]]
+"""By sample."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Every sample judged, and what is to be said of the whole set."""
+
+    title: str
+    judged: list[Judged]
+    notes: tuple[str, ...] = ()
+    buckets: dict[str, Any] | None = None
+    encoded: dict[str, Any] | None = None
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        return totals(self.judged)
+
+    @property
+    def passed(self) -> bool:
+        return not self.totals["reject"]
+
+    def lines(self) -> list[str]:
+        """Rejects with their reasons, warnings by code, and totals, for a terminal."""
+        lines = [
+            f"reject  {one.file}: {'; '.join(_words(one))}"
+            for one in self.judged
+            if one.verdict == "reject"
+        ]
+        if len(lines) > _SHOWN:
+            lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more; --json lists all"]
+        sums = self.totals
+        warned = [one for one in self.judged if one.verdict == "warn"]
+        codes = Counter(code for one in warned for code in {f.code for f in one.findings})
+        lines += [f"warn    {code}: {count:,}" for code, count in codes.most_common()]
+        lines += [f"note    {note}" for note in self.notes]
+        lines += [f"advice  {one}" for one in (self.buckets or {}).get("advice", ())]
+        counts = ", ".join(f"{sums[verdict]:,} {verdict}" for verdict in VERDICTS)
+        return [*lines, f"{sums['samples']:,} samples: {counts}"]
+
+
+def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audit:
+    """A recipe's file, with its overrides, or data by itself. Raises if an option needs a recipe."""
+    if not is_recipe(target):
+        if encode or overrides:
+            what = "--encode" if encode else "key.path=value"
+            raise DitLoraError(f"{what} needs a recipe (.yaml); got {target}")
+        return audit_folder(target)
+    quiet_libraries()
+    recipe = load_recipe(target, overrides)
+    checkpoint = get_family(recipe.model.family).open(recipe.model)
+    found = audit_recipe(recipe, checkpoint)
+    return with_encodings(found, recipe, checkpoint) if encode else found
+
+
+def audit_folder(path: str, *, progress: bool = True) -> Audit:
+    """A folder, tar or dataset by itself: no shape is asked of it, and no text encoder limits its captions."""
+    data = DataConfig(path=path, height=1, width=1)
+    found = scan(data)
+    judged = audit_media(found.clips, None, progress=progress)
+    captions = check_captions(found.clips, None, None)
+    return Audit(path, merge(judged, _problems(found), captions))
+
+
+def audit_recipe(recipe: Recipe, checkpoint: Checkpoint, *, progress: bool = True) -> Audit:
+    """What a recipe trains on, by its shapes and its model's tokenizer; what was decoded before is remembered."""
+    data, root = recipe.data, recipe.cache_dir
+    found = scan(data, root)
+    samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
+    digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
+    judged = audit_media(
+        found.clips,
+        data,
+        shapes=samples.shapes,
+        memo=memo,
+        digests=digests,
+        progress=progress,
+    )
+    digests.save()
+    limit = checkpoint.text_limit()
+    notes: list[str] = [*samples.notes]
+    tokens: dict[str, dict[str, int]] = {}
+    if limit is None:
+        words, about = check_labels(found.clips, data.classes)
+        notes += about
+    else:
+        shared = {source.caption for source in data.all_sources if source.caption is not None}
+        lengths = token_lengths(found.clips, limit.tokenizer)
+        words = check_captions(
+            found.clips, limit.tokenizer, limit.max_tokens, lengths=lengths, shared=shared
+        )
+        tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in found.clips}
+    report = samples.report
+    return Audit(
+        title=data.path or "data.sources",
+        judged=merge(judged, _problems(found), words, _dropped(samples, judged), facts=tokens),
+        notes=tuple(notes),
+        buckets=report.as_dict() if report else None,
+    )
+
+
+def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audit:
+    """Encode what is not cached yet, and look at the latents and embeddings of all samples."""
+    data = recipe.data.model_copy(update={"rejects": "skip", "precompute": True})
+    recipe = recipe.model_copy(update={"data": data})
+    with running(recipe) as runtime:
+        encoded = precompute(runtime, checkpoint.for_recipe(recipe))
+    damaged: Findings = {}
+    found, statistics = check_encoded(_tensors(encoded, damaged))
+    known = {one.file: one.verdict for one in audit.judged}
+    failed = {
+        name: [_failed(why)]
+        for name, why in encoded.rejected.items()
+        if known.get(name) != "reject"
+    }
+    judged = merge(audit.judged, damaged, found, failed)
+    return Audit(audit.title, judged, audit.notes, audit.buckets, statistics)
+
+
+def _words(one: Judged) -> list[str]:
+    return [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
+
+
+def _problems(found: Scan) -> Findings:
+    problems: Findings = {}
+    for one in found.problems:
+        problems.setdefault(one.file, []).append(Finding(one.code, one.words, "reject"))
+    return problems
+
+
+def _dropped(samples: Samples, judged: Sequence[Judged]) -> Findings:
+    """What goes to no bucket, where the media's own findings do not say it."""
+    said = {one.file: {finding.code for finding in one.findings} for one in judged}
+    dropped = samples.report.dropped if samples.report else ()
+    return {
+        name: [Finding(one.code, one.words, "reject", "change data.buckets, or remove it")]
+        for name, one in dropped
+        if one.code not in said.get(name, ())
+    }
+
+
+def _tensors(
+    encoded: Precomputed, damaged: Findings
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Of each sample what its entries hold; those that cannot be read, or were altered, are noted."""
+    clips = encoded.clips
+    for entry in clips.entries:
+        sample = clips.read(entry, entry.text_key, 0)
+        if sample.faults:
+            words = sample.faults[entry.id]
+            remedy = "dit-lora cache verify RECIPE --set-aside, and build it anew"
+            damaged[entry.id] = [Finding("cache_damaged", words, "reject", remedy)]
+        yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}
+
+
+def _failed(why: str) -> Finding:
+    """Of an encoder's message."""
+    part = "embedding" if why.startswith("caption ") else "latent"
+    kind = "out_of_range" if "beyond" in why else "non_finite"
+    remedy = "look at the sample; encode it in fp32 or bf16, or remove it"
+    return Finding(f"{part}_{kind}", why, "reject", remedy)

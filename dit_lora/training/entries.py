@@ -1,0 +1,100 @@
+"""From a sample or a caption to its cache entry: what its key depends on, and how it is made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_lora.config import Recipe
+from dit_lora.data.audit.judge import judge_frames
+from dit_lora.data.cache import entry_key
+from dit_lora.data.digest import Digests
+from dit_lora.data.fill import Job
+from dit_lora.data.video import DECODE_VERSION, ClipError, read_frames
+from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
+from dit_lora.training.samples import Sample
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A decoded sample: what `VideoEncoder` takes."""
+
+    video: torch.Tensor
+    """uint8 (F, 3, H, W)."""
+    image: torch.Tensor | None
+    """uint8 (3, H, W), where the sample has a first image of its own."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a recipe's entries are made."""
+
+    recipe: Recipe
+    digests: Digests
+    text_facts: Mapping[str, Any]
+    video_facts: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype, digests: Digests
+    ) -> "Encoding":
+        def resolved(facts: Mapping[str, Any]) -> dict[str, Any]:
+            """Folders become digests of their contents; the dtype of encoding is a fact too."""
+            known = {
+                name: digests.component(value) if isinstance(value, Path) else value
+                for name, value in facts.items()
+            }
+            return known | {"dtype": str(dtype)}
+
+        return cls(
+            recipe, digests, resolved(checkpoint.text_facts()), resolved(checkpoint.video_facts())
+        )
+
+    def text(self, caption: str) -> Job:
+        facts = {**self.text_facts, "caption": caption}
+
+        def make(encode: TextEncoder) -> Tensors:
+            # One at a time: in a batch, the result would depend on its neighbours in the last bits.
+            return {name: tensor[0] for name, tensor in encode([caption]).items()}
+
+        return Job(f"caption {caption!r}", entry_key(facts), facts, make)
+
+    def video(self, sample: Sample, *, mirrored: bool = False) -> Job:
+        facts = {
+            **self.video_facts,
+            **{name: getattr(sample.shape, name) for name in ("frames", "height", "width")},
+            "fps": self.recipe.data.fps,
+            "decode": DECODE_VERSION,
+            "media": self.digests.media(sample.clip.media),
+        }
+        if sample.start:
+            facts["start"] = sample.start
+        if sample.clip.image:
+            facts["image"] = self.digests.media(sample.clip.image)
+        if mirrored:
+            facts["mirrored"] = True
+
+        def make(encode: VideoEncoder) -> Tensors:
+            pixels = self.decode(sample, mirrored=mirrored)
+            return encode(pixels.video, pixels.image)
+
+        return Job(sample.id, entry_key(facts), facts, make)
+
+    def decode(self, sample: Sample, *, mirrored: bool = False) -> Pixels:
+        """The sample's frames and first image; raises `ClipError` if nothing can be learned from them."""
+        size = {"height": sample.shape.height, "width": sample.shape.width}
+        video = read_frames(
+            sample.clip.media,
+            frames=sample.shape.frames,
+            fps=self.recipe.data.fps,
+            start=sample.start,
+            **size,
+        )
+        for finding in judge_frames(video):
+            if finding.verdict == "reject":
+                raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
+        own = sample.clip.image
+        image = read_frames(own, frames=1, fps=None, **size)[0] if own else None
+        return Pixels(video.flip(-1) if mirrored else video, image)

@@ -1,0 +1,204 @@
+"""Samples that are encoded as they come, in place of a cache: `data.precompute: false`.
+
+Worker processes decode; the process that trains encodes, one sample at a time as a cache is filled, so a batch
+is bit for bit what would be read from one. Memory holds the encoders, and the embeddings of the last captions.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dit_lora.data.cache import MAX_ABS, Spec
+from dit_lora.data.fill import Job
+from dit_lora.data.loader import (
+    Batch,
+    ClipDataset,
+    EncodedClips,
+    Pick,
+    Picker,
+    PositionSampler,
+    build_loader,
+    collate,
+)
+from dit_lora.data.video import ClipError
+from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
+from dit_lora.numerics.finite import describe_all
+from dit_lora.training.entries import Encoding, Pixels
+from dit_lora.training.plan import Wanted
+from dit_lora.training.runtime import Runtime
+from dit_lora.training.samples import Sample
+
+_CAPTIONS = 256  # embeddings held; of T5-XXL and 226 tokens, 1.8 MiB each
+
+Read = tuple[Tensors, str | None]
+"""Tensors and what is wrong with them, as `TensorCache.read` gives them."""
+
+
+def live_clips(
+    runtime: Runtime,
+    checkpoint: Checkpoint,
+    encoding: Encoding,
+    wanted: Sequence[Wanted],
+    texts: Mapping[str, Job],
+) -> "LiveClips":
+    """The training set with its encoders loaded; entries have the keys that a cache would have them under.
+
+    `texts` are all captions with theirs.
+    """
+    samples = {one.video.key: (one.sample, False) for one in wanted}
+    samples |= {one.mirror.key: (one.sample, True) for one in wanted if one.mirror}
+    where = runtime.precision.dtype, runtime.accelerator.device
+    captions = {job.key: caption for caption, job in texts.items()}
+    return LiveClips(
+        tuple(one.entry for one in wanted),
+        texts[""].key,
+        LiveVideos(Decoder(encoding, samples), checkpoint.load_video_encoder(*where)),
+        LiveTexts(captions, checkpoint.load_text_encoder(*where)),
+    )
+
+
+class LiveTexts:
+    """Captions, encoded when they are read."""
+
+    def __init__(self, captions: Mapping[str, str], encode: TextEncoder) -> None:
+        self._captions = captions
+        self._encode = encode
+        self._known: OrderedDict[str, Read] = OrderedDict()
+
+    def first_spec(self, keys: Sequence[str]) -> Spec:
+        return _spec(self.read(keys[0], {})[0])
+
+    def read(self, key: str, spec: Spec) -> Read:
+        if key not in self._known:
+            caption = self._captions[key]
+            tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
+            bad = describe_all(tensors, MAX_ABS)
+            self._known[key] = (tensors, f"caption {caption!r}: {bad}" if bad else None)
+        self._known.move_to_end(key)
+        if len(self._known) > _CAPTIONS:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What worker processes need: no encoder."""
+
+    encoding: Encoding
+    samples: dict[str, tuple[Sample, bool]]
+    """By key; and whether mirrored."""
+
+    def __call__(self, key: str) -> Pixels | str:
+        """Pixels, or why there are none."""
+        sample, mirrored = self.samples[key]
+        try:
+            return self.encoding.decode(sample, mirrored=mirrored)
+        except ClipError as error:
+            return str(error)
+
+
+class LiveVideos:
+    """Samples, decoded where no worker process has done so, and encoded when they are read."""
+
+    def __init__(self, decoder: Decoder, encode: VideoEncoder) -> None:
+        self.decoder = decoder
+        self._encode = encode
+        self.decoded: dict[str, Pixels | str] = {}
+        """By key, what the next `read` takes."""
+
+    def first_spec(self, keys: Sequence[str]) -> Spec:
+        shape = self.decoder.samples[keys[0]][0].shape
+        black = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
+        return _spec(self._encode(black, None))
+
+    def read(self, key: str, spec: Spec) -> Read:
+        pixels = self.decoded.pop(key, None) or self.decoder(key)
+        if isinstance(pixels, str):
+            lost = {
+                name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+                for name, (shape, dtype) in spec.items()
+            }
+            return lost, pixels
+        encoded = self._encode(pixels.video, pixels.image)
+        tensors = {name: tensor.detach().cpu() for name, tensor in encoded.items()}
+        return tensors, describe_all(tensors, MAX_ABS)
+
+
+@dataclass(frozen=True)
+class LiveClips(EncodedClips):
+    """A training set without a cache."""
+
+    videos: LiveVideos
+    texts: LiveTexts
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """A sample as a worker process gives it."""
+
+    pick: Pick
+    video_key: str
+    pixels: Pixels | str
+
+
+class _DecodedDataset(Dataset):
+    """The samples that a `ClipDataset` would read, decoded and not encoded."""
+
+    def __init__(self, pick: Picker, decoder: Decoder) -> None:
+        self.pick = pick
+        self.decoder = decoder
+
+    def __getitem__(self, position: int) -> _Decoded:
+        pick = self.pick(position)
+        key = pick.entry.video_key_of(pick.draw)
+        return _Decoded(pick, key, self.decoder(key))
+
+
+@dataclass(frozen=True)
+class LiveLoader:
+    """The micro-batches of a training set without a cache, encoded as they come."""
+
+    clips: LiveClips
+    decoded: DataLoader
+    pin_memory: bool
+
+    def __len__(self) -> int:
+        return len(self.decoded)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for samples in self.decoded:
+            batch = collate([self._encode(sample) for sample in samples])
+            yield batch.pin_memory() if self.pin_memory else batch
+
+    def _encode(self, sample: _Decoded) -> Batch:
+        self.clips.videos.decoded[sample.video_key] = sample.pixels
+        return self.clips.read(sample.pick.entry, sample.pick.text_key, sample.pick.draw)
+
+
+def live_loader(
+    clips: LiveClips,
+    dataset: ClipDataset,
+    sampler: PositionSampler,
+    *,
+    workers: int,
+    pin_memory: bool,
+    prefetch: int,
+) -> LiveLoader:
+    """The sampler's micro-batches in its order, each worker decoding `prefetch` of them ahead."""
+    decoded = build_loader(
+        dataset,
+        sampler,
+        workers=workers,
+        pin_memory=False,  # pixels go to the encoder one by one
+        prefetch=prefetch,
+        source=_DecodedDataset(dataset.pick, clips.videos.decoder),
+        collate_fn=list,
+    )
+    return LiveLoader(clips, decoded, pin_memory)
+
+
+def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

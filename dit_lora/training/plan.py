@@ -1,0 +1,128 @@
+"""What a recipe needs of the caches: each sample's entries and each caption's, before anything is encoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dit_lora.config import Recipe
+from dit_lora.data.audit.memo import AuditMemo
+from dit_lora.data.audit.runner import remembered
+from dit_lora.data.cache import entry_key
+from dit_lora.data.digest import Digests
+from dit_lora.data.fill import Job
+from dit_lora.data.loader import Entry
+from dit_lora.families.base import Checkpoint
+from dit_lora.training.entries import Encoding
+from dit_lora.training.samples import Sample, Samples, bar, find_samples
+
+AUDIT_MEMO = "audit.jsonl"
+"""In the cache's folder: what `dit-lora audit` measured."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One sample and the entries that it needs."""
+
+    sample: Sample
+    video: Job
+    mirror: Job | None
+    text: Job
+
+    @property
+    def videos(self) -> tuple[Job, ...]:
+        return (self.video, self.mirror) if self.mirror else (self.video,)
+
+    @property
+    def entry(self) -> Entry:
+        sample = self.sample
+        return Entry(
+            sample.id,
+            self.video.key,
+            self.text.key,
+            self.mirror.key if self.mirror else None,
+            sample.shape,
+            sample.clip.times,
+            sample.clip.loss_weight,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe's samples with their entries."""
+
+    encoding: Encoding
+    samples: Samples
+    wanted: tuple[Wanted, ...]
+    rejected: dict[str, str]
+    """Samples that cannot be used, as far as is known without decoding, and why."""
+    texts: dict[str, Job]
+    """By caption: all samples' and validation prompts', and the empty one."""
+    transformer_digest: str
+
+    @property
+    def keys(self) -> tuple[set[str], set[str]]:
+        """Of all clips and of all captions that the recipe uses."""
+        videos = {job.key for one in self.wanted for job in one.videos}
+        return videos, {job.key for job in self.texts.values()}
+
+
+def make_plan(
+    recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype, *, group: int, quiet: bool
+) -> Plan:
+    """Read the sources, and the files that were not read before; remembers their digests unless `quiet`."""
+    digests = Digests(recipe.cache_dir / "digests.json")
+    encoding = Encoding.of(recipe, checkpoint, dtype, digests)
+    transformer = transformer_digest(checkpoint, recipe, digests)
+    found = find_samples(recipe, checkpoint, group=group, quiet=quiet)
+    texts = {text: encoding.text(text) for text in ("", *recipe.validation.prompts)}
+    rejected = dict(found.rejected)
+    wanted: list[Wanted] = []
+    for sample in bar("reading files", "clip", quiet)(found.all):
+        try:
+            video = encoding.video(sample)
+            mirror = encoding.video(sample, mirrored=True) if recipe.data.flip else None
+        except OSError as error:
+            rejected[sample.id] = f"cannot be read: {error.strerror or error}"
+            continue
+        caption = sample.clip.caption
+        if caption not in texts:
+            texts[caption] = encoding.text(caption)
+        wanted.append(Wanted(sample, video, mirror, texts[caption]))
+    if not quiet:
+        digests.save()
+    rejected |= _audited(recipe, [one.sample for one in wanted], found, digests)
+    return Plan(encoding, found, tuple(wanted), rejected, texts, transformer)
+
+
+def transformer_digest(checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
+    """Of the transformer's files, or of what it is drawn from."""
+    scratch = recipe.model.from_scratch
+    if scratch is None:
+        return digests.component(checkpoint.path / "transformer")
+    return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
+
+
+def _audited(
+    recipe: Recipe, samples: Sequence[Sample], found: Samples, digests: Digests
+) -> dict[str, str]:
+    """What `dit-lora audit` rejected of this recipe's samples."""
+    memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
+    if not memo:
+        return {}
+    clips = list({sample.clip.id: sample.clip for sample in samples}.values())
+    judged = remembered(clips, recipe.data, memo=memo, digests=digests, shapes=found.shapes)
+    reasons = {
+        one.file: "; ".join(
+            f"{finding.code}: {finding.words}"
+            for finding in one.findings
+            if finding.verdict == "reject"
+        )
+        for one in judged
+        if one.verdict == "reject"
+    }
+    return {
+        sample.id: f"{sample.clip.media.name}: {reasons[sample.clip.id]}"
+        for sample in samples
+        if sample.clip.id in reasons
+    }

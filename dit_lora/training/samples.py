@@ -1,0 +1,119 @@
+"""What a recipe trains on: its clips, each in its bucket, cut into windows, without those that cannot be used."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from dit_lora.config import Recipe
+from dit_lora.data.bucket_report import BucketReport
+from dit_lora.data.buckets import Dropped, Placed, buckets_of, place, window_id
+from dit_lora.data.headers import Headers
+from dit_lora.data.sources import Clip, scan
+from dit_lora.data.video import ClipError, read_header, too_short
+from dit_lora.data_config import DataConfig, VideoShape
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A clip, or one window of it, in the shape of its bucket."""
+
+    id: str
+    clip: Clip
+    shape: VideoShape
+    start: float = 0.0
+    """Seconds from the clip's first frame."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a recipe, and what it leaves out."""
+
+    all: tuple[Sample, ...]
+    rejected: Mapping[str, str]
+    """Why a clip cannot be used, by its id."""
+    shapes: tuple[VideoShape, ...] = ()
+    """The buckets, or the one shape."""
+    report: BucketReport | None = None
+    """Where there are buckets or windows."""
+    notes: tuple[str, ...] = field(default=())
+    """Buckets that the model cannot take."""
+
+
+def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: bool) -> Samples:
+    """Read the sources, and headers where shapes depend on them; nothing is decoded.
+
+    `group` is the number of samples of a step. With one shape, headers are left to `check_headers`.
+    """
+    data, root = recipe.data, recipe.cache_dir
+    found = scan(data, root)
+    rejected = {one.file: one.words for one in found.problems}
+    clips = [clip for clip in found.clips if data.classes is None or clip.caption in data.classes]
+    table = ", ".join(data.classes or ())
+    rejected |= {
+        clip.id: f"its class {clip.caption!r} is not one of data.classes: {table}"
+        for clip in found.clips
+        if data.classes is not None and clip.caption not in data.classes
+    }
+    if data.buckets is None and data.windows == 1:
+        shape = VideoShape.of(data)
+        samples = tuple(Sample(clip.id, clip, shape) for clip in clips)
+        return Samples(samples, rejected, (shape,))
+    notes: list[str] = []
+    shapes = buckets_of(
+        data, checkpoint.side_step, lambda one: _refusal(checkpoint, one), notes.append
+    )
+    headers = Headers(root / "headers.json")
+    read = headers.read([clip.media for clip in clips], bar("reading headers", "clip", quiet))
+    if not quiet:
+        headers.save()
+    placed: list[tuple[str, Placed | Dropped]] = []
+    all_samples: list[Sample] = []
+    for clip, header in zip(clips, read, strict=True):
+        if isinstance(header, ClipError):
+            rejected[clip.id] = str(header)
+            continue
+        where = place(header, shapes, data)
+        placed.append((clip.id, where))
+        if isinstance(where, Dropped):
+            rejected[clip.id] = where.words
+            continue
+        all_samples += [
+            Sample(window_id(clip.id, start), clip, where.shape, start) for start in where.starts
+        ]
+    report = BucketReport.of(placed, shapes, data, group)
+    return Samples(tuple(all_samples), rejected, shapes, report, tuple(notes))
+
+
+def check_headers(samples: Sequence[Sample], data: DataConfig) -> dict[str, str]:
+    """Which of these clips surely cannot be used, by what they say of themselves, and why."""
+    wrong: dict[str, str] = {}
+    for sample in samples:
+        try:
+            header = read_header(sample.clip.media)
+        except ClipError as error:
+            wrong[sample.id] = str(error)
+            continue
+        if header.is_image or data.fps is None:
+            continue
+        short = too_short(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
+        if short:
+            wrong[sample.id] = f"{sample.clip.media.name}: {short}"
+    return wrong
+
+
+def _refusal(checkpoint: Checkpoint, shape: VideoShape) -> str | None:
+    try:
+        checkpoint.check_shape(shape)
+    except DitLoraError as error:
+        return str(error)
+    return None
+
+
+def bar(what: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    """A progress bar with rate and time left around an iterable."""
+    return partial(tqdm, desc=what, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)

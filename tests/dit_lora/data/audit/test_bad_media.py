@@ -1,0 +1,187 @@
+"""Every kind of bad sample has the fault that it claims, and the audit says so of it and of nothing beside it."""
+
+import os
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bad_media_checks import OF_FOLDER, OF_MEDIA, Seen, is_sound, members
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dit_lora.data.audit.captions import check_captions
+from dit_lora.data.audit.encoded import check_encoded
+from dit_lora.data.audit.finding import VERDICTS, Finding
+from dit_lora.data.audit.labels import check_labels
+from dit_lora.data.audit.runner import audit_media
+from dit_lora.data.cache import TensorCache, encoded
+from dit_lora.data.sources import Clip, scan
+from dit_lora.data_config import DataConfig
+from dit_lora.faults.bad_cache import DAMAGES, Damage
+from dit_lora.faults.bad_media import KINDS
+from dit_lora.faults.kind import Kind
+
+# No permission stops root, who can read every file.
+MADE = [kind for kind in KINDS if kind.root_can or os.geteuid()]
+BY_NAME = {kind.name: kind for kind in MADE}
+TWINS = {"duplicate_clip", "near_duplicate_clip"}
+REAL_CLIPS = Path(__file__).parents[5] / "shared" / "data" / "clips"
+every_kind = pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.name)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each kind, by its name."""
+    root = tmp_path_factory.mktemp("bad_media")
+    folders = {kind.name: root / str(number) for number, kind in enumerate(MADE)}
+    for kind in MADE:
+        kind.write(folders[kind.name])
+    return folders
+
+
+def is_one_file(kind: Kind, folder: Path) -> bool:
+    return (
+        not kind.whole
+        and (folder / kind.file).is_file()
+        and not (folder / "metadata.jsonl").exists()
+    )
+
+
+@every_kind
+def test_each_kind_has_the_fault_that_it_claims(corpus: dict[str, Path], kind: Kind) -> None:
+    folder = corpus[kind.name]
+    if kind.code is None:
+        assert kind.whole or is_sound(Seen(folder / kind.file))
+        assert not kind.whole or len({member.name for member in members(folder)}) == 4
+    elif is_one_file(kind, folder) and kind.code in OF_MEDIA:
+        bad, good = Seen(folder / kind.file), Seen(folder / kind.good)
+        assert OF_MEDIA[kind.code](bad, good)
+        assert is_sound(good)
+        if "duplicate" not in kind.code:
+            assert not OF_MEDIA[kind.code](good, bad)
+    else:
+        assert OF_FOLDER[kind.code](folder)
+
+
+def test_the_corpus_reaches_every_code_that_media_captions_and_labels_can_have() -> None:
+    names = [kind.name for kind in KINDS]
+    assert len(set(names)) == len(names) >= 110
+    assert {kind.code for kind in KINDS if kind.code} == {*OF_MEDIA, *OF_FOLDER}
+    assert sum(kind.verdict == "ok" for kind in KINDS) >= 15
+    assert all((kind.code is None) == (kind.verdict == "ok") for kind in KINDS)
+
+
+Findings = dict[str, list[Finding]]
+"""By sample id."""
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a word, with T5's special tokens."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module")
+def audited(corpus: dict[str, Path]) -> dict[str, Findings]:
+    """What is found of each kind's samples, by its name; every sample that was read has a list."""
+    tokenizer = word_tokenizer()
+    found: dict[str, Findings] = {}
+    asked: dict[str, DataConfig] = {}
+    clips: dict[str, list[Clip]] = defaultdict(list)
+    for kind in MADE:
+        data = DataConfig(**kind.data, path=str(corpus[kind.name]))
+        try:
+            read = scan(data)
+        except OSError as error:  # none should come through
+            found[kind.name] = {kind.file: [Finding("crashed", str(error), "reject")]}
+            continue
+        of_kind = found[kind.name] = {clip.id: [] for clip in read.clips}
+        for problem in read.problems:
+            finding = Finding(problem.code, problem.words, "reject")
+            of_kind.setdefault(problem.file, []).append(finding)
+        checks = [check_captions(read.clips, tokenizer, 226)]
+        if data.classes is not None:
+            checks = [check_labels(read.clips, data.classes)[0]]
+        for file, findings in [pair for check in checks for pair in check.items()]:
+            of_kind[file] += findings
+        key = str(sorted(kind.data))
+        asked[key] = data
+        clips[key] += [replace(clip, id=f"{kind.name}\0{clip.id}") for clip in read.clips]
+    for key, data in asked.items():  # all at once, as the clips of one large set
+        for judged in audit_media(clips[key], data, workers=2):
+            name, _, file = judged.file.partition("\0")
+            # Kinds share pictures: a sample is like those of other folders, which says nothing of it.
+            twins = TWINS if BY_NAME[name].code not in TWINS else set()
+            found[name][file] += [one for one in judged.findings if one.code not in twins]
+    return found
+
+
+def verdict_of(findings: list[Finding]) -> str:
+    return VERDICTS[max((VERDICTS.index(one.verdict) for one in findings), default=0)]
+
+
+@every_kind
+def test_each_kind_gets_its_verdict(audited: dict[str, Findings], kind: Kind) -> None:
+    found = audited[kind.name]
+    assert kind.file in found
+    assert verdict_of(found[kind.file]) == kind.verdict, found[kind.file]
+    codes = {one.code for one in found[kind.file]}
+    assert kind.code in codes if kind.code else not codes
+    assert all(one.words for one in found[kind.file])
+
+
+@every_kind
+def test_the_sound_sample_beside_it_stays_sound(audited: dict[str, Findings], kind: Kind) -> None:
+    findings = audited[kind.name][kind.good]
+    assert [one for one in findings if one.code not in TWINS] == []
+
+
+@pytest.mark.skipif(not REAL_CLIPS.is_dir(), reason="the real clips are not on this machine")
+def test_no_real_clip_is_rejected() -> None:
+    data = DataConfig(path=str(REAL_CLIPS), frames=17, height=240, width=360, fps=8)
+    read = scan(data)
+    assert not read.problems
+    judged = audit_media(read.clips, data, workers=2)
+    assert len(judged) == 7
+    assert not {one.file: one.reasons for one in judged if one.verdict == "reject"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
+def test_a_damaged_cache_is_found_out_and_costs_no_other_shard(
+    tmp_path: Path, damage: Damage
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shard in ("ab", "cd"):
+        entries = [
+            encoded(
+                key,
+                {
+                    "latent_mean": torch.randn(4, 3, 4, 6, generator=generator),
+                    "prompt_embeds": torch.randn(5, 8, generator=generator),
+                },
+                sample=f"{key}.mp4",
+                facts={},
+            )
+            for key in shard
+        ]
+        TensorCache(tmp_path).write_all(entries)
+    (target,) = [one for one in TensorCache(tmp_path).entries() if one.sample == "b.mp4"]
+    spec = target.layout.spec
+    damage.do(target)
+
+    cache = TensorCache(tmp_path)
+    assert cache.is_whole("b") == damage.whole
+    read = {key: cache.read(key, spec) for key in "abcd"}
+    found, _ = check_encoded((key, tensors) for key, (tensors, _) in read.items())
+    codes = {key: {one.code for one in found.get(key, ())} for key in "abcd"}
+    for key, (_, fault) in read.items():
+        codes[key] |= {"cache_damaged"} if fault else set()
+    assert damage.code in codes["b"]
+    assert {"cache_damaged"} <= codes["b"]
+    assert not codes["c"] | codes["d"]
+    assert damage.reaches_neighbour == bool(codes["a"])
