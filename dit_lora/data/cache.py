@@ -36,8 +36,10 @@ __all__ = ["MAX_ABS", "CacheError", "Spec", "TensorCache", "encoded", "entry_key
 # Far above a VAE posterior or a normalised text embedding, and below where fp16 ends (65504).
 MAX_ABS = 1e4
 
-# Of shards that a process keeps mapped: what it read of them is resident, and the system's to take back.
-_MAPPED_BYTES = 2**31
+# Shards that a process keeps mapped, each with two file descriptors, and their bytes: what was read of them is
+# resident until the system takes it back.
+_OPEN = 64
+_OPEN_BYTES = 2**31
 
 
 class CacheError(DitLoraError):
@@ -254,6 +256,8 @@ class TensorCache:
         if found.stamp() != self._index.stamps[shard]:
             return None
         self._open[shard] = found
-        while len(self._open) > 1 and sum(map(len, self._open.values())) > _MAPPED_BYTES:
+        while len(self._open) > 1 and (
+            len(self._open) > _OPEN or sum(map(len, self._open.values())) > _OPEN_BYTES
+        ):
             self._open.popitem(last=False)
         return found

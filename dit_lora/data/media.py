@@ -58,7 +58,8 @@ class MediaFile:
         return os.path.abspath(self.path)
 
     def source(self) -> Path:
-        return self.path
+        # Absolute: FFmpeg reads what stands before a colon, as in `concat:a.mp4`, as a protocol.
+        return self.path.absolute()
 
     def stamp(self) -> Stamp:
         status = self.path.stat()

@@ -187,7 +187,7 @@ def _tensors(
 
 def _failed(why: str) -> Finding:
     """Of an encoder's message."""
-    part = "embedding" if why.startswith("caption ") else "latent"
+    part = "embedding" if "caption '" in why else "latent"
     kind = "out_of_range" if "beyond" in why else "non_finite"
     remedy = "look at the sample; encode it in fp32 or bf16, or remove it"
     return Finding(f"{part}_{kind}", why, "reject", remedy)

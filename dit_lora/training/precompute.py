@@ -85,13 +85,13 @@ class _Rejects:
         new = {name: why for some in gather_object([dict(reasons)]) for name, why in some.items()}
         if not new:
             return
-        lines = [why if name in why else f"{name}: {why}" for name, why in new.items()]
+        new = {name: why if name in why else f"{name}: {why}" for name, why in new.items()}
         if self.runtime.recipe.data.rejects == "refuse":
-            error = DitLoraError(listed(f"{summary}; data.rejects=skip leaves them out", lines))
+            error = DitLoraError(listed(f"{summary}; data.rejects=skip leaves them out", new.values()))
             error.collective = True
             raise error
         self.found |= new
-        self.runtime.say(listed(f"left out, by data.rejects: {len(new)} samples", lines))
+        self.runtime.say(listed(f"left out, by data.rejects: {len(new)} samples", new.values()))
 
     def without(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Those that stay; raises if none does."""

@@ -18,7 +18,8 @@ from dit_lora.data.video import read_frames
 from dit_lora.families import get_family
 from dit_lora.faults.samples import overwrite
 from dit_lora.recipe import parse_recipe
-from dit_lora.training.precompute import Precomputed, precompute, transformer_digest
+from dit_lora.training.plan import transformer_digest
+from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import running
 
 Encode = Callable[..., Precomputed]
