@@ -5,7 +5,7 @@
 The clips are made here, 854x480 at 30 fps: 10 s read from their start, 30 s read from their middle, each with a key
 frame every 48 and every 250 frames, and one of 49 frames at 8 fps that are all wanted; `--clips` adds the mp4 files of
 a folder. `whole file` turns every frame into RGB before some are chosen, as torchvision.io.read_video did. `from the
-beginning` is `read_frames` without its search and without leaving out frames. decord and torchcodec (approximate seek
+beginning` is `read_frames` without its search. decord and torchcodec (approximate seek
 mode) take part where they can be imported; they are told the indices of the frames. All choose the same frames and
 resize them by the same function, and every contender's result must equal that of `whole file`. The contenders take turns
 in random order; medians are compared. With one thread, the process is kept on one core.

@@ -1,15 +1,12 @@
 """The frames of a video nearest to given times, with no more decoding than the answer needs.
 
-The answer is defined by decoding from the beginning. Three things make it cheaper: decoding starts at the key frame
-before the first wanted time; H.264 frames that no other refers to and no time is nearest to are not decoded; and it
-stops when the last wanted frame is certain. Where the file gives reason to doubt that the answer stays the same
-(a search that lands elsewhere, frames that do not come out, errors), it is decoded from the beginning instead.
+The answer is defined by decoding from the beginning. Two things make it cheaper: decoding starts at the key frame
+before the first wanted time, and stops when the last wanted frame is certain. Where the file gives reason to doubt
+that the answer stays the same (a search that lands elsewhere, errors), it is decoded from the beginning instead.
 """
 
 import math
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
@@ -23,9 +20,6 @@ from dit_lora.data.media import Media
 
 _MOST_THREADS = 4
 """Each thread decodes one frame ahead, in vain for the last ones."""
-
-_LOOK_AHEAD = 32
-"""Packets; a frame of H.264 comes at most 16 after one that is shown later."""
 
 _Packet: TypeAlias = "av.Packet[av.VideoStream]"  # at run time, no generic class
 
@@ -71,14 +65,12 @@ def nearest_frames(media: Media, wanted: Wanted, *, quick: bool = True) -> Itera
         stream.codec_context.thread_count = min(torch.get_num_threads(), _MOST_THREADS)
         stream.codec_context.thread_type = "AUTO"
         stretch = float(stream.sample_aspect_ratio or 1)
-        if not quick or (container.format.name, stream.codec_context.name) == ("avi", "h264"):
-            frames = _timed(
-                container.decode(stream)
-            )  # AVI stores no times; those guessed run backwards
-        elif wanted.start > 0:
+        # AVI stores no times; those guessed of H.264 run backwards.
+        guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
+        if quick and wanted.start > 0 and not guessed:
             frames = _forwards(_from_key_frame(container, stream, wanted))
         else:
-            frames = _forwards(_timed(_decode_thrifty(container.demux(stream), stream, wanted)))
+            frames = _timed(container.decode(stream))
         for frame, times in _pick(frames, wanted):
             yield Nearest(frame, times, stretch)
 
@@ -171,7 +163,7 @@ def _from_key_frame(
     target = math.floor((origin + wanted.start) / stream.time_base + 1e-3)
     head, packets = _search(container, stream, target)
     count = 0
-    for frame in _decode_thrifty(packets, stream, wanted, origin, head):
+    for frame in chain.from_iterable(packet.decode() for packet in packets):
         if count == 0 and not (
             frame.pts == head and frame.key_frame and frame.pict_type == PictureType.I
         ):
@@ -198,74 +190,3 @@ def _search(
         # MP4's are found by when they are decoded, which is before they are shown.
         aim = (head.pts if head.dts is None else head.dts) - 1
     raise _DoubtError("the search for the key frame failed")
-
-
-def _decode_thrifty(
-    packets: Iterator[_Packet],
-    stream: av.VideoStream,
-    wanted: Wanted,
-    origin: float | None = None,
-    head: int | None = None,
-) -> Iterator[av.VideoFrame]:
-    """Decode, leaving out H.264 frames that are neither referred to nor nearest to a wanted time.
-
-    `origin` is the first frame's time in seconds and `head` that of the key frame that `packets` begin with, in
-    ticks; None if that is the first frame.
-    """
-    if stream.codec_context.name != "h264":
-        yield from chain.from_iterable(packet.decode() for packet in packets)
-        return
-    base = float(stream.time_base or 1)
-    due: set[int] = set()
-    for packet, before, after in _with_neighbours(packets):
-        unwanted = False
-        if origin is not None and packet.pts and before is not None and after is not None:
-            # Packets yet to be read could only bring nearer neighbours, and so narrow this further.
-            low = (before + packet.pts) / 2 * base - origin - 1e-3 / wanted.fps
-            high = (after + packet.pts) / 2 * base - origin + 1e-3 / wanted.fps
-            unwanted = wanted.until(low) == wanted.until(high)
-        stream.codec_context.skip_frame = "NONREF" if unwanted else "DEFAULT"
-        if not unwanted and packet.pts is not None and not packet.is_discard:
-            due.add(packet.pts)
-        for frame in packet.decode():
-            if frame.pts is None or frame.time is None:
-                raise _DoubtError("a frame has no time stamp")
-            origin = frame.time if origin is None else origin
-            head = frame.pts if head is None else head
-            due.discard(frame.pts)
-            if any(head <= pts < frame.pts for pts in due):
-                raise _DoubtError("a frame did not come out")
-            yield frame
-
-
-def _with_neighbours(
-    packets: Iterator[_Packet],
-) -> Iterator[tuple[_Packet, int | None, int | None]]:
-    """Each packet with the nearest times before and after its own among the packets up to some way ahead.
-
-    They are None for the first and last packets.
-    """
-    ahead: deque[_Packet] = deque()
-    known: list[int] = []
-    for packet in packets:
-        ahead.append(packet)
-        if packet.size and packet.pts is None:
-            raise _DoubtError("a packet has no time stamp")
-        if packet.pts is not None and not packet.is_discard:
-            place = bisect_left(known, packet.pts)
-            if place < len(known) and known[place] == packet.pts:
-                raise _DoubtError("two packets have the same time stamp")
-            known.insert(place, packet.pts)
-        if len(ahead) > _LOOK_AHEAD:
-            yield _between(ahead.popleft(), known)
-    for packet in ahead:
-        yield packet, None, None
-
-
-def _between(packet: _Packet, known: Sequence[int]) -> tuple[_Packet, int | None, int | None]:
-    if packet.pts is None or packet.is_discard:
-        return packet, None, None
-    place = bisect_left(known, packet.pts)
-    before = known[place - 1] if place else None
-    after = known[place + 1] if place + 1 < len(known) else None
-    return packet, before, after

@@ -1,7 +1,7 @@
 """From a sample or a caption to its cache entry: what its key depends on, and how it is made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from dit_lora.data.cache import entry_key
 from dit_lora.data.digest import Digests
 from dit_lora.data.fill import Job
 from dit_lora.data.video import DECODE_VERSION, ClipError, read_frames
+from dit_lora.data_config import VideoShape
 from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
 from dit_lora.training.samples import Sample
 
@@ -35,6 +36,7 @@ class Encoding:
     digests: Digests
     text_facts: Mapping[str, Any]
     video_facts: Mapping[str, Any]
+    _by_shape: dict[VideoShape, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -62,13 +64,8 @@ class Encoding:
         return Job(f"caption {caption!r}", entry_key(facts), facts, make)
 
     def video(self, sample: Sample, *, mirrored: bool = False) -> Job:
-        facts = {
-            **self.video_facts,
-            **{name: getattr(sample.shape, name) for name in ("frames", "height", "width")},
-            "fps": self.recipe.data.fps,
-            "decode": DECODE_VERSION,
-            "media": self.digests.media(sample.clip.media),
-        }
+        """Raises `OSError` if its file cannot be read."""
+        facts = {**self._of_shape(sample.shape), "media": self.digests.media(sample.clip.media)}
         if sample.start:
             facts["start"] = sample.start
         if sample.clip.image:
@@ -81,6 +78,17 @@ class Encoding:
             return encode(pixels.video, pixels.image)
 
         return Job(sample.id, entry_key(facts), facts, make)
+
+    def _of_shape(self, shape: VideoShape) -> dict[str, Any]:
+        """The facts that all samples of a shape share."""
+        if shape not in self._by_shape:
+            self._by_shape[shape] = {
+                **self.video_facts,
+                **asdict(shape),
+                "fps": self.recipe.data.fps,
+                "decode": DECODE_VERSION,
+            }
+        return self._by_shape[shape]
 
     def decode(self, sample: Sample, *, mirrored: bool = False) -> Pixels:
         """The sample's frames and first image; raises `ClipError` if nothing can be learned from them."""

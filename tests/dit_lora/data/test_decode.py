@@ -152,7 +152,7 @@ def test_files_that_mislead_the_search_are_decoded_from_the_beginning(tmp_path: 
 def test_a_window_decodes_little_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the key frame before it on, without the B-frames that nobody wants."""
+    """From the key frame before it on, to one frame past the last."""
     path = encode(tmp_path / "a.mp4", "libx264", x264("keyint=24:bframes=3:b-adapt=0"), EVEN)
     seen: list[float] = []
 
@@ -165,7 +165,7 @@ def test_a_window_decodes_little_of_the_file(
     read_frames(path, frames=3, height=HEIGHT, width=WIDTH, fps=8, start=1)  # frames 30, 34, 37
     assert seen[0] == pytest.approx(24 / FPS)
     assert seen[-1] <= 40 / FPS
-    assert len(seen) <= 11
+    assert len(seen) <= 17
 
 
 @pytest.mark.parametrize("kind", ["open groups", "open groups, mkv", "late", "webm", "avi"])

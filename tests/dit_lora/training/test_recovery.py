@@ -24,7 +24,6 @@ from dit_lora.numerics.switches import Switch
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.training import recovery as recovery_module
 from dit_lora.training.checkpoint import drop_optimizer_state, optimizer_state, trainable_state
-from dit_lora.training.recovery import GuardState, RunRecovery
 
 KEYS = {"step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action", "seconds"}
 SAMPLES = [f"{k}.mp4" for k in range(5)]
@@ -80,12 +79,12 @@ class Guarded:
         turn_off = partial(self.turned_off.append, name)
         switch = Switch(name, "attention_backend", nullcontext, turn_off, "math")
         quarantine = Quarantine(path / "quarantine.jsonl")
-        self.recovery = RunRecovery(
+        self.recovery = recovery_module.RunRecovery(
             suspects=Suspects(
                 self.model, lambda: optimizer_state(self.optimizer).items(), [switch]
             ),
             policy=Policy(GuardConfig(**guard)),
-            state=GuardState(),
+            state=recovery_module.GuardState(),
             quarantine=quarantine,
             order=Order(SAMPLES, seed=0, quarantine=quarantine),
             snapshots=Snapshots(self.state, every=2),
