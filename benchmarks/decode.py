@@ -31,7 +31,7 @@ from PIL import Image
 
 from dit_lora.data.decode import Wanted, nearest_frames
 from dit_lora.data.media import MediaFile
-from dit_lora.data.pictures import cover, resize
+from dit_lora.data.pictures import cover, planes, resize
 from dit_lora.data.video import read_frames
 
 FRAMES, HEIGHT, WIDTH, FPS = 49, 480, 720, 8.0
@@ -49,12 +49,12 @@ class Task:
 
 
 Contender = Callable[[Task, int], np.ndarray]
-"""Returns uint8 (F, H, W, 3), with so many threads."""
+"""Returns uint8 (F, 3, H, W), with so many threads."""
 
 
 def ours(task: Task, threads: int) -> np.ndarray:
     size = {"frames": FRAMES, "height": HEIGHT, "width": WIDTH}
-    return read_frames(task.path, fps=FPS, start=task.start, **size).permute(0, 2, 3, 1).numpy()
+    return read_frames(task.path, fps=FPS, start=task.start, **size).numpy()
 
 
 def from_the_beginning(task: Task, threads: int) -> np.ndarray:
@@ -62,7 +62,7 @@ def from_the_beginning(task: Task, threads: int) -> np.ndarray:
     chosen: list[np.ndarray] = []
     for near in nearest_frames(MediaFile(task.path), wanted, quick=False):
         chosen += [resize(near.frame, near.stretch, HEIGHT, WIDTH)] * near.times
-    return np.stack(chosen)
+    return planes(chosen)
 
 
 def whole_file(task: Task, threads: int) -> np.ndarray:
@@ -87,7 +87,7 @@ def by_torchcodec(task: Task, threads: int) -> np.ndarray:
 
 
 def resized(task: Task, pictures: Any) -> np.ndarray:
-    return np.stack([cover(Image.fromarray(one), task.stretch, HEIGHT, WIDTH) for one in pictures])
+    return planes([cover(Image.fromarray(one), task.stretch, HEIGHT, WIDTH) for one in pictures])
 
 
 def contenders() -> dict[str, Contender]:

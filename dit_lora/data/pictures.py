@@ -4,6 +4,7 @@ Shapes: H and W pixels.
 """
 
 import struct
+from collections.abc import Sequence
 
 import av
 import numpy as np
@@ -72,3 +73,13 @@ def cover(image: Image.Image, stretch: float, height: int, width: int) -> np.nda
     left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
     box = (left, top, left + kept_width, top + kept_height)
     return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=box))
+
+
+def planes(pictures: Sequence[np.ndarray]) -> np.ndarray:
+    """uint8 (F, 3, H, W) of pictures (H, W, 3)."""
+    # Plane by plane takes an eighth of the time of transposing them all.
+    found = np.empty((len(pictures), 3, *pictures[0].shape[:2]), np.uint8)
+    for frame, picture in zip(found, pictures, strict=True):
+        for channel in range(3):
+            frame[channel] = picture[..., channel]
+    return found

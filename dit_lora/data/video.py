@@ -21,7 +21,7 @@ from dit_lora.data.decode import (
     video_stream,
 )
 from dit_lora.data.media import Media, as_media, is_image
-from dit_lora.data.pictures import DAMAGED, image_size, read_image, resize
+from dit_lora.data.pictures import DAMAGED, image_size, planes, read_image, resize
 from dit_lora.errors import DitLoraError
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
@@ -61,7 +61,7 @@ def read_frames(
         raise ClipError(f"{media.name}: cannot be decoded to its end: {_reason(error)}") from error
     if len(chosen) < frames:
         raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
-    return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2).contiguous()
+    return torch.from_numpy(planes(chosen))
 
 
 def _read_image(media: Media, height: int, width: int) -> np.ndarray:

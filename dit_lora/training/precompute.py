@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
+from dit_lora.config import Recipe
 from dit_lora.data.bucket_report import BucketReport
 from dit_lora.data.cache import TensorCache, entry_key
 from dit_lora.data.fill import Filled, Job, fill
@@ -56,7 +57,8 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     for line in (*plan.samples.notes, *(report.lines() if report else ())):
         runtime.say(line)
     rejects = _Rejects(runtime)
-    rejects.add(plan.rejected)
+    unread = [one.sample for one in _unread(recipe, plan) if one.sample.id not in plan.rejected]
+    rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
     fill_or_load = _cached if recipe.data.precompute else _live
     clips = fill_or_load(runtime, checkpoint, plan, rejects)
     fault = clips.empty_text[1]
@@ -87,11 +89,13 @@ class _Rejects:
             return
         new = {name: why if name in why else f"{name}: {why}" for name, why in new.items()}
         if self.runtime.recipe.data.rejects == "refuse":
-            error = DitLoraError(listed(f"{summary}; data.rejects=skip leaves them out", new.values()))
+            error = DitLoraError(
+                listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
+            )
             error.collective = True
             raise error
         self.found |= new
-        self.runtime.say(listed(f"left out, by data.rejects: {len(new)} samples", new.values()))
+        self.runtime.say(listed(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
 
     def without(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Those that stay; raises if none does."""
@@ -111,6 +115,15 @@ def _keys(entry: Entry) -> list[str]:
     ]
 
 
+def _unread(recipe: Recipe, plan: Plan) -> Sequence[Wanted]:
+    """What has yet to be decoded."""
+    if not recipe.data.precompute:
+        return plan.wanted
+    videos = TensorCache(recipe.cache_dir / "videos")
+    missing = set(videos.missing([one.video.key for one in plan.wanted]))
+    return [one for one in plan.wanted if one.video.key in missing]
+
+
 def _live(runtime: Runtime, checkpoint: Checkpoint, plan: Plan, rejects: _Rejects) -> EncodedClips:
     """Load the encoders, for the whole run."""
     wanted = rejects.without(plan.wanted)
@@ -126,11 +139,6 @@ def _cached(
     shared = [plan.texts[text] for text in ("", *runtime.recipe.validation.prompts)]
     _set_aside_bad(runtime, texts, shared)
     wanted = rejects.without(plan.wanted)
-    missing = set(videos.missing([one.video.key for one in wanted]))
-    unread = [one.sample for one in wanted if one.video.key in missing]
-    rejects.add(check_headers(unread, runtime.recipe.data))
-    wanted = rejects.without(wanted)
-
     jobs = [*shared, *(one.text for one in wanted)]
     bad = _fill(runtime, texts, jobs, checkpoint.load_text_encoder, "caption")
     lost = [bad[job.key] for job in shared if job.key in bad]

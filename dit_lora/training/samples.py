@@ -11,9 +11,10 @@ from dit_lora.config import Recipe
 from dit_lora.data.bucket_report import BucketReport
 from dit_lora.data.buckets import Dropped, Placed, buckets_of, place, window_id
 from dit_lora.data.headers import Headers
+from dit_lora.data.media import Media
 from dit_lora.data.sources import Clip, scan
-from dit_lora.data.video import ClipError, read_header, too_short
-from dit_lora.data_config import DataConfig, VideoShape
+from dit_lora.data.video import ClipError, VideoHeader, too_short
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint
 
@@ -49,8 +50,8 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
 
     `group` is the number of samples of a step. With one shape, headers are left to `check_headers`.
     """
-    data, root = recipe.data, recipe.cache_dir
-    found = scan(data, root)
+    data = recipe.data
+    found = scan(data, recipe.cache_dir)
     rejected = {one.file: one.words for one in found.problems}
     clips = [clip for clip in found.clips if data.classes is None or clip.caption in data.classes]
     table = ", ".join(data.classes or ())
@@ -67,10 +68,7 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
     shapes = buckets_of(
         data, checkpoint.side_step, lambda one: _refusal(checkpoint, one), notes.append
     )
-    headers = Headers(root / "headers.json")
-    read = headers.read([clip.media for clip in clips], bar("reading headers", "clip", quiet))
-    if not quiet:
-        headers.save()
+    read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placed | Dropped]] = []
     all_samples: list[Sample] = []
     for clip, header in zip(clips, read, strict=True):
@@ -89,21 +87,30 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
     return Samples(tuple(all_samples), rejected, shapes, report, tuple(notes))
 
 
-def check_headers(samples: Sequence[Sample], data: DataConfig) -> dict[str, str]:
-    """Which of these clips surely cannot be used, by what they say of themselves, and why."""
-    wrong: dict[str, str] = {}
-    for sample in samples:
-        try:
-            header = read_header(sample.clip.media)
-        except ClipError as error:
-            wrong[sample.id] = str(error)
-            continue
-        if header.is_image or data.fps is None:
-            continue
-        short = too_short(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
-        if short:
-            wrong[sample.id] = f"{sample.clip.media.name}: {short}"
+def check_headers(samples: Sequence[Sample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
+    """Which of these surely cannot be used, by what their files say of themselves, and why."""
+    data, wrong = recipe.data, dict[str, str]()
+    headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
+    for sample, header in zip(samples, headers, strict=True):
+        if isinstance(header, ClipError):
+            wrong[sample.id] = str(header)
+        elif not header.is_image and data.fps is not None:
+            frames, start = sample.shape.frames, sample.start
+            short = too_short(header, frames=frames, fps=data.fps, start=start)
+            if short:
+                wrong[sample.id] = f"{sample.clip.media.name}: {short}"
     return wrong
+
+
+def read_headers(
+    media: Sequence[Media], recipe: Recipe, *, quiet: bool
+) -> list[VideoHeader | ClipError]:
+    """Each file's header or what is wrong with it; remembered in the cache's folder unless `quiet`."""
+    headers = Headers(recipe.cache_dir / "headers.json")
+    found = headers.read(media, bar("reading headers", "clip", quiet))
+    if not quiet:
+        headers.save()
+    return found
 
 
 def _refusal(checkpoint: Checkpoint, shape: VideoShape) -> str | None:

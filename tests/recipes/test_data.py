@@ -86,7 +86,9 @@ def test_a_clip_that_breaks_while_it_is_encoded_on_the_fly_is_left_out(
     folder = Path(shutil.copytree(shape_clips, tmp_path / "broken"))
     broken = sorted(folder.glob("*.mp4"))[0]
     data = bytearray(broken.read_bytes())
-    pictures = slice(data.index(b"mdat") + 1000, data.index(b"moov") - 8)  # x264's settings come first
+    pictures = slice(
+        data.index(b"mdat") + 1000, data.index(b"moov") - 8
+    )  # x264's settings come first
     data[pictures] = bytes(pictures.stop - pictures.start)
     broken.write_bytes(data)
     run = tmp_path / "run"
@@ -127,7 +129,7 @@ def test_rejects_are_refused_all_at_once_or_left_out_as_if_never_there(
     args = [*smoke, "train.steps=3"]
     with pytest.raises(DitLoraError) as refused:
         lora_main([*args, f"data.path={folder}", f"run.dir={tmp_path / 'refused'}"])
-    assert "no.mp4" in str(refused.value)
+    assert all(name in str(refused.value) for name in bad)
     assert "data.rejects=skip" in str(refused.value)
     assert not (tmp_path / "refused" / "metrics.jsonl").exists()
     skip, never = tmp_path / "skip", tmp_path / "never"
