@@ -54,13 +54,18 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
         *check_trainables(run.transformer),
         *check_base_weights(run.transformer),
     ]
-    micro_batch = _first_samples(run)
-    if micro_batch is not None and not any(finding.fatal for finding in findings):
-        findings += _flow(run, micro_batch)
-        findings += _remembered(run, micro_batch)
+    micro_batch, error = None, None
+    try:
+        micro_batch = _first_samples(run)
+        if micro_batch is not None and not any(finding.fatal for finding in findings):
+            findings += _flow(run, micro_batch)
+            findings += _remembered(run, micro_batch)
+    except torch.OutOfMemoryError:
+        error = _too_large(run)
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
-    error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
-    agree(run.runtime.accelerator, error if fatal else None)
+    if fatal:
+        error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
+    agree(run.runtime.accelerator, error)
     events = _switch_off(run, wrong_backends(findings))
     if micro_batch is not None:
         events += _kernels(run, micro_batch)
@@ -107,6 +112,15 @@ def _good_samples(run: "Run") -> list[list[Batch]]:
             filled = list(islice(cycle(samples), max(len(samples), size)))
             return [filled[first : first + size] for first in range(0, len(filled), size)]
     return []
+
+
+def _too_large(run: "Run") -> DitLoraError:
+    shape, size = next(iter(run.encoded.clips.video_specs)), run.recipe.train.batch_size
+    return DitLoraError(
+        f"a batch of {size} samples of the largest shape, {shape}, does not fit the memory of "
+        f"{run.runtime.accelerator.device}; lower train.batch_size, or the shape (data.frames, data.height, "
+        "data.width, data.buckets), or set train.checkpointing=full"
+    )
 
 
 def _micro_batch(run: "Run", samples: Sequence[Batch]) -> MicroBatch:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,3 +164,30 @@ def test_a_run_whose_samples_are_all_rejected_says_so(
     args = [*smoke, f"data.path={tmp_path / 'one'}", "data.rejects=skip", f"run.dir={tmp_path}/run"]
     with pytest.raises(DitLoraError, match="no sample is left"):
         lora_main(args)
+
+
+def test_the_largest_bucket_runs_before_the_first_step_and_says_if_it_does_not_fit(
+    lora_main: Main, mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever bucket the first step takes."""
+    from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
+
+    stock = CogVideoXCheckpoint.losses
+    ran: list[tuple[int, ...]] = []
+
+    def losses(self: CogVideoXCheckpoint, model: torch.nn.Module, batch: dict, *rest: Any) -> Any:
+        latents = batch["latent_mean"]
+        ran.append(tuple(latents.shape))
+        if latents.device.type != "meta" and latents.numel() >= 2 * 4 * 5 * 4 * 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stock(self, model, batch, *rest)
+
+    monkeypatch.setattr(CogVideoXCheckpoint, "losses", losses)
+    run = tmp_path / "run"
+    quiet = ["validation.held_out_draws=0", "train.checkpointing=none"]
+    with pytest.raises(
+        DitLoraError, match=r"2 samples of the largest shape, 17x(48x32|32x48), does"
+    ):
+        lora_main([*mixed, *quiet, "train.steps=3", f"run.dir={run}"])
+    assert not (run / "metrics.jsonl").exists() or not lines(run, "metrics.jsonl")
+    assert ran[-1][0] == 2

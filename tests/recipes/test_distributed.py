@@ -9,6 +9,8 @@ import torch
 from launching import ROOT
 from runs import poison
 
+from dit_lora.data.shapes import write_shapes
+
 pytestmark = pytest.mark.slow
 
 
@@ -20,9 +22,14 @@ def trajectory(run: Path) -> torch.Tensor:
     return torch.tensor([(m["loss"], m["grad_norm"], m["samples"]) for m in metrics(run)])
 
 
-def test_two_ranks_with_half_the_batch_each_train_alike(launch, lora_main, smoke, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """Same losses and gradient norms, caption dropout and held-out loss included; half encode each."""
+def test_two_ranks_with_half_the_batch_each_train_alike(
+    launch, lora_main, smoke, tmp_path, shape_clips: Path
+) -> None:  # type: ignore[no-untyped-def]
+    """Same losses and gradient norms, over buckets, caption dropout and held-out loss; half encode each."""
+    write_shapes(tmp_path / "stills", clips=4, frames=1, height=64, width=96, fps=8)
+    sources = [{"path": str(shape_clips)}, {"path": str(tmp_path / "stills"), "loss_weight": 0.5}]
     common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "validation.held_out_draws=2"]
+    common += ["data.path=", f"data.sources={json.dumps(sources)}", "data.buckets={frames: [1, 9]}"]
     done = launch(
         [*common, "train.batch_size=2", "train.accumulate=2", f"run.dir={tmp_path / 'two'}"],
         ranks=2,

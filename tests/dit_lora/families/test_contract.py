@@ -1,6 +1,7 @@
 """The contract, over every family and tiny variant: what training relies on, and what the stock pipeline must agree to."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,26 @@ def test_one_seed_gives_the_same_bytes_and_another_gives_others(
     assert contents(tmp_path / "again") == contents(subject.path)
     weights = "transformer/diffusion_pytorch_model.safetensors"
     assert contents(tmp_path / "other")[weights] != contents(subject.path)[weights]
+
+
+def test_sides_come_in_the_steps_that_buckets_are_made_of(subject: Subject) -> None:
+    checkpoint, native = subject.checkpoint, subject.case.native
+    step = checkpoint.side_step
+    assert native.height % step == native.width % step == 0
+    checkpoint.check_shape(native)
+    for sides in ({"height": native.height + step // 2}, {"width": native.width + step // 2}):
+        with pytest.raises(DitLoraError):
+            checkpoint.check_shape(replace(native, **sides))
+
+
+def test_the_text_limit_is_what_the_encoder_gives(subject: Subject) -> None:
+    """As many tokens as the embedding of a caption far too long has, where it has one row a token."""
+    limit = subject.checkpoint.text_limit()
+    encode = subject.checkpoint.load_text_encoder(torch.float32, CPU)
+    if limit is None:
+        (label,) = encode(subject.case.captions[:1]).values()
+        assert not label.is_floating_point()
+        return
+    assert len(limit.tokenizer("a word " * 200).input_ids) > limit.max_tokens
+    embedding = next(t for t in encode(["a word " * 200]).values() if t.is_floating_point())
+    assert embedding.ndim == 2 or embedding.shape[1] == limit.max_tokens
