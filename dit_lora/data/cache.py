@@ -205,7 +205,7 @@ class TensorCache:
                     yield entry
 
     def _place(self, key: str) -> str:
-        return f"{key} of {self.path(key)}" if self._row(key) >= 0 else f"{key} in {self.root}"
+        return f"{key[:16]} of {self.path(key)}" if self._row(key) >= 0 else f"{key} in {self.root}"
 
     def _row(self, key: str) -> int:
         """The entry's number in the index; -1 if it is not there."""
