@@ -22,7 +22,9 @@ from dit_lora.data.video import ClipError
 from dit_lora.files import write_whole
 
 PER_UNIT = 16
-"""Jobs that one process makes at a time: the entries of a shard."""
+"""Jobs that one process makes at a time, at most: the entries of a shard."""
+_UNITS = 64
+"""Of smaller sets, so that there is work for every process."""
 UNIT_BYTES = 2**28
 """Of encoded entries that are held before they are written."""
 
@@ -138,7 +140,8 @@ class _Filling:
     def run(self) -> Filled:
         self._look()
         keys = list(self.jobs)
-        units = [keys[begin : begin + PER_UNIT] for begin in range(0, len(keys), PER_UNIT)]
+        size = max(1, min(PER_UNIT, len(keys) // _UNITS))
+        units = [keys[begin : begin + size] for begin in range(0, len(keys), size)]
         while self.lost:
             units = [unit for unit in units if not self.lost.isdisjoint(unit)]
             if not sum(self._work_at(unit) for unit in units):

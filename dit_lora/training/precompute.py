@@ -181,11 +181,10 @@ def _fill(
 
     def tell(done: int, total: int) -> None:
         if done < total and not progress:
-            what_is_left = {"initial": done, "total": total, "dynamic_ncols": True}
             quiet = not runtime.is_main
-            progress.append(
-                tqdm(desc=f"encoding {what}s", unit=what, disable=quiet, **what_is_left)
-            )
+            bar = tqdm(desc=f"encoding {what}s", unit=what, disable=quiet, dynamic_ncols=True)
+            bar.total, bar.initial, bar.n = total, done, done
+            progress.append(bar)
         for one in progress:
             one.update(done - one.n)
 

@@ -26,6 +26,7 @@ Encoder = Callable[[int], torch.Tensor]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(filling, "_UNITS", 1)  # units of the size that large sets have
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_a_full_disk_stops_with_one_line_and_keeps_what_was_written(
         DitLoraError, match=r"^cannot write the cache entry of 32\.mp4 and 15 more .*No space left"
     ):
         run(cache)
-    monkeypatch.undo()
+    monkeypatch.setattr(filling, "_UNITS", 64)
     assert cache.missing(KEYS) == KEYS[2 * PER_UNIT :]
     assert not list(cache.root.glob(".*.partial"))
     run(cache)
@@ -273,3 +274,11 @@ def test_after_a_kill_of_the_only_process_the_next_start_goes_on(
     assert run(cache).made == len(JOBS) - 2 * PER_UNIT
     assert cache.missing(KEYS) == []
     assert list((cache.root / LOCKS).iterdir()) == [cache.root / LOCKS / "gate.lock"]
+
+
+def test_of_a_small_set_every_process_gets_some(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_UNITS", 64)
+    run(cache, jobs=JOBS[:5])
+    assert len(list(shards_in(cache.root))) == 5

@@ -18,7 +18,7 @@ from dit_lora.data.video import read_frames
 from dit_lora.families import get_family
 from dit_lora.faults.samples import overwrite
 from dit_lora.recipe import parse_recipe
-from dit_lora.training.plan import transformer_digest
+from dit_lora.training.plan import make_plan, transformer_digest
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import running
 
@@ -199,3 +199,42 @@ def test_random_weights_are_told_apart_by_what_they_are_drawn_from(
 
     assert digest({}, 1) == digest({}, 1)
     assert len({digest({}, 1), digest({}, 2), digest({"num_layers": 1}, 1)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("component", "videos_change", "texts_change"),
+    [
+        ("vae", True, False),
+        ("text_encoder", False, True),
+        ("tokenizer", False, True),
+        ("transformer", False, False),
+        ("code of decoding", True, False),
+    ],
+)
+def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
+    recipe_values: dict[str, Any],
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    component: str,
+    videos_change: bool,
+    texts_change: bool,
+) -> None:
+    model = Path(shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "model"))
+    recipe_values["model"]["path"] = str(model)
+    recipe_values["data"]["cache"] = str(tmp_path / "cache")
+    recipe = parse_recipe(recipe_values, "test")
+
+    def keys_now() -> tuple[set[str], set[str]]:
+        checkpoint = get_family("cogvideox").open(recipe.model)
+        return make_plan(recipe, checkpoint, torch.float32, group=1, quiet=True).keys
+
+    videos, texts = keys_now()
+    if component == "code of decoding":
+        monkeypatch.setattr("dit_lora.training.entries.DECODE_VERSION", "another")
+    else:
+        file = next(f for f in sorted((model / component).iterdir()) if f.suffix == ".json")
+        file.write_text(file.read_text() + " ")
+    other_videos, other_texts = keys_now()
+    assert videos.isdisjoint(other_videos) if videos_change else videos == other_videos
+    assert texts.isdisjoint(other_texts) if texts_change else texts == other_texts
