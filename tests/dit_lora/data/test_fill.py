@@ -182,7 +182,7 @@ def test_a_full_disk_stops_with_one_line_and_keeps_what_was_written(
         DitLoraError, match=r"^cannot write the cache entry of 32\.mp4 and 15 more .*No space left"
     ):
         run(cache)
-    monkeypatch.setattr(filling, "_UNITS", 64)
+    monkeypatch.setattr(os, "fsync", sync)
     assert cache.missing(KEYS) == KEYS[2 * PER_UNIT :]
     assert not list(cache.root.glob(".*.partial"))
     run(cache)
