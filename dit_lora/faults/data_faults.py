@@ -252,14 +252,14 @@ def _damaged(what: str, do: Callable[[Stored], None]) -> Fault:
 
 _BY_NAME = {kind.name: kind for kind in KINDS}
 _TAR = "clips.tar"
-_OPEN, _DECODE = "cannot be opened", "cannot be decoded"
+_DECODE = "cannot be decoded"
 _SAMPLES: tuple[DataFault, ...] = (
-    _of("no bytes", _OPEN),
-    _of("text named .mp4", _OPEN),
-    _of("cut before the header", _OPEN),
+    _of("no bytes", "empty_file: the file has no bytes"),
+    _of("text named .mp4", "not_media: "),
+    _of("cut before the header", "truncated: the file ends early"),
     _of("cut in the frames", _DECODE),
     _of("damaged in the middle", _DECODE),
-    _of("sound only", "no video stream"),
+    _of("sound only", "no_video_stream: "),
     _of("one frame", "too short"),
     _of("all black", "black"),
     _of("an empty caption", "its caption is empty"),
@@ -274,8 +274,8 @@ _SAMPLES: tuple[DataFault, ...] = (
     _odd("two clips of one stem", "one/clip.mp4", "two/clip.mp4"),
     _odd("a variable frame rate", "vfr.mp4"),
     _odd("a rotation flag", "turned.mp4"),
-    _of("no bytes in an image", _OPEN, write_images),
-    _of("an error page named .jpg", _OPEN, write_images),
+    _of("no bytes in an image", "empty_file: the file has no bytes", write_images),
+    _of("an error page named .jpg", "not_media: ", write_images),
     _of("a jpeg cut in half", _DECODE, write_images),
     _of("a black image", "black", write_images),
     _unknown("an image", write_classes, ".png"),

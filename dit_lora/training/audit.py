@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ from dit_lora.training.samples import Samples, find_samples
 from dit_lora.training.upkeep import is_recipe
 
 _SHOWN = 50  # rejects in the terminal
+
+_REMEDIES = {
+    "missing": "restore the file, or remove its line",
+    "caption_missing": "write a caption, or remove the sample",
+    "caption_empty": "write a caption, or remove the sample",
+    "unsafe_name": "pack the tar anew with plain names",
+    "duplicate_clip": "keep one of them",
+}
 
 Findings = dict[str, list[Finding]]
 """By sample."""
@@ -139,14 +147,25 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
         encoded = precompute(runtime, checkpoint.for_recipe(recipe))
     damaged: Findings = {}
     found, statistics = check_encoded(_tensors(encoded, damaged))
-    known = {one.file: one.verdict for one in audit.judged}
     failed = {
-        name: [_failed(why)]
-        for name, why in encoded.rejected.items()
-        if known.get(name) != "reject"
+        name: [_failed(why)] for name, why in encoded.rejected.items() if "is not usable" in why
     }
-    judged = merge(audit.judged, damaged, found, failed)
-    return Audit(audit.title, judged, audit.notes, audit.buckets, statistics)
+    parts = [_by_clip(part, audit.judged) for part in (damaged, found, failed)]
+    return replace(audit, judged=merge(audit.judged, *parts), encoded=statistics)
+
+
+def _by_clip(found: Findings, judged: Sequence[Judged]) -> Findings:
+    """What was found of a clip's later windows, under the clip's name."""
+    known = {one.file for one in judged}
+    by_clip: Findings = {}
+    for name, findings in found.items():
+        clip, _, start = name.rpartition("@")
+        if name in known or clip not in known:
+            by_clip.setdefault(name, []).extend(findings)
+            continue
+        moved = [replace(one, words=f"from {start} on: {one.words}") for one in findings]
+        by_clip.setdefault(clip, []).extend(moved)
+    return by_clip
 
 
 def _words(one: Judged) -> list[str]:
@@ -156,7 +175,8 @@ def _words(one: Judged) -> list[str]:
 def _problems(found: Scan) -> Findings:
     problems: Findings = {}
     for one in found.problems:
-        problems.setdefault(one.file, []).append(Finding(one.code, one.words, "reject"))
+        remedy = _REMEDIES.get(one.code, "correct it, or remove the sample")
+        problems.setdefault(one.file, []).append(Finding(one.code, one.words, "reject", remedy))
     return problems
 
 

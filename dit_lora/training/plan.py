@@ -1,6 +1,5 @@
 """What a recipe needs of the caches: each sample's entries and each caption's, before anything is encoded."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +90,7 @@ def make_plan(
         wanted.append(Wanted(sample, video, mirror, texts[caption]))
     if not quiet:
         digests.save()
-    rejected |= _audited(recipe, [one.sample for one in wanted], found, digests)
+    rejected |= _audited(recipe, found, digests)
     return Plan(encoding, found, tuple(wanted), rejected, texts, transformer)
 
 
@@ -103,26 +102,19 @@ def transformer_digest(checkpoint: Checkpoint, recipe: Recipe, digests: Digests)
     return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
 
 
-def _audited(
-    recipe: Recipe, samples: Sequence[Sample], found: Samples, digests: Digests
-) -> dict[str, str]:
+def _audited(recipe: Recipe, found: Samples, digests: Digests) -> dict[str, str]:
     """What `dit-lora audit` rejected of this recipe's samples."""
     memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
     if not memo:
         return {}
-    clips = list({sample.clip.id: sample.clip for sample in samples}.values())
-    judged = remembered(clips, recipe.data, memo=memo, digests=digests, shapes=found.shapes)
-    reasons = {
-        one.file: "; ".join(
-            f"{finding.code}: {finding.words}"
-            for finding in one.findings
-            if finding.verdict == "reject"
-        )
-        for one in judged
-        if one.verdict == "reject"
-    }
-    return {
-        sample.id: f"{sample.clip.media.name}: {reasons[sample.clip.id]}"
-        for sample in samples
-        if sample.clip.id in reasons
-    }
+    shapes = found.shapes
+    judged = remembered(found.clips, recipe.data, memo=memo, digests=digests, shapes=shapes)
+    rejected = {}
+    samples: dict[str, list[str]] = {}
+    for sample in found.all:
+        samples.setdefault(sample.clip.id, []).append(sample.id)
+    for one in judged:
+        reasons = [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
+        for name in samples.get(one.file, [one.file]) if reasons else ():
+            rejected[name] = f"{one.file}: {'; '.join(reasons)}"
+    return rejected

@@ -8,6 +8,8 @@ from typing import Any
 from tqdm import tqdm
 
 from dit_lora.config import Recipe
+from dit_lora.data.audit.judge import judge
+from dit_lora.data.audit.probe import probe
 from dit_lora.data.bucket_report import BucketReport
 from dit_lora.data.buckets import Dropped, Placed, buckets_of, place, window_id
 from dit_lora.data.headers import Headers
@@ -39,6 +41,8 @@ class Samples:
     """Why a clip cannot be used, by its id."""
     shapes: tuple[VideoShape, ...] = ()
     """The buckets, or the one shape."""
+    clips: tuple[Clip, ...] = ()
+    """All of the sources, those left out too."""
     report: BucketReport | None = None
     """Where there are buckets or windows."""
     notes: tuple[str, ...] = field(default=())
@@ -63,7 +67,7 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.of(data)
         samples = tuple(Sample(clip.id, clip, shape) for clip in clips)
-        return Samples(samples, rejected, (shape,))
+        return Samples(samples, rejected, (shape,), tuple(found.clips))
     notes: list[str] = []
     shapes = buckets_of(
         data, checkpoint.side_step, lambda one: _refusal(checkpoint, one), notes.append
@@ -73,7 +77,7 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
     all_samples: list[Sample] = []
     for clip, header in zip(clips, read, strict=True):
         if isinstance(header, ClipError):
-            rejected[clip.id] = str(header)
+            rejected[clip.id] = in_words(clip.media, header)
             continue
         where = place(header, shapes, data)
         placed.append((clip.id, where))
@@ -84,7 +88,8 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
             Sample(window_id(clip.id, start), clip, where.shape, start) for start in where.starts
         ]
     report = BucketReport.of(placed, shapes, data, group)
-    return Samples(tuple(all_samples), rejected, shapes, report, tuple(notes))
+    clips_found = tuple(found.clips)
+    return Samples(tuple(all_samples), rejected, shapes, clips_found, report, tuple(notes))
 
 
 def check_headers(samples: Sequence[Sample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
@@ -93,13 +98,21 @@ def check_headers(samples: Sequence[Sample], recipe: Recipe, *, quiet: bool) -> 
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
     for sample, header in zip(samples, headers, strict=True):
         if isinstance(header, ClipError):
-            wrong[sample.id] = str(header)
+            wrong[sample.id] = in_words(sample.clip.media, header)
         elif not header.is_image and data.fps is not None:
             frames, start = sample.shape.frames, sample.start
             short = too_short(header, frames=frames, fps=data.fps, start=start)
             if short:
                 wrong[sample.id] = f"{sample.clip.media.name}: {short}"
     return wrong
+
+
+def in_words(media: Media, error: ClipError) -> str:
+    """Why a file cannot be opened, as the audit says it, which knows more than FFmpeg's word."""
+    rejects = [one for one in judge(media, probe(media), None) if one.verdict == "reject"]
+    if not rejects:
+        return str(error)
+    return f"{media.name}: " + "; ".join(f"{one.code}: {one.words}" for one in rejects)
 
 
 def read_headers(

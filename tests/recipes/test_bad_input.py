@@ -44,7 +44,7 @@ def test_bad_videos_are_all_listed_and_good_ones_stay_cached(
     write_shapes(tmp_path / "short", clips=1, frames=5, height=64, width=96, fps=8)
     shutil.copy(next((tmp_path / "short").glob("*.mp4")), files[1])
     message = refused(f"data.path={clips}")
-    assert f"{files[0]}: cannot be opened as a video" in message
+    assert f"{files[0]}: not_media: " in message
     assert f"{files[1]}: too short: 9 frames at 8 fps are asked for, it gives at most" in message
     assert files[2].name not in message
 
