@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from runs import adapter, lines, same_adapter, trajectory
 
+from dit_lora.data.cache import TensorCache
 from dit_lora.data.shapes import write_shapes
 from dit_lora.errors import DitLoraError
 
@@ -191,3 +193,36 @@ def test_the_largest_bucket_runs_before_the_first_step_and_says_if_it_does_not_f
         lora_main([*mixed, *quiet, "train.steps=3", f"run.dir={run}"])
     assert not (run / "metrics.jsonl").exists() or not lines(run, "metrics.jsonl")
     assert ran[-1][0] == 2
+
+
+def test_a_tar_trains_as_the_folder_that_it_was_packed_from(
+    lora_main: Main, smoke: list[str], shape_clips: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars" / "0.tar", "w") as tar:
+        for line in (shape_clips / "metadata.jsonl").read_text().splitlines():
+            sample = json.loads(line)
+            caption = tmp_path / "caption.txt"
+            caption.write_text(sample["text"])
+            tar.add(shape_clips / sample["file_name"], sample["file_name"])
+            tar.add(caption, sample["file_name"].replace(".mp4", ".txt"))
+    for name, path in (("tar", tmp_path / "tars" / "0.tar"), ("folder", shape_clips)):
+        lora_main([*smoke, f"data.path={path}", "train.steps=3", f"run.dir={tmp_path / name}"])
+    assert trajectory(tmp_path / "tar") == trajectory(tmp_path / "folder")
+
+
+def test_a_run_makes_its_prior_and_trains_on_it(
+    lora_main: Main, smoke: list[str], shape_clips: Path, tmp_path: Path
+) -> None:
+    prior = {
+        "path": str(tmp_path / "prior"),
+        "caption": "a disc",
+        "generate": 2,
+        "loss_weight": 0.5,
+    }
+    sources = json.dumps([{"path": str(shape_clips)}, prior])
+    quick = ["validation.inference_steps=1", "train.steps=4", "train.batch_size=2"]
+    lora_main([*smoke, "data.path=", f"data.sources={sources}", *quick, f"run.dir={tmp_path}/run"])
+    made = sorted(path.name for path in (tmp_path / "prior").iterdir())
+    assert made == ["prior_000000.mp4", "prior_000001.mp4"]
+    assert len(TensorCache(tmp_path / "cache" / "videos")) == 7

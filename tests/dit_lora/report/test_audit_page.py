@@ -3,12 +3,12 @@
 import base64
 import io
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from html_page import Page
 from PIL import Image
 
 from dit_lora.data.audit.encoded import check_encoded
@@ -20,50 +20,10 @@ from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.report.audit_page import CARDS, write_audit_page
 
-VOID = {"meta", "link", "img"}
 HOSTILE = '<script>alert("x")</script> & a cat'
 BLACK = Finding("black", "all 9 frames are black", "reject", "remove it")
 CUT = Finding("hard_cut", "a cut at 2 s", "warn", "split the clip")
 LOW = Finding("fps_low", "6 fps", "warn", "use faster clips")
-
-
-class Page(HTMLParser):
-    """Text, attributes and balance of a page."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.source = path.read_text(encoding="utf-8")
-        self.words: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.feed(self.source)
-        self.close()
-        assert self.open == [], "a tag is left open"
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open[-1:]:
-            self.words.append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-    def section(self, heading: str) -> str:
-        """The text below a heading of the second order, up to the next."""
-        part = self.source.partition(f">{heading}</h2>")[2].partition("<h2")[0]
-        return " ".join(re.sub(r"<[^>]*>", " ", part).split())
 
 
 def jpeg(level: int = 90, size: tuple[int, int] = (96, 16)) -> bytes:

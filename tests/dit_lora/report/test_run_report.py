@@ -7,54 +7,20 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from html_page import Page
 
 from dit_lora.data.video import write_sample, write_video
 from dit_lora.errors import DitLoraError
 from dit_lora.report import run_report
 from dit_lora.report.run_report import write_report
 
-VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = '<script>alert("x")</script> & a cat'
-
-
-class Page(HTMLParser):
-    """Text, attributes and balance of a page."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.source = path.read_text(encoding="utf-8")
-        self.words: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.feed(self.source)
-        self.close()
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open[-1:]:
-            self.words.append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
 
 
 def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
