@@ -21,6 +21,7 @@ demo: setup
 	rm -rf demo
 	$(BIN)/dit-lora tiny cogvideox-2b demo/model
 	$(BIN)/dit-lora shapes demo/clips
+	$(BIN)/dit-lora audit demo/clips --html demo/audit.html
 	$(LAUNCH) recipes/lora.py recipes/smoke/cogvideox.yaml model.path=demo/model data.path=demo/clips \
 	  data.frames=17 run.dir=demo/run train.steps=200 train.batch_size=4 train.save_every=100 validation.every=50 \
 	  lora.rank=16 lora.alpha=16 optim.groups.adapter.lr=5e-3

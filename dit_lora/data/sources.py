@@ -60,7 +60,7 @@ def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
     names = {source.caption for source in data.all_sources if source.caption is not None}
     others = tuple(source for source in data.all_sources if source.caption is None)
     if others:  # a source with one caption need not be read, nor be there yet
-        rest = data.model_copy(update={"path": None, "sources": others})
+        rest = data.model_copy(update={"sources": others}) if data.sources else data
         skips = data.rejects == "skip"
         clips = scan(rest, cache).clips if skips else read_clips(rest, cache)
         names |= {clip.caption for clip in clips}

@@ -336,5 +336,7 @@ def test_the_bound_is_refused_where_no_variance_is_learned(values: Values) -> No
 
 def test_a_class_folder_without_images_is_refused(values: Values) -> None:
     (Path(values["data"]["path"]) / "mauve_disc").mkdir()
-    with pytest.raises(DitLoraError, match="these class folders hold no video and no image"):
+    with pytest.raises(
+        DitLoraError, match="mauve_disc: this class folder holds no video and no image"
+    ):
         trained_checkpoint(values)

@@ -285,7 +285,9 @@ def test_a_class_folder_without_media_is_named(
     (tmp_path / "data" / "YoYo").mkdir()
     (tmp_path / "data" / "YoYo" / "notes.md").write_text("none yet")
     recipe = parse_recipe(class_values(recipe_values, tiny_checkpoints, tmp_path / "data"), "test")
-    with pytest.raises(DitLoraError, match=r"hold no video and no image(.|\n)*YoYo"):
+    with pytest.raises(
+        DitLoraError, match=r"data(.|\n)*YoYo: this class folder holds no video and no image"
+    ):
         get_family("video_dit").open(recipe.model).for_recipe(recipe)
 
 

@@ -2,13 +2,16 @@
 
 import copy
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from dit_lora.numerics.precision import Precision
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.run import run_identity
+from dit_lora.training.runtime import Runtime
 
 VALUES: dict[str, Any] = {
     "model": {"family": "dit", "path": "x"},
@@ -24,13 +27,10 @@ def identity(**changes: Any) -> dict[str, Any]:
     for key, value in changes.items():
         section, name = key.split("__")
         values[section][name] = value
-    fakes: Any = SimpleNamespace(
-        recipe=parse_recipe(values, "test"),
-        accelerator=SimpleNamespace(num_processes=2),
-        precision=SimpleNamespace(dtype=torch.float32),
-    )
+    ranks, precision = SimpleNamespace(num_processes=2), Precision(torch.float32, "test")
+    runtime = Runtime(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
     encoded: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
-    return run_identity(fakes, encoded, torch.nn.Identity())
+    return run_identity(runtime, encoded, torch.nn.Identity())
 
 
 @pytest.mark.parametrize(
