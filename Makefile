@@ -33,7 +33,7 @@ demo: setup
 	@echo 'Open demo/run/report.html for curves and samples. Next: README.md, "Your own clips".'
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff format --check .

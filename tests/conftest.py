@@ -29,6 +29,11 @@ SMOKE = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that no worker ends with it alone."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny random checkpoint of every variant of every family."""

@@ -17,6 +17,7 @@ class Digests:
     def __init__(self, memo: Path) -> None:
         self._memo = memo
         self._known: dict[str, list] = {}
+        self._changed = False
         if memo.is_file():
             try:
                 self._known = json.loads(memo.read_text(encoding="utf-8"))
@@ -32,6 +33,7 @@ class Digests:
             with source.open("rb") if isinstance(source, Path) else source as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             known = self._known[place] = [*stamp, digest]
+            self._changed = True
         return known[-1]
 
     def file(self, path: Path) -> str:
@@ -46,4 +48,6 @@ class Digests:
 
     def save(self) -> None:
         """Keep the memo for the next run."""
-        write_whole(self._memo, json.dumps(self._known))
+        if self._changed:
+            write_whole(self._memo, json.dumps(self._known))
+            self._changed = False

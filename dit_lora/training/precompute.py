@@ -15,7 +15,6 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from dit_lora.config import Recipe
 from dit_lora.data.bucket_report import BucketReport
 from dit_lora.data.cache import TensorCache, entry_key
 from dit_lora.data.fill import Filled, Job, fill
@@ -57,10 +56,19 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     for line in (*plan.samples.notes, *(report.lines() if report else ())):
         runtime.say(line)
     rejects = _Rejects(runtime)
-    unread = [one.sample for one in _unread(recipe, plan) if one.sample.id not in plan.rejected]
+    videos = TensorCache(recipe.cache_dir / "videos")
+    unread = [
+        one.sample
+        for one in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
+        if one.sample.id not in plan.rejected
+    ]
     rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
-    fill_or_load = _cached if recipe.data.precompute else _live
-    clips = fill_or_load(runtime, checkpoint, plan, rejects)
+    if recipe.data.precompute:
+        clips = _cached(runtime, checkpoint, plan, rejects, videos)
+    else:
+        clips = live_clips(
+            runtime, checkpoint, plan.encoding, rejects.without(plan.wanted), plan.texts
+        )
     fault = clips.empty_text[1]
     agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return Precomputed(
@@ -115,27 +123,21 @@ def _keys(entry: Entry) -> list[str]:
     ]
 
 
-def _unread(recipe: Recipe, plan: Plan) -> Sequence[Wanted]:
+def _missing(videos: TensorCache, plan: Plan) -> list[Wanted]:
     """What has yet to be decoded."""
-    if not recipe.data.precompute:
-        return plan.wanted
-    videos = TensorCache(recipe.cache_dir / "videos")
     missing = set(videos.missing([one.video.key for one in plan.wanted]))
     return [one for one in plan.wanted if one.video.key in missing]
 
 
-def _live(runtime: Runtime, checkpoint: Checkpoint, plan: Plan, rejects: _Rejects) -> EncodedClips:
-    """Load the encoders, for the whole run."""
-    wanted = rejects.without(plan.wanted)
-    return live_clips(runtime, checkpoint, plan.encoding, wanted, plan.texts)
-
-
 def _cached(
-    runtime: Runtime, checkpoint: Checkpoint, plan: Plan, rejects: _Rejects
+    runtime: Runtime,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    rejects: _Rejects,
+    videos: TensorCache,
 ) -> EncodedClips:
     """Fill what is missing of the caches."""
-    root = runtime.recipe.cache_dir
-    videos, texts = TensorCache(root / "videos"), TensorCache(root / "texts")
+    texts = TensorCache(runtime.recipe.cache_dir / "texts")
     shared = [plan.texts[text] for text in ("", *runtime.recipe.validation.prompts)]
     _set_aside_bad(runtime, texts, shared)
     wanted = rejects.without(plan.wanted)
