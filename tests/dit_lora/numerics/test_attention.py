@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -363,6 +363,16 @@ def test_autocast_and_no_grad_around_it_change_nothing() -> None:
         assert parity(call, "math").ok
 
 
+@pytest.fixture
+def cudnn_allowed() -> Iterator[None]:
+    """A run in this process has switched it off."""
+    was = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(True)
+    yield
+    cuda.enable_cudnn_sdp(was)
+
+
+@pytest.mark.usefixtures("cudnn_allowed")
 def test_only_and_without_choose_and_give_back() -> None:
     def allowed() -> dict[str, bool]:
         return {
