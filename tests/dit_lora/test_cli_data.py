@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from dit_lora.cli import app
 from dit_lora.data.cache import TensorCache
+from dit_lora.data.shapes import write_shapes
 from dit_lora.errors import DitLoraError
 
 
@@ -130,3 +131,25 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], words:
     with pytest.raises(DitLoraError, match=words) as refused:
         invoke(*arguments)
     assert "\n" not in str(refused.value)
+
+
+def test_what_only_the_audit_sees_is_refused_by_training_from_then_on(
+    recipe_values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Damage behind the frames that a recipe takes."""
+    data = tmp_path / "data"
+    write_shapes(data, clips=3, frames=33, height=64, width=96, fps=8)
+    path = sorted(data.glob("*.mp4"))[1]
+    broken = bytearray(path.read_bytes())
+    start, end = broken.index(b"mdat"), broken.index(b"moov") - 8
+    late = start + (end - start) * 9 // 10
+    broken[late:end] = bytes(end - late)
+    path.write_bytes(broken)
+    recipe_values["data"] |= {"path": str(data), "cache": str(tmp_path / "cache")}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_values))
+    invoke("cache", "build", recipe)
+    invoke("audit", recipe, code=1)
+    with pytest.raises(DitLoraError, match=rf"{path.name}: (corrupt|truncated)"):
+        invoke("cache", "build", recipe)
+    invoke("cache", "build", recipe, "data.rejects=skip")

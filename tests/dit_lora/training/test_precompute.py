@@ -238,3 +238,34 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
     other_videos, other_texts = keys_now()
     assert videos.isdisjoint(other_videos) if videos_change else videos == other_videos
     assert texts.isdisjoint(other_texts) if texts_change else texts == other_texts
+
+
+def test_how_often_a_sample_comes_and_what_it_weighs_are_part_of_the_data(
+    encode: Encode, shape_clips: Path
+) -> None:
+    """A checkpoint is of one such order and loss."""
+
+    def digest(**changes: float) -> str:
+        source = {"path": str(shape_clips), **changes}
+        return encode(data__path=None, data__sources=[source]).data_digest
+
+    assert len({digest(), digest(repeats=2), digest(loss_weight=0.5)}) == 3
+
+
+def test_each_window_of_a_clip_is_an_entry_of_its_own(
+    encode: Encode, shape_clips: Path, tiny_checkpoints: dict[str, Path]
+) -> None:
+    encoded = encode(data__fps=16.0, data__windows="all")
+    entries = encoded.clips.entries
+    assert len({entry.video_key for entry in entries}) == len(entries) == 10
+    first, second = entries[:2]
+    assert second.id == f"{first.id}@0.562s"  # to the millisecond
+    path = str(tiny_checkpoints["cogvideox-2b"])
+    vae = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
+    encoder = vae.load_video_encoder(torch.float32, torch.device("cpu"))
+    size = {"frames": 9, "height": 32, "width": 48, "fps": 16.0}
+    for entry, start in ((first, 0.0), (second, 0.5625)):
+        tensors, fault = encoded.clips.videos.read(entry.video_key, {})
+        assert fault is None
+        frames = read_frames(shape_clips / first.id, start=start, **size)
+        assert torch.equal(tensors["latent_mean"], encoder(frames)["latent_mean"])
