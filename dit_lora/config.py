@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dit_lora.chat_config import ChatConfig
 from dit_lora.data_config import DataConfig
 from dit_lora.section import Count, Decay, NonNegative, Positive, Section
 
@@ -62,8 +63,9 @@ class GroupConfig(Section):
 
 
 class GroupsConfig(Section):
-    adapter: GroupConfig = GroupConfig(lr=1e-4)
-    """LoRA matrices: both, or only A where `adapter_b` is given."""
+    adapter: GroupConfig | None = GroupConfig(lr=1e-4)
+    """LoRA matrices: both, or only A where `adapter_b` is given. Of chat models, null for no adapter: only the
+    base groups train."""
     adapter_b: GroupConfig | None = None
     """LoRA's B matrices on their own, as LoRA+ does (arXiv 2402.12354): about 16 times adapter.lr."""
     connector: GroupConfig | None = None
@@ -163,6 +165,10 @@ class ValidationConfig(Section):
     classes, their names."""
     images: tuple[str, ...] = ()
     """Image-to-video: one file a prompt, its first frame."""
+    media: tuple[str, ...] = ()
+    """Chat models: one image or video a prompt, which is then the question about it."""
+    max_answer_tokens: Count = 64
+    """Chat models: tokens after which an answer is cut off."""
     every: Count | None = None
     """Steps between samples during training; by default only before and after."""
     inference_steps: Count = 50
@@ -241,6 +247,8 @@ class Recipe(Section):
 
     model: ModelConfig
     data: DataConfig
+    chat: ChatConfig | None = None
+    """For chat models; by default all of its defaults."""
     lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig
@@ -250,6 +258,14 @@ class Recipe(Section):
     run: RunConfig
 
     @model_validator(mode="after")
+    def _rate_of_clips(self) -> "Recipe":
+        if self.chat is None and self.data.most_frames > 1 and self.data.fps is None:
+            raise ValueError(
+                "data.fps is missing: clips of several frames are resampled to it (chat models: give chat: {})"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_mode(self) -> "Recipe":
         groups, usual = self.optim.groups, GroupsConfig()
         if self.train.mode == "lora":
@@ -257,6 +273,8 @@ class Recipe(Section):
                 raise ValueError(
                     "model.from_scratch needs train.mode: full; a LoRA needs a trained base"
                 )
+            if groups.adapter is None:
+                self._only_base_groups()
             return self
         if self.lora != LoraConfig():
             raise ValueError("lora does not apply to train.mode: full")
@@ -265,6 +283,14 @@ class Recipe(Section):
         if groups.backbone is None:
             raise ValueError("optim.groups.backbone is missing: train.mode: full trains it")
         return self
+
+    def _only_base_groups(self) -> None:
+        if self.lora != LoraConfig():
+            raise ValueError("lora does not apply: optim.groups.adapter is null")
+        if not self.optim.groups.given():
+            raise ValueError("optim.groups: nothing trains; give adapter, connector or backbone")
+        if self.optim.groups.adapter_b:
+            raise ValueError("optim.groups: adapter_b needs adapter")
 
     @property
     def cache_dir(self) -> Path:

@@ -40,6 +40,8 @@ class SourceConfig(Section):
     """As `data.caption_column`."""
     image_column: str | None = None
     """As `data.image_column`."""
+    media: str | None = None
+    """As `data.media`."""
     caption: str | None = None
     """One caption for all samples of this source, in place of their own."""
     repeats: Count = 1
@@ -92,7 +94,9 @@ class DataConfig(Section):
     path: str | None = None
     """A folder: metadata.jsonl, .csv or .parquet, prompts.txt + videos.txt, clips or images each with a .txt,
     one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or image
-    column (`save_to_disk`, or a name on the Hub)."""
+    column (`save_to_disk`, or a name on the Hub). For chat models: a .json or .jsonl file of conversations."""
+    media: str | None = None
+    """For chat models: the folder that the conversations' files are below; by default that of `path`."""
     sources: tuple[SourceConfig, ...] = ()
     """Several such places, in place of `path`."""
     caption_column: str | None = None
@@ -154,14 +158,13 @@ class DataConfig(Section):
                 path=self.path or "",
                 caption_column=self.caption_column,
                 image_column=self.image_column,
+                media=self.media,
             ),
         )
 
     @model_validator(mode="after")
     def _rate_of_clips(self) -> "DataConfig":
         frames = self.most_frames
-        if frames > 1 and self.fps is None:
-            raise ValueError("fps is missing: clips of several frames are resampled to it")
         if frames > 1 and self.flip:
             raise ValueError("flip is for images (frames: 1)")
         if frames == 1 and self.windows != 1:
@@ -174,7 +177,7 @@ class DataConfig(Section):
     def _one_place(self) -> "DataConfig":
         if bool(self.path) == bool(self.sources):
             raise ValueError("give data.path or data.sources, one of them")
-        if self.sources and (self.caption_column or self.image_column):
+        if self.sources and (self.caption_column or self.image_column or self.media):
             raise ValueError("with data.sources, each source has its own columns")
         weights = [source.weight is not None for source in self.sources]
         if any(weights) and not all(weights):

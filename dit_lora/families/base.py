@@ -241,9 +241,15 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     """Raise if the recipe sets options of other families: all but those in `takes`.
 
     They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`
-    and `train.vlb`; and `data.fps` of images.
+    and `train.vlb`; `data.fps` of images; and what is for chat models.
     """
     given = {
+        "chat": recipe.chat is not None,
+        "data.media": any(source.media is not None for source in recipe.data.all_sources),
+        "validation.media": bool(recipe.validation.media),
+        "optim.groups.adapter: null": (
+            recipe.train.mode == "lora" and recipe.optim.groups.adapter is None
+        ),
         "data.classes": recipe.data.classes is not None,
         "data.image_column": recipe.data.image_column is not None,
         "data.image_dropout": recipe.data.image_dropout > 0,

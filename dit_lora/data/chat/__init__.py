@@ -1,0 +1,1 @@
+"""Conversations about images and videos: read, sampled, rendered to tokens."""

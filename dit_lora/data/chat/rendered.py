@@ -1,0 +1,46 @@
+"""A conversation as tokens: which are media, which may be shortened, which are learned."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+IGNORE = -100
+"""The label of a token that is not learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens in a row that are treated alike."""
+
+    ids: tuple[int, ...]
+    part: Literal["fixed", "media", "question", "answer"]
+    """`answer` alone is learned; `question` alone may be shortened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One conversation, not padded."""
+
+    pieces: tuple[Piece, ...]
+    instruction: tuple[int, ...] = ()
+    """What a Q-Former reads beside the picture, in its own tokenizer's ids."""
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.ids]
+
+    @property
+    def labels(self) -> list[int]:
+        """The token itself where it is learned, else `IGNORE`; not shifted."""
+        return [
+            token if piece.part == "answer" else IGNORE
+            for piece in self.pieces
+            for token in piece.ids
+        ]
+
+    @property
+    def answers(self) -> int:
+        """Tokens that are learned."""
+        return sum(len(piece.ids) for piece in self.pieces if piece.part == "answer")
+
+    def __len__(self) -> int:
+        return sum(len(piece.ids) for piece in self.pieces)

@@ -1,0 +1,91 @@
+"""The contract of a chat family: a model that reads text, images and videos, and answers.
+
+As with `families.base`: facts and pure functions, no optimizer, no loop. What samples are made of is in
+`dit_lora.data.chat`; a family says how its model wants them.
+
+Shapes: B batch, L tokens (padded), A answer tokens (padded), F frames, H and W pixels.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data.chat.conversation import Conversation, Kind
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data_config import VideoShape
+from dit_lora.numerics.streams import Streams
+from dit_lora.objectives import LossOutput
+
+
+class ChatCheckpoint(Protocol):
+    """One opened checkpoint of a chat family."""
+
+    path: Path
+    fit: Literal["stretch", "cover"]
+    """How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
+
+    def for_recipe(self, recipe: Recipe) -> "ChatCheckpoint":
+        """The checkpoint as a recipe trains it; raises if it cannot do what the recipe asks for."""
+
+    def model_files(self) -> Sequence[Path]:
+        """The files and folders whose contents make the model and its tokens."""
+
+    def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
+        """Pixels that the model sees of a picture of height x width as stored; None of kind `text`."""
+
+    def render(
+        self,
+        conversation: Conversation,
+        shape: VideoShape | None,
+        seconds: Sequence[float] = (),
+        *,
+        answered: bool = True,
+    ) -> Rendered:
+        """Tokens of a conversation about media of that shape, its frames at these seconds.
+
+        Unless `answered`, up to where the model has to answer the last turn.
+        """
+
+    def load_model(self, dtype: torch.dtype) -> nn.Module:
+        """The frozen model, loaded in `dtype` from the start, on the CPU; takes `answer_labels` (objectives)."""
+
+    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's arguments for a batch with `input_ids` (B, L), `pixels` uint8 (B, F, 3, H, W) unless of kind
+        text, and, where `render` gives instructions, `instruction_ids` and `instruction_mask` (B, I).
+
+        Tokens are padded on the right, and no `attention_mask` is made: what is causal never looks there.
+        """
+
+    def losses(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        """Mean next-token loss of each sample's answers, fp32 (B,); timesteps are zeros.
+
+        Beside what `inputs` takes, `labels` (B, A) are the answer tokens (or -100) and `answer_positions` (B, A)
+        the positions that predict them.
+        """
+
+    def answer(
+        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
+    ) -> str:
+        """What the model says next, greedily; `pixels` uint8 (F, 3, H, W)."""
+
+
+class ChatFamily(Protocol):
+    """What is known of a chat family before a checkpoint is opened."""
+
+    name: str
+    lora_targets: tuple[str, ...]
+    """Default names of the linear layers that get an adapter."""
+    lora_within: tuple[str, ...]
+    """The submodules in which they are looked for, such as the language model."""
+    group_patterns: Mapping[str, tuple[str, ...]]
+    tiny_variants: tuple[str, ...]
+
+    def open(self, model: ModelConfig) -> ChatCheckpoint: ...
+
+    def build_tiny(self, variant: str, out: Path, seed: int) -> None: ...
