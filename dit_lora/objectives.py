@@ -1,13 +1,21 @@
-"""What a network is trained to predict: pure fp32 functions of (clean, noise, timestep).
+"""What a network is trained to predict: pure fp32 functions of (clean, noise, timestep), or of the next token.
 
 Shapes: clean, noise, prediction are (B, ...); timesteps (B,) int64; losses (B,).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dit_lora.errors import DitLoraError
+
+IGNORE = -100
+"""The label of a token that is not learned, as in Transformers and torch."""
 
 
 class LossOutput(NamedTuple):
@@ -20,6 +28,36 @@ class LossOutput(NamedTuple):
 def mean_squared_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Per-sample mean over all but the first dimension, fp32 (B,)."""
     return (prediction.float() - target.float()).square().flatten(1).mean(1)
+
+
+def next_token_losses(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    chunk: int,
+) -> torch.Tensor:
+    """Mean cross entropy over each sample's labels other than `IGNORE`, fp32 (B,); NaN for a sample with none.
+
+    hidden (B, A, D) are the states that predict labels (B, A), int64; `head` makes logits of (rows, D), and
+    log-sum-exp runs in fp32. Memory is that of `chunk` rows of logits whatever B and A are, for backward computes
+    them again, with the same dropout. As `F.cross_entropy(head(hidden).float().mT, labels)` of each sample alone.
+    """
+    if chunk < 1:
+        raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk}")
+    rows, wanted = hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk)
+    parts = [
+        checkpoint(_cross_entropy, head, *part, use_reentrant=False)
+        for part in zip(rows, wanted, strict=True)
+    ]
+    return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE).sum(1)
+
+
+def _cross_entropy(
+    head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """Of each row, fp32; 0, with a gradient of 0, where nothing is wanted."""
+    return F.cross_entropy(head(rows).float(), wanted, ignore_index=IGNORE, reduction="none")
 
 
 @dataclass(frozen=True)

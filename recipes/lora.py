@@ -1,22 +1,21 @@
-"""Fine-tuning of a diffusion transformer: one script, the recipe's YAML says which.
+"""Fine-tuning of a diffusion transformer or a chat model: one script, the recipe's YAML says which.
 
 accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips run.dir=runs/kitten
 """
 
 import contextlib
 import sys
+from typing import Any
 
 from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint, Family
 from dit_lora.recipe import load_recipe
 from dit_lora.report.run_report import write_report
 from dit_lora.training.checkpoint import find_checkpoint
 from dit_lora.training.journal import summary
-from dit_lora.training.precompute import precompute
 from dit_lora.training.run import finish, fit, prepare
 from dit_lora.training.runtime import Runtime, require_free_folder, running
-from dit_lora.training.trainable import load_trainable
+from dit_lora.training.task import task_of
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -35,17 +34,18 @@ def main(argv: list[str]) -> None:
         train(runtime, family, checkpoint)
 
 
-def train(runtime: Runtime, family: Family, checkpoint: Checkpoint) -> None:
+def train(runtime: Runtime, family: Any, checkpoint: Any) -> None:
     recipe = runtime.recipe
+    task = task_of(recipe.model.family)
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
-    encoded = precompute(runtime, checkpoint)  # the encoders live and die here
+    data = task.prepare_data(runtime, checkpoint)  # encoders live and die here
 
     dtype = runtime.precision.dtype
-    transformer, groups, attached = load_trainable(recipe, family, checkpoint, dtype)
+    model, groups, attached = task.load_trainable(recipe, family, checkpoint, dtype)
     runtime.say(attached)
 
-    run = prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
+    run = prepare(runtime, family, checkpoint, data, model, groups, resume_from)
     try:
         fit(run)
         adapter = finish(run)

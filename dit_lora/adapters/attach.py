@@ -1,7 +1,8 @@
-"""Attach a LoRA adapter to a frozen transformer, through PEFT."""
+"""Attach a LoRA adapter to a frozen model, through PEFT."""
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from dit_lora.config import LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import fold
 
-ADAPTER_NAME = "default"  # Diffusers' own name for the first adapter
+ADAPTER_NAME = "default"  # Diffusers', Transformers' and PEFT's name for the first adapter
 _INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's
 
 
@@ -39,38 +40,51 @@ class AttachReport:
 
 
 def attach_lora(
-    transformer: nn.Module, lora: LoraConfig, default_targets: Sequence[str], *, seed: int
+    model: nn.Module,
+    lora: LoraConfig,
+    default_targets: Sequence[str],
+    *,
+    seed: int,
+    within: Sequence[str] = (),
 ) -> AttachReport:
     """Add fp32 LoRA matrices to the layers that `lora.targets` matches; B starts at zero.
 
-    They may be linear layers and 2D convolutions without groups. Every target must match. The start depends on `seed` alone, so all ranks start alike.
+    They may be linear layers and 2D convolutions without groups. Every target must match, and none a layer whose
+    weight another module shares. The start depends on `seed` alone, so all ranks start alike.
+
+    `within` names submodules, such as `language_model`: a target that matches anything inside them goes nowhere
+    else. One that matches nothing there goes wherever it does: `lm_head`, or by its path
+    `visual.blocks.3.attn.qkv`. PEFT's config says the same, as a pattern.
     """
     targets = list(lora.targets or default_targets)
-    linear = [name for name, m in transformer.named_modules() if isinstance(m, nn.Linear)]
-    _require_matches(type(transformer).__name__, targets, linear, _convolutions(transformer))
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    layers = [*linear, *_convolutions(model)]
+    _require_matches(type(model).__name__, targets, linear, _convolutions(model))
+    pattern = _pattern(targets, within, layers) if within else None
+    _require_untied(model, _matched(layers, pattern or targets))
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
         lora_dropout=lora.dropout,
-        target_modules=targets,
+        target_modules=pattern or targets,
         init_lora_weights=_INITS[lora.init],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(seed, "lora_init"))
-        adaptable(transformer).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+        adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
-    cast_training_params(transformer, dtype=torch.float32)
-    trainable = [p for p in transformer.parameters() if p.requires_grad]
-    adapted = [p for name, p in transformer.named_parameters() if is_lora_a(name)]
+    cast_training_params(model, dtype=torch.float32)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    adapted = [p for name, p in model.named_parameters() if is_lora_a(name)]
     matrices = sum(p.ndim == 2 for p in adapted)
     return AttachReport(
         matrices, len(linear), sum(p.numel() for p in trainable), len(adapted) - matrices
     )
 
 
-def adapter_config(transformer: Any) -> dict[str, Any]:
+def adapter_config(model: Any) -> dict[str, Any]:
     """PEFT's config of the attached adapter: rank, alpha, targets."""
-    return transformer.peft_config[ADAPTER_NAME].to_dict()
+    return model.peft_config[ADAPTER_NAME].to_dict()
 
 
 def is_lora_a(name: str) -> bool:
@@ -81,23 +95,64 @@ def is_lora_b(name: str) -> bool:
     return ".lora_B." in name
 
 
-def _convolutions(transformer: nn.Module) -> list[str]:
+def _convolutions(model: nn.Module) -> list[str]:
     return [
         name
-        for name, module in transformer.named_modules()
+        for name, module in model.named_modules()
         # PEFT needs a rank that groups divide, which no depthwise convolution allows.
         if isinstance(module, nn.Conv2d) and module.groups == 1
     ]
 
 
+def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the layers whose weight is also another module's, as an output head's may be the embedding's."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return [name for name in names if uses[id(model.get_submodule(name).weight)] > 1]
+
+
+def _require_untied(model: nn.Module, names: Iterable[str]) -> None:
+    tied = tied_layers(model, names)
+    if tied:
+        # PEFT would adapt one use of the weight and not the other, which no merged weight can hold.
+        raise DitLoraError(
+            listed(
+                f"lora.targets: these layers of {type(model).__name__} share their weight with another module "
+                "(tie_word_embeddings); leave them out of lora.targets",
+                tied,
+            )
+        )
+
+
+def _matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
+    """PEFT's rule: a string is a pattern of the whole name; of a list, each is the name's end."""
+    if isinstance(targets, str):
+        return [name for name in names if re.fullmatch(targets, name)]
+    return [name for name in names if any(f".{name}".endswith(f".{end}") for end in targets)]
+
+
+def _pattern(targets: Sequence[str], within: Sequence[str], names: Sequence[str]) -> str:
+    """One regular expression for the targets, inside `within` where they match anything there."""
+    inside = [name for name in names if any(f".{part}." in f".{name}" for part in within)]
+    if not inside:
+        raise DitLoraError(
+            listed("no linear layer is inside these submodules, to which LoRA is limited", within)
+        )
+    here = [target for target in targets if _matched(inside, [target])]
+    there = [target for target in targets if target not in here]
+    parts = [rf"(?=(?:.*\.)?(?:{_either(within)})\.)(?:.*\.)?(?:{_either(here)})"] if here else []
+    parts += [rf"(?:.*\.)?(?:{_either(there)})"] if there else []
+    return "|".join(parts)
+
+
+def _either(names: Sequence[str]) -> str:
+    return "|".join(re.escape(name) for name in names)
+
+
 def _require_matches(
     model: str, targets: list[str], linear: list[str], convolutions: list[str]
 ) -> None:
-    def matches(target: str) -> bool:  # PEFT's rule for a list of targets
-        names = (*linear, *convolutions)
-        return any(name == target or name.endswith(f".{target}") for name in names)
-
-    unmatched = [target for target in targets if not matches(target)]
+    names = (*linear, *convolutions)
+    unmatched = [target for target in targets if not _matched(names, [target])]
     if unmatched:
         other = [f"{suffix} ({n}, convolutions)" for suffix, n in _suffixes(convolutions).items()]
         raise DitLoraError(

@@ -81,7 +81,7 @@ def recipe_groups(
     given: dict[str, Any] = groups.given()
     if mode == "lora":
         return parameter_groups(model, **given, patterns=patterns)
-    del given["adapter"]
+    given.pop("adapter", None)
     own = {"connector": patterns["connector"]} if groups.connector else {}
     return parameter_groups(model, **given, patterns=own)
 

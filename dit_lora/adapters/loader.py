@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from diffusers.loaders import CogVideoXLoraLoaderMixin, PeftAdapterMixin
 from torch import nn
+from transformers import PreTrainedModel
 
 Pipeline = TypeVar("Pipeline", bound=Any)
 
@@ -24,8 +25,8 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
 
 
 def adaptable(model: nn.Module) -> nn.Module:
-    """The model, with `add_adapter` and `load_lora_adapter`."""
-    if not isinstance(model, PeftAdapterMixin):
+    """The model, with `add_adapter`; Transformers' have one of their own."""
+    if not isinstance(model, PeftAdapterMixin | PreTrainedModel):
         model.__class__ = _adaptable_class(type(model))
     return model
 

@@ -6,9 +6,10 @@ that the answer stays the same (a search that lands elsewhere, errors), it is de
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import TypeAlias
 
 import av
@@ -20,6 +21,10 @@ from dit_lora.data.media import Media
 
 _MOST_THREADS = 4
 """Each thread decodes one frame ahead, in vain for the last ones."""
+
+_TAIL = 1.0
+"""Seconds that the last frame stands for where times come from the length that a file says it has: its sound may be
+longer than its pictures."""
 
 _Packet: TypeAlias = "av.Packet[av.VideoStream]"  # at run time, no generic class
 
@@ -42,6 +47,59 @@ class Wanted:
         passed = math.floor((seconds - self.start) * self.fps + 1e-6) + 1
         return max(0, min(self.count, passed))
 
+    def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
+        """Seconds from the last frame on that it is the nearest in; `interval` lies between it and the one before."""
+        return interval / 2
+
+    def from_key_frames(
+        self, container: av.container.InputContainer, stream: av.VideoStream
+    ) -> Iterator[tuple[av.VideoFrame, int]]:
+        """The frames, and how many times each is the nearest to; decodes from the key frame before the first on."""
+        origin = _origin(container, stream)
+        target = _tick(stream, origin + self.start)
+        return _pick(_forwards(_from_key_frame(container, stream, origin, target)), self)
+
+
+@dataclass(frozen=True)
+class Instants:
+    """Any times, in order, in seconds since the first frame."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def start(self) -> float:
+        """The last time: with none after the first frame, there is nothing to search for."""
+        return self.seconds[-1]
+
+    def until(self, seconds: float) -> int:
+        """How many come before `seconds`."""
+        return bisect_right(self.seconds, seconds + 1e-6)
+
+    def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
+        """Seconds from the last frame on that it stands for: as long as it is shown, and at least `_TAIL`."""
+        shown = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
+        return max(interval, shown, _TAIL)
+
+    def from_key_frames(
+        self, container: av.container.InputContainer, stream: av.VideoStream
+    ) -> Iterator[tuple[av.VideoFrame, int]]:
+        """As `Wanted`'s; what lies between the last time after one key frame and the next key frame is passed over."""
+        origin = _origin(container, stream)
+
+        def head(seconds: float) -> int:
+            return _search(container, stream, _tick(stream, origin + seconds))[0]
+
+        groups = [
+            (target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=head)
+        ]
+        for target, times in groups:
+            frames = _from_key_frame(container, stream, origin, target)
+            yield from _pick(_forwards(frames), times)
+
 
 @dataclass(frozen=True)
 class Nearest:
@@ -53,7 +111,9 @@ class Nearest:
     """Width of a stored pixel to its height."""
 
 
-def nearest_frames(media: Media, wanted: Wanted, *, quick: bool = True) -> Iterator[Nearest]:
+def nearest_frames(
+    media: Media, wanted: Wanted | Instants, *, quick: bool = True
+) -> Iterator[Nearest]:
     """In order; fewer times than wanted if the video ends before.
 
     A `quick` one may raise `ValueError` or `av.error.FFmpegError` after the first frames where one that is not
@@ -68,10 +128,10 @@ def nearest_frames(media: Media, wanted: Wanted, *, quick: bool = True) -> Itera
         # AVI stores no times; those guessed of H.264 run backwards.
         guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
         if quick and wanted.start > 0 and not guessed:
-            frames = _forwards(_from_key_frame(container, stream, wanted))
+            chosen = wanted.from_key_frames(container, stream)
         else:
-            frames = _timed(container.decode(stream))
-        for frame, times in _pick(frames, wanted):
+            chosen = _pick(_timed(container.decode(stream)), wanted)
+        for frame, times in chosen:
             yield Nearest(frame, times, stretch)
 
 
@@ -101,7 +161,7 @@ def first_rotation(container: av.container.InputContainer, stream: av.VideoStrea
 
 
 def _pick(
-    frames: Iterable[tuple[float, av.VideoFrame]], wanted: Wanted
+    frames: Iterable[tuple[float, av.VideoFrame]], wanted: Wanted | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Those of the frames that are nearest to wanted times, each with their number."""
     taken, interval = 0, 0.0
@@ -118,7 +178,7 @@ def _pick(
             return
         shown, shown_at = frame, seconds
     if shown is not None:
-        times = wanted.until(shown_at + interval / 2) - taken
+        times = wanted.until(shown_at + wanted.last_stands(shown, interval)) - taken
         if times > 0:
             yield shown, times
 
@@ -151,16 +211,26 @@ def _seconds(frame: av.VideoFrame) -> float:
     return frame.time
 
 
-def _from_key_frame(
-    container: av.container.InputContainer, stream: av.VideoStream, wanted: Wanted
-) -> Iterator[tuple[float, av.VideoFrame]]:
-    """Each frame from the last key frame before the first wanted time on, with its seconds since the first one."""
+def _origin(container: av.container.InputContainer, stream: av.VideoStream) -> float:
+    """The time of the first frame, in seconds of the stream."""
     first = next(container.decode(stream), None)
-    if first is None or stream.time_base is None:
+    if first is None:
         raise _DoubtError("no first frame")
-    origin = _seconds(first)
+    return _seconds(first)
+
+
+def _tick(stream: av.VideoStream, seconds: float) -> int:
+    """The time in ticks of the stream."""
+    if stream.time_base is None:
+        raise _DoubtError("no time base")
     # Rounding must not put it just before a key frame.
-    target = math.floor((origin + wanted.start) / stream.time_base + 1e-3)
+    return math.floor(seconds / stream.time_base + 1e-3)
+
+
+def _from_key_frame(
+    container: av.container.InputContainer, stream: av.VideoStream, origin: float, target: int
+) -> Iterator[tuple[float, av.VideoFrame]]:
+    """Each frame from the last key frame not after `target` on, with its seconds since `origin`."""
     head, packets = _search(container, stream, target)
     count = 0
     for frame in chain.from_iterable(packet.decode() for packet in packets):

@@ -1,6 +1,6 @@
 """Batches of cached clips, in an order that is a function of the seed and the position alone."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,53 @@ class Encodings(Protocol):
         """The tensors and what is wrong with them; NaN of shape `spec` where there are none."""
 
 
+class AnyEntry(Protocol):
+    """One sample of a training set."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def shape(self) -> Any:
+        """What it shares with the samples that it may be in a batch with; its `volume` is what memory grows with."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a run reads its training set."""
+
+    sampler: "PositionSampler"
+    seed: int
+    caption_dropout: float
+    quarantine: Quarantine
+    workers: int
+    prefetch: int
+    pin_memory: bool
+
+
+class TrainingSet(Protocol):
+    """What a run trains on."""
+
+    @property
+    def entries(self) -> Sequence[AnyEntry]: ...
+
+    @property
+    def largest(self) -> tuple[Any, Spec]:
+        """The shape with the largest volume, and the tensors of a sample of it."""
+
+    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
+        """Which entry is at each position of a run whose steps take `group` samples."""
+
+    def sample(self, entry: Any, draw: int) -> "Batch":
+        """One sample as a batch of one, whole: nothing of it is dropped; what is wrong with it is in `faults`."""
+
+    def loader(self, how: Reading) -> Iterable["Batch"]:
+        """The micro-batches of the sampler's positions, in its order."""
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+        """Set aside what is bad of these samples on disk, if anything is there."""
+
+
 @dataclass(frozen=True)
 class EncodedClips:
     """The encoded training set; `empty_text_key` is the caption that dropout puts in place."""
@@ -89,9 +136,10 @@ class EncodedClips:
         )
 
     @property
-    def specs(self) -> tuple[Spec, Spec]:
-        """Of clips of the largest shape, and of captions."""
-        return next(iter(self.video_specs.values())), self.text_spec
+    def largest(self) -> tuple[VideoShape | None, Spec]:
+        """The largest shape, and the tensors of a sample of it."""
+        shape, spec = next(iter(self.video_specs.items()))
+        return shape, {**spec, **self.text_spec}
 
     @cached_property
     def has_loss_weights(self) -> bool:
@@ -120,6 +168,29 @@ class EncodedClips:
             draws=(draw,),
             tensors={name: tensor[None] for name, tensor in tensors.items()},
             faults={entry.id: "; ".join(faults)} if faults else {},
+        )
+
+    def sample(self, entry: Entry, draw: int) -> "Batch":
+        """One sample with its own caption, as a batch of one; what is wrong with it is in `faults`."""
+        return self.read(entry, entry.text_key, draw)
+
+    def dataset(self, how: Reading) -> "ClipDataset":
+        return ClipDataset(
+            self,
+            seed=how.seed,
+            caption_dropout=how.caption_dropout,
+            quarantine=how.quarantine,
+            group=how.sampler.group,
+        )
+
+    def loader(self, how: Reading) -> Iterable["Batch"]:
+        """The micro-batches of the sampler's positions, in its order."""
+        return build_loader(
+            self.dataset(how),
+            how.sampler,
+            workers=how.workers,
+            pin_memory=how.pin_memory,
+            prefetch=how.prefetch,
         )
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
@@ -226,7 +297,7 @@ class ClipDataset(Dataset):
         self.clips = clips
         self.seed = seed
         # Read now: in a worker process an error would have no one to tell.
-        _ = clips.specs, clips.empty_text, clips.has_loss_weights
+        _ = clips.largest, clips.empty_text, clips.has_loss_weights
         self.order = clips.order(seed=seed, quarantine=quarantine, group=group)
         self.pick = Picker(clips.entries, self.order, seed, caption_dropout, clips.empty_text_key)
 

@@ -35,6 +35,11 @@ _ORIENTATION = 0x0112
 
 def read_image(media: Media, height: int, width: int) -> np.ndarray:
     """uint8 (H, W, 3), upright; transparent parts are white. Raises one of `DAMAGED`."""
+    return cover(open_image(media), 1.0, height, width)
+
+
+def open_image(media: Media) -> Image.Image:
+    """The decoded picture in RGB, upright; transparent parts are white. Raises one of `DAMAGED`."""
     with Image.open(media.source()) as opened:
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would cut at 255
@@ -43,7 +48,7 @@ def read_image(media: Media, height: int, width: int) -> np.ndarray:
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
-        return cover(image.convert("RGB"), 1.0, height, width)
+        return image.convert("RGB")
 
 
 def image_size(media: Media) -> tuple[int, int]:
@@ -57,12 +62,17 @@ def image_size(media: Media) -> tuple[int, int]:
 
 def resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np.ndarray:
     """uint8 (H, W, 3) of a frame whose stored pixels are shown `stretch` times as wide as high."""
+    return cover(*upright(frame, stretch), height, width)
+
+
+def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
+    """The picture of a frame, turned as its file says, and its own `stretch`."""
     image = Image.fromarray(frame.to_ndarray(format="rgb24"))
     if frame.rotation % 180:
         stretch = 1 / stretch
     if frame.rotation % 360:
         image = image.rotate(frame.rotation, expand=True)  # degrees counter-clockwise, as PyAV's
-    return cover(image, stretch, height, width)
+    return image, stretch
 
 
 def cover(image: Image.Image, stretch: float, height: int, width: int) -> np.ndarray:

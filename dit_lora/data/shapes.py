@@ -7,8 +7,8 @@ import torch
 
 from dit_lora.data.video import write_sample, write_video
 
-_COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
-_SHAPES = ("disc", "square")
+COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
+SHAPES = ("disc", "square")
 _BACKGROUND = (24, 24, 30)
 
 
@@ -22,10 +22,10 @@ def write_shapes(
     out.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
     for index in range(clips):
-        colour = list(_COLOURS)[index % len(_COLOURS)]
-        shape = _SHAPES[index // len(_COLOURS) % len(_SHAPES)]
+        colour = list(COLOURS)[index % len(COLOURS)]
+        shape = SHAPES[index // len(COLOURS) % len(SHAPES)]
         rightwards = index % 2 == 0
-        video = _render(shape, colour, rightwards, frames, height, width)
+        video = render(shape, colour, rightwards, frames, height, width)
         side = "right" if rightwards else "left"
         stem = out / f"{index:02d}_{colour}_{shape}"
         if frames == 1:
@@ -51,20 +51,20 @@ def write_class_folders(
 
     Of more frames: mp4 clips, in which the shape moves.
     """
-    classes = [(colour, shape) for colour in _COLOURS for shape in _SHAPES]
+    classes = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     paths = []
     for index in range(images):
         colour, shape = classes[index % len(classes)]
         number = index // len(classes)
         steps = frames + (images - 1) // len(classes)
-        video = _render(shape, colour, True, steps, height, width)[number : number + frames]
+        video = render(shape, colour, True, steps, height, width)[number : number + frames]
         folder = out / f"{colour}_{shape}"
         folder.mkdir(parents=True, exist_ok=True)
         paths.append(write_sample(folder / f"{number:03d}", video, fps if frames > 1 else None))
     return paths
 
 
-def _render(
+def render(
     shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
 ) -> torch.Tensor:
     """uint8 (frames, height, width, 3)."""
@@ -78,5 +78,5 @@ def _render(
         inside = (
             x**2 + y**2 < radius**2 if shape == "disc" else (x.abs() < radius) & (y.abs() < radius)
         )
-        video[frame, inside] = torch.tensor(_COLOURS[colour], dtype=torch.uint8)
+        video[frame, inside] = torch.tensor(COLOURS[colour], dtype=torch.uint8)
     return video

@@ -1,7 +1,8 @@
 """Where clips, images and captions come from: folders, tables, tars and datasets; one list of `Clip`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from dit_lora.config import DataConfig
 from dit_lora.data.clips import Clip, Problem, Scan
@@ -13,6 +14,9 @@ from dit_lora.errors import DitLoraError, listed
 
 __all__ = ["Clip", "Problem", "Scan", "class_name", "class_names", "read_clips", "scan"]
 
+Found = TypeVar("Found")
+"""What the reader of a source gives."""
+
 
 def scan(data: DataConfig, cache: Path | None = None) -> Scan:
     """Every clip of the sources, and everything that is wrong with a sample; of media, no byte is read.
@@ -21,20 +25,11 @@ def scan(data: DataConfig, cache: Path | None = None) -> Scan:
     `DitLoraError`, with what is wrong of every source, if one cannot be read at all.
     """
     sources = data.all_sources
-    scans, faults = [], []
-    for number, source in enumerate(sources):
-        try:
-            scans.append(_read(source, cache / "tars" if cache else None))
-        except DitLoraError as error:
-            where = f"data.sources[{number}]" if data.sources else "data.path"
-            faults.append(f"{where}: {error}")
-    if faults:
-        several = listed("these sources cannot be read", faults)
-        raise DitLoraError(faults[0] if len(faults) == 1 else several)
+    scans = read_sources(data, lambda source: _read(source, cache / "tars" if cache else None))
     if not data.sources:
         return scans[0]
-    found, times = Scan([], []), _times(sources, scans)
-    for source, one, name, often in zip(sources, scans, _names(sources), times, strict=True):
+    found, times = Scan([], []), times_of(sources, [len(one.clips) for one in scans])
+    for source, one, name, often in zip(sources, scans, names_of(sources), times, strict=True):
         found.clips.extend(
             Clip(name + clip.id, clip.media, clip.caption, clip.image, often, source.loss_weight)
             for clip in one.clips
@@ -76,8 +71,23 @@ def _read(source: SourceConfig, memo: Path | None) -> Scan:
     return read_folder(root, source, memo)
 
 
-def _names(sources: Sequence[SourceConfig]) -> list[str]:
-    """What ids of each source begin with: its folder's name, and a number where that is taken."""
+def read_sources(data: DataConfig, read: Callable[[SourceConfig], Found]) -> list[Found]:
+    """What `read` finds in each of the sources; raises one `DitLoraError` for all that it cannot read."""
+    found, faults = [], []
+    for number, source in enumerate(data.all_sources):
+        try:
+            found.append(read(source))
+        except DitLoraError as error:
+            where = f"data.sources[{number}]" if data.sources else "data.path"
+            faults.append(f"{where}: {error}")
+    if faults:
+        several = listed("these sources cannot be read", faults)
+        raise DitLoraError(faults[0] if len(faults) == 1 else several)
+    return found
+
+
+def names_of(sources: Sequence[SourceConfig]) -> list[str]:
+    """What ids of each source begin with: its folder's or file's name, and a number where that is taken."""
     names: list[str] = []
     for source in sources:
         wanted = Path(source.path).expanduser().absolute().name
@@ -88,13 +98,16 @@ def _names(sources: Sequence[SourceConfig]) -> list[str]:
     return names
 
 
-def _times(sources: Sequence[SourceConfig], scans: Sequence[Scan]) -> list[float]:
-    """How often the samples of each source come in an epoch; the rarest once, where there are weights."""
+def times_of(sources: Sequence[SourceConfig], counts: Sequence[int]) -> list[float]:
+    """How often the samples of each source come in an epoch; the rarest once, where there are weights.
+
+    `counts`: samples of each.
+    """
     shares = [
-        (source.weight or 0.0) / max(1, len(one.clips))
-        for source, one in zip(sources, scans, strict=True)
+        (source.weight or 0.0) / max(1, count)
+        for source, count in zip(sources, counts, strict=True)
     ]
-    least = min((share for share, one in zip(shares, scans, strict=True) if one.clips), default=0.0)
+    least = min((share for share, count in zip(shares, counts, strict=True) if count), default=0.0)
     if not least:
         return [float(source.repeats) for source in sources]
     return [share / least for share in shares]

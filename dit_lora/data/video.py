@@ -58,7 +58,7 @@ def read_frames(
         else:
             chosen = _read_clip(media, wanted, height, width)
     except (av.error.FFmpegError, OSError, ValueError) as error:
-        raise ClipError(f"{media.name}: cannot be decoded to its end: {_reason(error)}") from error
+        raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
     if len(chosen) < frames:
         raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
     return torch.from_numpy(planes(chosen))
@@ -142,7 +142,7 @@ def read_header(media: Media | Path) -> VideoHeader:
             return _header(container)
     except (av.error.FFmpegError, *DAMAGED) as error:
         kind = "an image" if is_image(media) else "a video"
-        raise ClipError(f"{media.name}: cannot be opened as {kind}: {_reason(error)}") from error
+        raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
 
 
 def _header(container: av.container.InputContainer) -> VideoHeader:
@@ -159,7 +159,7 @@ def _header(container: av.container.InputContainer) -> VideoHeader:
     return VideoHeader(fps, seconds, stream.frames or None, height, width)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """FFmpeg's and the system's errors without their numbers, and what to do."""
     return f"{getattr(error, 'strerror', None) or error}; encode it anew or remove it"
 

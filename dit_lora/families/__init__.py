@@ -1,11 +1,11 @@
 """One file per model family; `FAMILIES` maps the names used in recipes to their modules."""
 
 import importlib
+from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Family
 
-FAMILIES = {
+DIFFUSION_FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",
     "dit": "dit_lora.families.dit",
     "sana": "dit_lora.families.sana",
@@ -13,10 +13,17 @@ FAMILIES = {
     "video_dit": "dit_lora.families.video_dit",
     "latte": "dit_lora.families.latte",
 }
+"""They have the contract of `families.base`."""
+CHAT_FAMILIES = {
+    "videochat2": "dit_lora.families.videochat2",
+    "chat": "dit_lora.families.chat",
+}
+"""They have the contract of `families.chat_base`."""
+FAMILIES = DIFFUSION_FAMILIES | CHAT_FAMILIES
 
 
-def get_family(name: str) -> Family:
-    """The family of that name, imported when asked for."""
+def get_family(name: str) -> Any:
+    """The family of that name, a `Family` or a `ChatFamily`, imported when asked for."""
     if name not in FAMILIES:
         raise DitLoraError(f"no family {name!r}; model.family is one of {', '.join(FAMILIES)}")
     return importlib.import_module(FAMILIES[name]).FAMILY

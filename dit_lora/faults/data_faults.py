@@ -144,7 +144,8 @@ class SoundOddity(DataFault):
         unnamed = [f"an event: {event}" for event in seen.events]
         if seen.error is not None:
             unnamed.append(f"refused: {seen.error}")
-        entries = [entry for stage in reached for entry in stage.run.encoded.clips.entries]
+        encoded: list[Any] = [stage.run.data for stage in reached]
+        entries = [entry for one in encoded for entry in one.clips.entries]
         keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
         lost = [f"{file} is not trained on" for file in self.files if file not in keys]
         if len(set(keys.values())) < len(keys):

@@ -89,16 +89,15 @@ def _before_save(value: float, rank: int) -> Arm:
 
 def _before_adapter(stage: Stage) -> None:
     """A weight goes bad after the last checkpoint, before the adapter is written."""
-    from dit_lora.training import run as module
+    task = type(stage.run.task)
+    write = task.save
 
-    write = module.save_adapter
-
-    def poisoned(transformer: Any, *args: Any) -> Path:
+    def poisoned(*args: Any) -> Path:
         with torch.no_grad():
             next(iter(stage.trained().values())).view(-1)[3] = torch.nan
-        return write(transformer, *args)
+        return write(*args)
 
-    stage.patch(module, "save_adapter", poisoned)
+    stage.patch(task, "save", poisoned)
 
 
 def _disk_full(stage: Stage) -> None:

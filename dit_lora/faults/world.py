@@ -30,10 +30,9 @@ from dit_lora.numerics.switches import kept_attention
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.checkpoint import find_checkpoint, is_whole
-from dit_lora.training.precompute import precompute
 from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
-from dit_lora.training.trainable import load_trainable
+from dit_lora.training.task import task_of
 
 STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
@@ -108,9 +107,9 @@ class Stage:
 
     @cached_property
     def _latent(self) -> torch.Tensor:
-        clips = self.run.encoded.clips
+        clips = self.run.data.clips
         entry = next(entry for entry in clips.entries if entry.id == self.target)
-        return clips.read(entry, entry.text_key, 0).tensors["latent_mean"][0]
+        return clips.sample(entry, 0).tensors["latent_mean"][0]
 
     def before_step(self, step: int, act: Callable[[], None]) -> None:
         """Do something once, at the start of a step on this rank."""
@@ -264,9 +263,10 @@ def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any) -> R
     runtime = Runtime(recipe, accelerator, precision)
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
-    encoded = precompute(runtime, checkpoint)
-    transformer, groups, _ = load_trainable(recipe, family, checkpoint, precision.dtype)
-    return prepare(runtime, family, checkpoint, encoded, transformer, groups, resume_from)
+    task = task_of(recipe.model.family)
+    data = task.prepare_data(runtime, checkpoint)
+    transformer, groups, _ = task.load_trainable(recipe, family, checkpoint, precision.dtype)
+    return prepare(runtime, family, checkpoint, data, transformer, groups, resume_from)
 
 
 def poisoned_files(seen: Observation) -> list[Path]:

@@ -78,7 +78,7 @@ def build_guard(
         policy=Policy(config, **changed.get("policy", {})),
         state=state,
         quarantine=quarantine,
-        order=run.encoded.clips.order(
+        order=run.data.clips.order(
             seed=recipe.train.seed, quarantine=quarantine, group=run.runtime.samples_per_step
         ),
         snapshots=snapshots,
@@ -183,7 +183,7 @@ def _quarantine(run: "Run") -> Quarantine:
         return quarantine
     if not Path(given).exists():
         raise DitLoraError(f"guard.quarantine: {given} does not exist")
-    known = {entry.id for entry in run.encoded.clips.entries}
+    known = {entry.id for entry in run.data.clips.entries}
     earlier = [one for one in Quarantine.load(Path(given)).records if one.to_epoch is None]
     quarantine.add(
         [
@@ -254,7 +254,7 @@ class _Files:
     def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
         if not self.run.runtime.is_main:
             return []
-        aside = self.run.encoded.clips.set_aside_bad(samples)
+        aside = self.run.data.clips.set_aside_bad(samples)
         return [f"set aside {path}: the next start encodes it anew" for path in aside]
 
     def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
@@ -275,7 +275,7 @@ class _Files:
                 run.transformer,
                 _whole_recipe(run, micro_batch),
                 run.runtime.precision,
-                run.encoded.transformer_digest,
+                run.data.transformer_digest,
                 run.guard.state.switched_off,
                 run.guard.suspects.start_peak,
             )

@@ -16,7 +16,9 @@ from dit_lora.training.loop import StepResult
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
 
-_BUCKETS = 4  # timestep ranges of loss_by_timestep
+
+LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
+"""What a line of metrics.jsonl may have besides, by the kind of model."""
 
 
 class Journal:
@@ -88,8 +90,11 @@ class Journal:
             file.write(json.dumps(line) + "\n")
 
 
-def metrics_line(result: StepResult, timesteps: int) -> dict[str, Any]:
-    """One line of metrics.jsonl, equal on all ranks but for its seconds; `samples` are this step's."""
+def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """One line of metrics.jsonl, equal on all ranks but for its seconds; `samples` are this step's.
+
+    `parts` are the task's means, such as `loss_by_timestep`.
+    """
     return {
         "step": result.step,
         "loss": result.loss,
@@ -101,18 +106,7 @@ def metrics_line(result: StepResult, timesteps: int) -> dict[str, Any]:
         "samples": len(result.losses),
         "lr_groups": result.lr_groups,
         "grad_norm_groups": result.grad_norm_groups,
-        "loss_by_timestep": _by_timestep(result, timesteps),
-    }
-
-
-def _by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
-    width = -(-timesteps // _BUCKETS)
-    members: dict[int, list[float]] = {}
-    for timestep, loss in zip(result.timesteps, result.losses, strict=True):
-        members.setdefault(timestep // width, []).append(loss)
-    return {
-        f"{bucket * width}-{min((bucket + 1) * width, timesteps) - 1}": sum(losses) / len(losses)
-        for bucket, losses in sorted(members.items())
+        **parts,
     }
 
 
@@ -126,9 +120,9 @@ def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
     flat = {
         k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
     }
-    for name in ("lr_groups", "grad_norm_groups", "loss_by_timestep"):
+    for name in ("lr_groups", "grad_norm_groups", *LOSS_PARTS):
         prefix = name.removesuffix("_groups")
-        flat |= {f"{prefix}/{key}": value for key, value in line[name].items()}
+        flat |= {f"{prefix}/{key}": value for key, value in line.get(name, {}).items()}
     return flat
 
 

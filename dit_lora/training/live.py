@@ -15,11 +15,10 @@ from dit_lora.data.cache import MAX_ABS, Spec
 from dit_lora.data.fill import Job
 from dit_lora.data.loader import (
     Batch,
-    ClipDataset,
     EncodedClips,
     Pick,
     Picker,
-    PositionSampler,
+    Reading,
     build_loader,
     collate,
 )
@@ -134,6 +133,20 @@ class LiveClips(EncodedClips):
     videos: LiveVideos
     texts: LiveTexts
 
+    def loader(self, how: Reading) -> "LiveLoader":
+        """The micro-batches of the sampler's positions, in its order, encoded as they come."""
+        dataset = self.dataset(how)
+        decoded = build_loader(
+            dataset,
+            how.sampler,
+            workers=how.workers,
+            pin_memory=False,  # pixels go to the encoder one by one
+            prefetch=how.prefetch,
+            source=_DecodedDataset(dataset.pick, self.videos.decoder),
+            collate_fn=list,
+        )
+        return LiveLoader(self, decoded, how.pin_memory)
+
 
 @dataclass(frozen=True)
 class _Decoded:
@@ -176,28 +189,6 @@ class LiveLoader:
     def _encode(self, sample: _Decoded) -> Batch:
         self.clips.videos.decoded[sample.video_key] = sample.pixels
         return self.clips.read(sample.pick.entry, sample.pick.text_key, sample.pick.draw)
-
-
-def live_loader(
-    clips: LiveClips,
-    dataset: ClipDataset,
-    sampler: PositionSampler,
-    *,
-    workers: int,
-    pin_memory: bool,
-    prefetch: int,
-) -> LiveLoader:
-    """The sampler's micro-batches in its order, each worker decoding `prefetch` of them ahead."""
-    decoded = build_loader(
-        dataset,
-        sampler,
-        workers=workers,
-        pin_memory=False,  # pixels go to the encoder one by one
-        prefetch=prefetch,
-        source=_DecodedDataset(dataset.pick, clips.videos.decoder),
-        collate_fn=list,
-    )
-    return LiveLoader(clips, decoded, pin_memory)
 
 
 def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:

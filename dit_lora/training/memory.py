@@ -257,10 +257,8 @@ def most_saving(advices: Sequence[Advice]) -> Advice:
 def _own(run: "Run") -> Advice:
     """This rank's."""
     asked, size = run.recipe.train.checkpointing, run.recipe.train.batch_size
-    video, text = run.encoded.clips.specs
-    batch = {
-        name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in (video | text).items()
-    }
+    _, spec = run.data.clips.largest
+    batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
     streams = Streams(run.recipe.train.seed, range(size))
     try:
         needs = measure(

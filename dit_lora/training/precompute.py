@@ -7,7 +7,7 @@ kept, so an interrupted run goes on where it stopped. Memory holds one clip at a
 import gc
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,15 @@ from dit_lora.training.plan import Plan, Wanted, make_plan
 from dit_lora.training.prior import generate_prior
 from dit_lora.training.runtime import Runtime, agree
 from dit_lora.training.samples import check_headers
+from dit_lora.training.task import Prepared
 
 
 @dataclass(frozen=True)
-class Precomputed:
-    """The encoded training set, the embeddings of validation prompts, and digests of what made them."""
+class Precomputed(Prepared):
+    """The encoded training set, and the embeddings of validation prompts."""
 
     clips: EncodedClips
-    prompt_keys: tuple[str, ...]
-    data_digest: str
-    transformer_digest: str
-    rejected: Mapping[str, str] = field(default_factory=dict)
-    """Samples that are left out, by `data.rejects: skip`, and why."""
+    prompt_keys: tuple[str, ...] = ()
     report: BucketReport | None = None
 
 
@@ -55,7 +52,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     report = plan.samples.report
     for line in (*plan.samples.notes, *(report.lines() if report else ())):
         runtime.say(line)
-    rejects = _Rejects(runtime)
+    rejects = Rejects(runtime)
     videos = TensorCache(recipe.cache_dir / "videos")
     unread = [
         one.sample
@@ -81,7 +78,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     )
 
 
-class _Rejects:
+class Rejects:
     """Samples that cannot be used, as all ranks know them; refused, or left out by `data.rejects: skip`."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -133,7 +130,7 @@ def _cached(
     runtime: Runtime,
     checkpoint: Checkpoint,
     plan: Plan,
-    rejects: _Rejects,
+    rejects: Rejects,
     videos: TensorCache,
 ) -> EncodedClips:
     """Fill what is missing of the caches."""

@@ -94,7 +94,7 @@ def _good_samples(run: "Run") -> list[list[Batch]]:
     They are of the largest shape: what does not fit the memory fails here, and not at the step where that
     bucket first comes. A bucket with fewer samples than a micro-batch gives some of them twice.
     """
-    clips, size = run.encoded.clips, run.recipe.train.batch_size
+    clips, size = run.data.clips, run.recipe.train.batch_size
     left_out = {one.sample_id for one in run.guard.quarantine.records}
     for shape in sorted(
         {entry.shape for entry in clips.entries}, key=attrgetter("volume"), reverse=True
@@ -103,7 +103,7 @@ def _good_samples(run: "Run") -> list[list[Batch]]:
         for entry in clips.entries:
             if entry.shape != shape or entry.id in left_out:
                 continue
-            sample = clips.read(entry, entry.text_key, len(samples))
+            sample = clips.sample(entry, len(samples))
             if not sample.faults:
                 samples.append(sample)
             if len(samples) == _TRIES * size:
@@ -115,7 +115,7 @@ def _good_samples(run: "Run") -> list[list[Batch]]:
 
 
 def _too_large(run: "Run") -> DitLoraError:
-    shape, size = next(iter(run.encoded.clips.video_specs)), run.recipe.train.batch_size
+    (shape, _), size = run.data.clips.largest, run.recipe.train.batch_size
     return DitLoraError(
         f"a batch of {size} samples of the largest shape, {shape}, does not fit the memory of "
         f"{run.runtime.accelerator.device}; lower train.batch_size, or the shape (data.frames, data.height, "
@@ -157,7 +157,7 @@ def _facts(run: "Run", micro_batch: MicroBatch) -> Mapping[str, Any]:
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "transformer": run.encoded.transformer_digest,
+        "transformer": run.data.transformer_digest,
         "dtype": str(run.runtime.precision.dtype),
         "saturates": is_emulated(run.transformer),
         "shapes": {name: list(tensor.shape) for name, tensor in micro_batch.tensors.items()},
@@ -170,9 +170,8 @@ def _probed(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
     with torch.no_grad(), monitor.watching(), recorded_calls() as calls:
         micro_batch.forward()
     peaks = [values["abs_max"] for values in monitor.collect().values() if "abs_max" in values]
-    files = sorted((run.checkpoint.path / "transformer").glob("*.safetensors"))
     precision = stored_precision(
-        stored_dtype(files),
+        stored_dtype(run.task.weight_files(run.checkpoint)),
         run.runtime.precision.dtype,
         max(peaks),
         saturates=is_emulated(run.transformer),

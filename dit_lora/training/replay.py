@@ -17,7 +17,6 @@ from dit_lora.data.digest import Digests
 from dit_lora.data.loader import LOSS_WEIGHT, Batch
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint
 from dit_lora.numerics.bisect import (
     Suspects,
     diagnose,
@@ -40,14 +39,13 @@ from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import load_recipe, parse_recipe
 from dit_lora.training.checkpointing import least_memory, set_checkpointing
-from dit_lora.training.plan import transformer_digest
 from dit_lora.training.runtime import quiet_libraries
-from dit_lora.training.trainable import load_trainable
+from dit_lora.training.task import Trained, task_of
 
 LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
 
 
-def sample_losses(checkpoint: Checkpoint) -> LossFunction:
+def sample_losses(checkpoint: Trained) -> LossFunction:
     """The family's losses of a batch, each times its sample's weight."""
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
@@ -245,9 +243,10 @@ def _rebuild(
         checkpoint = family.open(recipe.model).for_recipe(recipe)
     except DitLoraError as error:
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
-    digest = transformer_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
+    task = task_of(recipe.model.family)
+    digest = task.model_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
     dtype = DTYPES[bundle.facts["dtype"]]
-    transformer, _, _ = load_trainable(recipe, family, checkpoint, dtype)
+    transformer, _, _ = task.load_trainable(recipe, family, checkpoint, dtype)
     _load(transformer, bundle)
     mode = recipe.train.checkpointing
     set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)

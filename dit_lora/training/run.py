@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,10 @@ from torch import nn
 from tqdm import tqdm
 
 import dit_lora
-from dit_lora.adapters.store import save_adapter, save_pipeline
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
-from dit_lora.data.loader import Batch, ClipDataset, PositionSampler, build_loader
+from dit_lora.data.loader import Batch, PositionSampler, Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.families.base import Checkpoint, Family
 from dit_lora.training.checkpoint import (
     damaged_checkpoints,
     load_checkpoint,
@@ -38,16 +37,14 @@ from dit_lora.training.guarding import (
     spike_events,
 )
 from dit_lora.training.journal import Journal, metrics_line, tracker_values
-from dit_lora.training.live import LiveClips, live_loader
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.optimizer import build_optimizer, build_schedule
-from dit_lora.training.precompute import Precomputed
 from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.replay import sample_losses
 from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
-from dit_lora.training.validation import held_out_loss, sample_videos
+from dit_lora.training.task import Prepared, Task, Trained, task_of
 from dit_lora.training.watch import StepWatcher
 
 
@@ -56,9 +53,9 @@ class Run:
     """Everything that a started run holds."""
 
     runtime: Runtime
-    family: Family
-    checkpoint: Checkpoint
-    encoded: Precomputed
+    family: Any
+    checkpoint: Trained
+    data: Prepared
     model: nn.Module
     """As Accelerate prepared it."""
     optimizer: torch.optim.Optimizer
@@ -77,16 +74,20 @@ class Run:
     def transformer(self) -> nn.Module:
         return self.runtime.accelerator.unwrap_model(self.model)
 
+    @cached_property
+    def task(self) -> Task:
+        return task_of(self.recipe.model.family)
+
     @property
     def identity(self) -> dict[str, Any]:
-        return run_identity(self.runtime, self.encoded, self.transformer)
+        return run_identity(self)
 
 
 def prepare(
     runtime: Runtime,
-    family: Family,
-    checkpoint: Checkpoint,
-    encoded: Precomputed,
+    family: Any,
+    checkpoint: Trained,
+    data: Prepared,
     transformer: nn.Module,
     groups: list[dict[str, Any]],
     resume_from: Path | None,
@@ -95,7 +96,7 @@ def prepare(
     recipe = runtime.recipe
     optimizer = build_optimizer(groups, recipe.optim)
     model, optimizer = runtime.accelerator.prepare(transformer, optimizer)
-    run = Run(runtime, family, checkpoint, encoded, model, optimizer, start_step=0, journal=None)
+    run = Run(runtime, family, checkpoint, data, model, optimizer, start_step=0, journal=None)
     if recipe.train.ema is not None:
         run.ema = TrainedEMA(run.transformer, recipe.train.ema)
     changed: dict[str, Any] = {}
@@ -124,7 +125,7 @@ def prepare(
         run.guard.quarantine.save()
     if runtime.is_main:
         run.journal = Journal(runtime.dir, start_step=run.start_step)
-        run.journal.rejected(run.encoded.rejected, run.start_step)
+        run.journal.rejected(run.data.rejected, run.start_step)
     prime_spikes(run)
     for group in groups:
         count = sum(p.numel() for p in group["params"])
@@ -177,7 +178,7 @@ def finish(run: Run) -> Path | None:
     if runtime.is_main:
         try:
             with averaged(run):
-                path = _save_result(run)
+                path = run.task.save(run, provenance(run))
         except (OSError, SafetensorError) as problem:
             error = DitLoraError(
                 f"cannot write the result to {runtime.dir}: {problem}; the checkpoint "
@@ -191,33 +192,20 @@ def finish(run: Run) -> Path | None:
     return path
 
 
-def _save_result(run: Run) -> Path:
-    """`adapter/` of a run in mode `lora`, `model/` of one in mode `full`."""
-    folder, made, checkpoint = run.runtime.dir, provenance(run), run.checkpoint
-    if run.recipe.train.mode == "full":
-        index = checkpoint.index_changes()
-        return save_pipeline(run.transformer, checkpoint.path, folder / "model", made, index)
-    return save_adapter(run.transformer, checkpoint.pipeline_class, folder / "adapter", made)
-
-
-def run_identity(runtime: Runtime, encoded: Precomputed, transformer: nn.Module) -> dict[str, Any]:
+def run_identity(run: Run) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
-    recipe = runtime.recipe
+    runtime, recipe = run.runtime, run.recipe
     values = recipe.model_dump(mode="json")
     flat = {
         "model.family": recipe.model.family,
         "model.dtype": str(runtime.precision.dtype),
-        "model (digest of the transformer's files)": encoded.transformer_digest,
-        "data (digest of clips, captions and shape)": encoded.data_digest,
-        "data.caption_dropout": recipe.data.caption_dropout,
-        "data.flip": recipe.data.flip,
-        "data.image_dropout": recipe.data.image_dropout,
-        "model.from_scratch": recipe.model.from_scratch,
+        "model (digest of the transformer's files)": run.data.transformer_digest,
+        "data (digest of clips, captions and shape)": run.data.data_digest,
         "train.mode": recipe.train.mode,
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
-        "train.vlb": recipe.train.vlb,
         "train.batch_size x accumulate x processes": runtime.samples_per_step,
+        **run.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
     optim = dict(values["optim"])
@@ -238,12 +226,11 @@ def provenance(run: Run) -> dict[str, Any]:
         "family": recipe.model.family,
         "base_model": path.resolve().name if path.is_dir() else recipe.model.path,
         "revision": recipe.model.revision,
-        "transformer_digest": run.encoded.transformer_digest,
-        "index": run.checkpoint.index_changes(),
+        "transformer_digest": run.data.transformer_digest,
         **_lora_facts(recipe),
         **{key: getattr(recipe.train, key) for key in ("steps", "ema", "seed")},
         "dtype": str(run.runtime.precision.dtype),
-        "video": {key: getattr(recipe.data, key) for key in ("frames", "height", "width", "fps")},
+        **run.task.provenance(run),
         "packages": dict(probe_environment().versions),
     }
 
@@ -277,13 +264,6 @@ def _loop(run: Run) -> Loop:
 def _batches(run: Run, start_step: int) -> Iterable[Batch]:
     """The micro-batches of this rank after a step, in the order that the quarantine leaves."""
     recipe, accelerator = run.recipe, run.runtime.accelerator
-    dataset = ClipDataset(
-        run.encoded.clips,
-        seed=recipe.train.seed,
-        caption_dropout=recipe.data.caption_dropout,
-        quarantine=run.guard.quarantine,
-        group=run.runtime.samples_per_step,
-    )
     sampler = PositionSampler(
         start_step=start_step,
         steps=recipe.train.steps,
@@ -292,13 +272,16 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         rank=accelerator.process_index,
         ranks=accelerator.num_processes,
     )
-    on_gpu = accelerator.device.type == "cuda"
-    clips, workers, prefetch = run.encoded.clips, recipe.data.workers, recipe.data.prefetch
-    if isinstance(clips, LiveClips):
-        return live_loader(
-            clips, dataset, sampler, workers=workers, pin_memory=on_gpu, prefetch=prefetch
-        )
-    return build_loader(dataset, sampler, workers=workers, pin_memory=on_gpu, prefetch=prefetch)
+    how = Reading(
+        sampler,
+        seed=recipe.train.seed,
+        caption_dropout=recipe.data.caption_dropout,
+        quarantine=run.guard.quarantine,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    return run.data.clips.loader(how)
 
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
@@ -330,7 +313,7 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     """Metrics, statistics and what stands out in them."""
     step, watcher = result.step, run.watcher
     modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
-    line = metrics_line(result, run.checkpoint.train_timesteps)
+    line = metrics_line(result, run.task.loss_parts(run, result))
     spikes = watcher.observe(line)  # on every rank: the adaptive clip depends on it
     if run.journal is None:
         return
@@ -374,7 +357,7 @@ def averaged(run: Run) -> AbstractContextManager[None]:
 
 
 def _validate(run: Run, step: int) -> None:
-    loss = held_out_loss(run.runtime, run.checkpoint, run.model, run.encoded.clips)
+    loss = run.task.held_out_loss(run)
     if run.journal is not None and loss is not None:
         if math.isfinite(loss):
             run.journal.held_out(step, loss)
@@ -383,4 +366,4 @@ def _validate(run: Run, step: int) -> None:
             event = held_out_event(step)
             run.journal.event(event)
             run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
-    sample_videos(run.runtime, run.checkpoint, run.model, run.encoded, step)
+    run.task.show(run, step)

@@ -19,7 +19,7 @@ from dit_lora.adapters.store import (
 from dit_lora.config import ModelConfig
 from dit_lora.data.video import write_sample
 from dit_lora.errors import DitLoraError
-from dit_lora.families import FAMILIES, get_family
+from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import (
     Sampling,
     VideoShape,
@@ -140,7 +140,7 @@ def _base_model(request: SampleRequest, made: dict[str, Any], whole: Path | None
 def _family_of(model: ModelConfig) -> str:
     """The family whose pipeline the checkpoint names, for an adapter that is not ours."""
     pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
-    for name in FAMILIES:
+    for name in DIFFUSION_FAMILIES:
         if pipeline in get_family(name).pipeline_names:
             return name
     raise DitLoraError(f"{model.path} is a {pipeline} checkpoint; no family samples it")

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
-from dit_lora.data.loader import EncodedClips
+from dit_lora.data.loader import TrainingSet
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
@@ -17,10 +17,11 @@ from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.precompute import Precomputed
 from dit_lora.training.runtime import Runtime, agree
+from dit_lora.training.task import Trained
 
 
 def held_out_loss(
-    runtime: Runtime, checkpoint: Checkpoint, model: nn.Module, clips: EncodedClips
+    runtime: Runtime, checkpoint: Trained, model: nn.Module, clips: TrainingSet
 ) -> float | None:
     """Mean loss over noise and timesteps that training never draws; the same draws at every call.
 
@@ -40,7 +41,7 @@ def held_out_loss(
     with _evaluating(model):
         for index, draw in draws[accelerator.process_index :: accelerator.num_processes]:
             entry = entries[index]
-            sample = clips.read(entry, entry.text_key, index * settings.held_out_draws + draw)
+            sample = clips.sample(entry, index * settings.held_out_draws + draw)
             if sample.faults:
                 faults |= sample.faults
                 continue

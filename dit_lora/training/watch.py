@@ -10,6 +10,7 @@ import torch
 from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import Spike, SpikeDetector
+from dit_lora.training.journal import LOSS_PARTS
 
 
 @dataclass
@@ -60,7 +61,9 @@ class StepWatcher:
         """What stands out in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
         if self.spikes is None:
             return []
-        series = {f"loss {bucket}": loss for bucket, loss in line["loss_by_timestep"].items()}
+        series = {
+            f"loss {part}": loss for name in LOSS_PARTS for part, loss in line.get(name, {}).items()
+        }
         series |= {f"grad_norm {name}": norm for name, norm in line["grad_norm_groups"].items()}
         found = [self.spikes.observe(name, value) for name, value in series.items()]
         return [spike for spike in found if spike is not None]

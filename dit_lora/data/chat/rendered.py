@@ -14,6 +14,8 @@ class Piece:
     ids: tuple[int, ...]
     part: Literal["fixed", "media", "question", "answer"]
     """`answer` alone is learned; `question` alone may be shortened."""
+    dropped: int = 0
+    """Tokens that were taken out of its middle."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,7 +329,7 @@ def test_each_shape_has_its_spec_and_the_largest_stands_for_all(mixed: CachedCli
         LARGE: (2, 2),
         SMALL: (1, 2),
     }
-    assert mixed.specs == (specs[LARGE], mixed.text_spec)
+    assert mixed.largest == (LARGE, specs[LARGE] | mixed.text_spec)
     assert tuple(mixed.text_spec["prompt_embeds"][0]) == (2, 3)
 
 

@@ -14,13 +14,13 @@ from PIL import Image
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
 from dit_lora.adapters.store import ADAPTER_FILE, load_adapter, save_adapter
 from dit_lora.errors import DitLoraError
-from dit_lora.families import FAMILIES, get_family
+from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams
 
 
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
-    known = {(name, v) for name in FAMILIES for v in get_family(name).tiny_variants}
+    known = {(name, v) for name in DIFFUSION_FAMILIES for v in get_family(name).tiny_variants}
     assert {(case.family, case.variant) for case in CASES} == known
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dit_lora.training.diffusion import by_timestep
 from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.loop import StepResult
 
@@ -27,7 +28,8 @@ def result(step: int, **values: Any) -> StepResult:
 
 
 def line_of(step: int, **values: Any) -> dict[str, Any]:
-    return metrics_line(result(step, **values), 1000)
+    made = result(step, **values)
+    return metrics_line(made, {"loss_by_timestep": by_timestep(made, 1000)})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

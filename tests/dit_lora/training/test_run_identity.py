@@ -12,6 +12,7 @@ from dit_lora.numerics.precision import Precision
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.run import run_identity
 from dit_lora.training.runtime import Runtime
+from dit_lora.training.task import task_of
 
 VALUES: dict[str, Any] = {
     "model": {"family": "dit", "path": "x"},
@@ -29,8 +30,10 @@ def identity(**changes: Any) -> dict[str, Any]:
         values[section][name] = value
     ranks, precision = SimpleNamespace(num_processes=2), Precision(torch.float32, "test")
     runtime = Runtime(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
-    encoded: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
-    return run_identity(runtime, encoded, torch.nn.Identity())
+    data: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
+    task = task_of(runtime.recipe.model.family)
+    run: Any = SimpleNamespace(runtime=runtime, recipe=runtime.recipe, data=data, task=task)
+    return run_identity(run)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,303 @@
+"""Multiple-choice questions about videos: MVBench's folders, or one file of the same records.
+
+Layout and protocol as in video_chat2/mvbench.ipynb and MVBENCH.md of OpenGVLab/Ask-Anything, and the dataset
+OpenGVLab/MVBench (arXiv 2311.17005): `json/<task>.json` and `video/<folder>/...`, its archives unpacked in place.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dit_lora.data.clips import Problem
+from dit_lora.data.media import IMAGE_SUFFIXES, Media, MediaFile
+from dit_lora.errors import DitLoraError
+
+SYSTEM = (
+    "Carefully watch the video and pay attention to the cause and sequence of events, the detail and movement of "
+    "objects, and the action and pose of persons. Based on your observations, select the best option that "
+    "accurately addresses the question.\n"
+)
+"""Before the video, before the question, and what a Q-Former reads."""
+QUESTION_END = "\nOnly give the best option."
+ANSWER_START = "Best option:("
+"""The answer is continued from here."""
+FRAMES = 16
+MOST_OPTIONS = 26  # letters
+
+_FRAMES_PER_SECOND = 3.0  # of TVQA's folders of frames
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """Where the videos of one task of MVBench are."""
+
+    folder: str
+    """Below `video`."""
+    bounded: bool = False
+    """Whether a record's `start` and `end` say which part is asked about."""
+    frames: bool = False
+    """A folder of frames a video, in place of a file."""
+
+
+TASKS = {
+    "Action Sequence": TaskFolder("star/Charades_v1_480", bounded=True),
+    "Action Prediction": TaskFolder("star/Charades_v1_480", bounded=True),
+    "Action Antonym": TaskFolder("ssv2_video"),
+    "Fine-grained Action": TaskFolder("Moments_in_Time_Raw/videos"),
+    "Unexpected Action": TaskFolder("FunQA_test/test"),
+    "Object Existence": TaskFolder("clevrer/video_validation"),
+    "Object Interaction": TaskFolder("star/Charades_v1_480", bounded=True),
+    "Object Shuffle": TaskFolder("perception/videos"),
+    "Moving Direction": TaskFolder("clevrer/video_validation"),
+    "Action Localization": TaskFolder("sta/sta_video", bounded=True),
+    "Scene Transition": TaskFolder("scene_qa/video"),
+    "Action Count": TaskFolder("perception/videos"),
+    "Moving Count": TaskFolder("clevrer/video_validation"),
+    "Moving Attribute": TaskFolder("clevrer/video_validation"),
+    "State Change": TaskFolder("perception/videos"),
+    "Fine-grained Pose": TaskFolder("nturgbd"),
+    "Character Order": TaskFolder("perception/videos"),
+    "Egocentric Navigation": TaskFolder("vlnqa"),
+    "Episodic Reasoning": TaskFolder("tvqa/frames_fps3_hq", bounded=True, frames=True),
+    "Counterfactual Inference": TaskFolder("clevrer/video_validation"),
+}
+"""MVBench's, in the order of its table."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameFolder:
+    """A video as a folder of images `00001.jpg`, `00002.jpg` ... at `fps` a second."""
+
+    path: Path
+    fps: float
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def images(self) -> list[Media]:
+        """In the order of their names."""
+        found = (one for one in self.path.iterdir() if one.suffix.lower() in IMAGE_SUFFIXES)
+        return [MediaFile(one) for one in sorted(found)]
+
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question with its options."""
+
+    task: str
+    id: str
+    """Its file and place there, `action_sequence/17`."""
+    media: Media | FrameFolder
+    question: str
+    candidates: tuple[str, ...]
+    answer: int
+    """Which of the candidates is right."""
+    start: float | None = None
+    """Seconds; with `end`, the part of the video that is asked about."""
+    end: float | None = None
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What the files hold."""
+
+    all: list[Question]
+    """Those without a problem."""
+    problems: list[Problem]
+
+
+def read_questions(path: Path, media: Path | None = None) -> Questions:
+    """MVBench's folder, or a .json or .jsonl file of records with `video` (or `image`), `question`, `candidates`,
+    `answer`, and where they apply `task`, `start` and `end`.
+
+    `media` is the folder that the file's videos are below, by default its own; for MVBench by default `video`.
+    Raises `DitLoraError` if there is nothing to read.
+    """
+    if path.is_dir():
+        return _read_mvbench(path, media or path / "video")
+    records = _records(path)
+    folder = media or path.parent
+    return _gathered(
+        _question(record, f"{path.stem}/{at}", path.stem, TaskFolder("", bounded=True), [folder])
+        for at, record in enumerate(records)
+    )
+
+
+def at_most(questions: Sequence[Question], each: int | None) -> list[Question]:
+    """The first `each` questions of every task; all of them for None."""
+    taken: dict[str, int] = {}
+    kept = []
+    for one in questions:
+        taken[one.task] = taken.get(one.task, 0) + 1
+        if each is None or taken[one.task] <= each:
+            kept.append(one)
+    return kept
+
+
+def prompt(question: Question) -> str:
+    """The user's turn as the benchmark puts it."""
+    options = "\n".join(f"({letter(at)}) {one}" for at, one in enumerate(question.candidates))
+    asked = f"Question: {question.question}\nOptions:\n{options}".rstrip()
+    return f"{SYSTEM}{asked}{QUESTION_END}"
+
+
+def letter(option: int) -> str:
+    return chr(ord("A") + option)
+
+
+def named_options(said: str, options: int) -> tuple[int, ...]:
+    """Which options an answer that continues `ANSWER_START` counts for, as mvbench.ipynb's `check_ans` has it.
+
+    The first word of its first line decides: it must be part of `(a)`, or hold it. Only an answer of no letter is
+    another thing here: the notebook takes it for every option, and here it names none.
+    """
+    word = ("(" + said.strip().split("\n")[0]).lower().split(" ")[0]
+    bare = word.replace(".", "")
+    if bare == "(":
+        return ()
+    marks = [f"({letter(option).lower()})" for option in range(options)]
+    return tuple(at for at, mark in enumerate(marks) if bare in mark or mark in word)
+
+
+def _read_mvbench(path: Path, videos: Path) -> Questions:
+    files = sorted((path / "json").glob("*.json"))
+    if not files:
+        raise DitLoraError(
+            f"{path} holds no json/<task>.json; give MVBench's folder (json and video, its archives unpacked), "
+            "or one .json file of questions"
+        )
+    # The archive data0613.zip, of clips that came later, unpacks to a folder of its own.
+    roots = [videos, videos / "data0613"]
+    names = {name.lower().replace(" ", "_").replace("-", "_"): name for name in TASKS}
+    places = {name: at for at, name in enumerate(names)}
+    found: list[Question | Problem] = []
+    for file in sorted(files, key=lambda one: places.get(one.stem, len(places))):
+        task = names.get(file.stem)
+        if task is None:
+            words = f"no task of MVBench has this file; its tasks are {', '.join(TASKS)}"
+            found.append(Problem(f"json/{file.name}", "unknown_task", words))
+            continue
+        found += _of_task(_records(file), file.stem, task, roots)
+    return _gathered(found)
+
+
+def _of_task(
+    records: Sequence[Any], stem: str, task: str, roots: Sequence[Path]
+) -> Iterator[Question | Problem]:
+    place = TASKS[task]
+    if not any((root / place.folder).is_dir() for root in roots):
+        words = (
+            f"{task}: {len(records):,} questions, but there is no folder {roots[0] / place.folder}"
+        )
+        yield Problem(f"json/{stem}.json", "missing", words)
+        return
+    folders = [root / place.folder for root in roots]
+    for at, record in enumerate(records):
+        yield _question(record, f"{stem}/{at}", task, place, folders)
+
+
+def _records(path: Path) -> list[Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() == ".jsonl":
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            records = json.loads(text)
+    except OSError as error:
+        raise DitLoraError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DitLoraError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(records, list) or not records:
+        raise DitLoraError(f"{path} must hold a list of questions, one at least")
+    return records
+
+
+def _gathered(found: Iterable[Question | Problem]) -> Questions:
+    found = list(found)
+    questions = [one for one in found if isinstance(one, Question)]
+    return Questions(questions, [one for one in found if isinstance(one, Problem)])
+
+
+def _question(
+    record: Any, id: str, task: str, place: TaskFolder, folders: Sequence[Path]
+) -> Question | Problem:
+    """The question, or everything that is wrong with it."""
+    if not isinstance(record, Mapping):
+        return Problem(id, "no_record", f"it is of type {type(record).__name__}, not an object")
+    wrong: list[str] = []
+    media = _media(record, place, folders, wrong)
+    question = record.get("question")
+    if not isinstance(question, str) or not question.strip():
+        wrong.append("its question is missing or empty")
+    candidates, answer = _choices(record, wrong)
+    start, end = _bounds(record, wrong) if place.bounded else (None, None)
+    task = record.get("task", task)
+    if not isinstance(task, str) or not task:
+        wrong.append(f"its task must be a name; got {task!r}")
+    if wrong or media is None:
+        return Problem(id, "bad_question", "; ".join(wrong))
+    return Question(task, id, media, str(question), candidates, answer, start, end)
+
+
+def _media(
+    record: Mapping[str, Any], place: TaskFolder, folders: Sequence[Path], wrong: list[str]
+) -> Media | FrameFolder | None:
+    name = record.get("video", record.get("image"))
+    if not isinstance(name, str) or not name:
+        wrong.append("it names no video")
+        return None
+    if ".." in PurePosixPath(name).parts:
+        wrong.append(f"its video {name!r} leads out of the folder")
+        return None
+    rate = record.get("fps", _FRAMES_PER_SECOND)
+    if place.frames and (not _is_number(rate) or rate <= 0):
+        wrong.append(f"its fps must be a number above 0; got {rate!r}")
+        return None
+    paths = [folder / name for folder in folders]
+    whole: list[Media | FrameFolder] = [
+        FrameFolder(path, float(rate)) if place.frames else MediaFile(path) for path in paths
+    ]
+    there = next((one for one in whole if one.exists()), None)
+    if there is None:
+        wrong.append(f"{paths[0]} is missing")
+    return there
+
+
+def _choices(record: Mapping[str, Any], wrong: list[str]) -> tuple[tuple[str, ...], int]:
+    """The candidates and which of them is right."""
+    found = record.get("candidates")
+    if not isinstance(found, list) or not 2 <= len(found) <= MOST_OPTIONS:
+        given = len(found) if isinstance(found, list) else repr(found)
+        wrong.append(f"it needs 2 to {MOST_OPTIONS} candidates; got {given}")
+        return (), 0
+    # Counts may be numbers in the file.
+    candidates = tuple(str(one) for one in found)
+    answer = str(record.get("answer"))
+    if answer not in candidates:
+        wrong.append(f"its answer {answer!r} is not among its candidates {', '.join(candidates)}")
+        return candidates, 0
+    # Of equal candidates the notebook takes the last.
+    return candidates, max(at for at, one in enumerate(candidates) if one == answer)
+
+
+def _bounds(record: Mapping[str, Any], wrong: list[str]) -> tuple[float, float] | tuple[None, None]:
+    """Seconds of the part that is asked about; none where the record has none."""
+    start, end = record.get("start"), record.get("end")
+    if start is None and end is None:
+        return None, None
+    if not _is_number(start) or not _is_number(end) or not 0 <= start < end:
+        wrong.append(f"start and end must be seconds, start first; got {start!r} and {end!r}")
+        return None, None
+    return float(start), float(end)
+
+
+def _is_number(value: Any) -> bool:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and math.isfinite(value)

@@ -1,0 +1,174 @@
+"""VideoChat2's own prompt formats, token for token as it builds and splits them.
+
+Source: video_chat2/dataset/it_dataset{,_mistral,_phi}.py (the text) and video_chat2/models/videochat_*/
+videochat2_it_*.py (its tokens) of OpenGVLab/Ask-Anything. The text is cut where the media are, each side is
+tokenised without special tokens, and one BOS stands before all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from dit_lora.data.chat.conversation import Conversation, Turn
+from dit_lora.data.chat.rendered import Piece, Rendered
+from dit_lora.data.chat.spans import Span, tokenized
+
+FormatName = Literal["mistral", "vicuna", "phi3"]
+_MARKERS = {"image": ("<Image>", "</Image>"), "video": ("<Video>", "</Video>")}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """What stands around the parts of a conversation: pairs are (before, after)."""
+
+    system: tuple[str, str]
+    """Around the system text and the instruction."""
+    gap: str
+    """After an instruction."""
+    media: tuple[str, str]
+    question: tuple[str, str]
+    header: str
+    """After a question; a prompt ends with it."""
+    answer: tuple[str, str]
+    """Learned with the answer: its end is how a model stops."""
+    tail: str = ""
+    """After an answer, not learned."""
+    shared: str = ""
+    """What an answer ends with and the next turn begins with, written once."""
+    media_in_question: bool = False
+    """The first question stands in the media's turn, and one that is empty is a turn as well; white space around
+    questions and answers is removed."""
+    instruction_with_question: bool = False
+    """The Q-Former reads the first question after the instruction."""
+
+
+PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
+    "mistral": PromptFormat(
+        system=("", ""),
+        gap=" ",
+        media=("[INST] ", " [/INST]"),
+        question=(" [INST] ", " [/INST]"),
+        header="",
+        answer=(" ", " </s>"),
+    ),
+    # The original also learns its role headers: upstream calls both ways fine (Ask-Anything, issue 152).
+    "vicuna": PromptFormat(
+        system=("", ""),
+        gap=" ",
+        media=("###Human: ", " "),
+        question=("###Human: ", " "),
+        header="###Assistant:",
+        answer=(" ", " ###"),
+        shared="###",
+        instruction_with_question=True,
+    ),
+    "phi3": PromptFormat(
+        system=("<|system|>\n", "<|end|>\n"),
+        gap="",
+        media=("<|user|>\n", "\n"),
+        question=("<|user|>\n", "<|end|>\n"),
+        header="<|assistant|>\n",
+        answer=("", "<|end|>"),
+        tail="\n",
+        media_in_question=True,
+    ),
+}
+
+
+def render_prompt(
+    name: FormatName,
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    media_token_id: int,
+    media_tokens: int,
+    seconds: Sequence[float] = (),
+    *,
+    timestamps: bool = True,
+    answered: bool = True,
+) -> Rendered:
+    """The conversation in this format; unless `answered`, a beginning of the same that ends where the last answer
+    would begin.
+
+    Without a question a caption follows the media at once, as upstream. Text of kind `text` has no media turn (as in
+    upstream's HD). The video's frames are said to be at `seconds`, if there are any and `timestamps`. Raises
+    `DitLoraError` if a boundary falls into a token (`spans.tokenized`).
+    """
+    style = PROMPT_FORMATS[name]
+    before, after = [Span(_preface(style, conversation), "fixed")], list[Span]()
+    if conversation.kind == "text":
+        after, before = before, after
+    else:
+        start, end = _MARKERS[conversation.kind]
+        said = _timestamps(seconds) if timestamps and conversation.kind == "video" else ""
+        before.append(Span(style.media[0] + start, "fixed"))
+        after.append(Span(end + said + style.media[1], "fixed"))
+    for index, turn in enumerate(conversation.turns):
+        last = index == len(conversation.turns) - 1
+        opened = style.media_in_question and index == 0 and conversation.kind != "text"
+        shared = style.shared if index else ""
+        after += _turn(style, turn, opened=opened, shared=shared, answered=answered or not last)
+    before, after = _stripped(before), _stripped(after)
+    pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
+    pieces += tokenized(tokenizer, after)
+    if tokenizer.bos_token_id is not None:
+        pieces.insert(0, Piece((tokenizer.bos_token_id,), "fixed"))
+    return Rendered(tuple(pieces))
+
+
+def instruction_text(name: FormatName, conversation: Conversation) -> str:
+    """What the Q-Former reads: the first turn's instruction, in `vicuna` with the question; or nothing."""
+    style, turn = PROMPT_FORMATS[name], conversation.turns[0]
+    if not turn.instruction:
+        return ""
+    question = style.gap + turn.question if style.instruction_with_question else ""
+    return (turn.instruction + question).strip()
+
+
+def _preface(style: PromptFormat, conversation: Conversation) -> str:
+    instruction = conversation.turns[0].instruction
+    system = conversation.system
+    if system and not system[-1].isspace():
+        system += " "  # upstream asserts it
+    text = system + (instruction + style.gap if instruction else "")
+    return style.system[0] + text + style.system[1] if text else ""
+
+
+def _timestamps(seconds: Sequence[float]) -> str:
+    """Of video_utils.py: one decimal, as Python prints it."""
+    if not seconds:
+        return ""
+    listed = ", ".join(str(round(second, 1)) for second in seconds)
+    return f" The video contains {len(seconds)} frames sampled at {listed} seconds."
+
+
+def _turn(
+    style: PromptFormat, turn: Turn, *, opened: bool, shared: str, answered: bool
+) -> list[Span]:
+    question, answer = turn.question, turn.answer
+    if style.media_in_question:
+        question, answer = question.strip(), answer.strip()
+    before, after = ("" if opened else style.question[0]), style.question[1]
+    spans = [Span(before, "fixed"), Span(question, "question"), Span(after, "fixed")]
+    if not question and not style.media_in_question:
+        spans = []
+    spans.append(Span(style.header, "fixed"))
+    first = spans[0]
+    spans[0] = Span(first.text.removeprefix(shared), first.part)
+    if answered:
+        spans.append(Span(style.answer[0] + answer + style.answer[1], "answer"))
+        spans.append(Span(style.tail, "fixed"))
+    return spans
+
+
+def _stripped(spans: list[Span]) -> list[Span]:
+    """Without white space before the conversation."""
+    spans = [span for span in spans if span.text]
+    if spans:
+        spans[0] = Span(spans[0].text.lstrip(), spans[0].part)
+    return spans
+
+
+def _media(conversation: Conversation, token: int, count: int) -> list[Piece]:
+    return [] if conversation.kind == "text" else [Piece((token,) * count, "media")]

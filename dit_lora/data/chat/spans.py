@@ -1,0 +1,63 @@
+"""Text in spans, tokenised once, so that a boundary never changes a token."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from dit_lora.data.chat.rendered import Piece
+from dit_lora.errors import DitLoraError
+
+Part = Literal["fixed", "media", "question", "answer"]
+
+
+class Span(NamedTuple):
+    """Characters in a row that are treated alike."""
+
+    text: str
+    part: Part
+
+
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, spans: Sequence[Span], *, add_special_tokens: bool = False
+) -> list[Piece]:
+    """The tokens of the joined text, each with the span of its last character, an answer's end included.
+
+    Equal to tokenising the whole text at once, as inference does: a model never meets a text that was cut where
+    an answer happened to begin. Raises `DitLoraError` if one token holds the end of a prompt and the beginning of
+    its answer, which no prompt could end with, and if the tokenizer cannot tell where its tokens are.
+    """
+    if not tokenizer.is_fast:
+        raise DitLoraError(
+            f"{type(tokenizer).__name__} cannot tell which characters its tokens are; chat training needs a "
+            "checkpoint with a tokenizer.json"
+        )
+    spans = [span for span in spans if span.text]
+    ends = list(accumulate(len(span.text) for span in spans))
+    text = "".join(span.text for span in spans)
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    owners = [_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
+    tokens = zip(owners, encoded["input_ids"], strict=True)
+    return [
+        Piece(tuple(token for _, token in group), spans[owner].part)
+        for owner, group in groupby(tokens, key=lambda pair: pair[0])
+    ]
+
+
+def _owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
+    """Index of the span that a token with these characters belongs to.
+
+    Byte-level tokenizers may trim white space from what they report: a token without characters is of those
+    before it.
+    """
+    last = bisect_right(ends, max(stop - 1, 0))
+    first = min(bisect_right(ends, start), last)
+    parts = [span.part for span in spans[first : last + 1]]
+    if parts[-1] == "answer" and parts[0] != "answer":
+        raise DitLoraError(
+            f"one token holds the end of a prompt and the beginning of the answer {spans[last].text[:40]!r}, so no "
+            "prompt could lead to it; let the answer begin with a letter or digit"
+        )
+    return first if parts[0] == "answer" else last

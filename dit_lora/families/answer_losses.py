@@ -1,0 +1,121 @@
+"""Next-token losses of the answers alone, out of a Transformers model's own forward.
+
+Shapes: B batch, L tokens, A answer tokens (padded), D width.
+"""
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.errors import DitLoraError
+from dit_lora.objectives import next_token_losses
+
+CHUNK = 512
+"""Rows of logits at a time: 0.1 GiB of fp32 at 32,000 tokens of vocabulary, 0.3 GiB at 150,000."""
+_MARK = "_answer_losses"
+
+
+def with_answer_losses(model: nn.Module) -> nn.Module:
+    """The same model, whose forward, given answers, returns the mean loss of each sample's answers, fp32 (B,).
+
+    Given `answer_positions` and `answer_labels`, int64 (B, A): which hidden state predicts each token, and the token,
+    or -100. Equal to the stock loss of each sample alone, without logits of other positions. All else is passed to
+    the model's trunk, by name. Without answers, in `generate` too, the stock forward runs. Raises `DitLoraError` for a
+    model whose logits are more than a linear layer of its trunk's output, such as soft-capped or scaled ones.
+    """
+    if _MARK in model.__dict__:
+        return model
+    if "forward" in model.__dict__:
+        raise DitLoraError(
+            f"{type(model).__name__}: its forward is wrapped already; call with_answer_losses before "
+            "hooks, offload and Accelerate's prepare"
+        )
+    _trunk_and_head(model)
+    _require_linear_logits(model)
+    model.__dict__[_MARK] = True
+    # A bound method: a deep copy of the model gets its own, and Accelerate wraps its function.
+    model.__dict__["forward"] = MethodType(_forward(type(model).forward), model)
+    return model
+
+
+def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)  # `generate` reads its signature
+    def forward(
+        model: Any,
+        *args: Any,
+        answer_positions: torch.Tensor | None = None,
+        answer_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if answer_positions is None and answer_labels is None:
+            return stock(model, *args, **kwargs)
+        if args or answer_positions is None or answer_labels is None:
+            raise DitLoraError(
+                "answer losses need answer_positions, answer_labels and all other inputs by name"
+            )
+        trunk, head = _trunk_and_head(model)
+        hidden = trunk(**kwargs, use_cache=False)[0]
+        samples = torch.arange(len(hidden), device=hidden.device)[:, None]
+        answers = hidden[samples, answer_positions]
+        return next_token_losses(answers, answer_labels, head, chunk=CHUNK)
+
+    return forward
+
+
+def _trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
+    """What makes hidden states (B, L, D) of the inputs, and what makes logits of those."""
+    trunk = getattr(model, "base_model", None)
+    head = model.get_output_embeddings() if isinstance(trunk, nn.Module) else None
+    if trunk is model or not isinstance(trunk, nn.Module) or not isinstance(head, nn.Module):
+        raise DitLoraError(
+            f"{type(model).__name__} is not a trunk with an output layer on top, as Transformers' causal "
+            "language models are: its answers' losses cannot be taken"
+        )
+    return trunk, head
+
+
+class _Hidden:
+    """What a trunk returns, with nothing in it but the last hidden states."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, _index: int) -> torch.Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+
+@torch.no_grad()
+def _require_linear_logits(model: Any) -> None:
+    """Raise unless the stock forward's logits of some hidden states are its output layer's, bit for bit."""
+    trunk, head = _trunk_and_head(model)
+    base = getattr(head, "base_layer", head)
+    if not isinstance(base, nn.Linear):
+        raise DitLoraError(f"{type(model).__name__}: its output layer is a {type(base).__name__}")
+    if base.weight.is_meta:
+        return
+    weight = base.weight
+    states = torch.randn(1, 3, base.in_features, generator=torch.Generator().manual_seed(0))
+    states = states.to(weight.device, weight.dtype)
+    # Large enough for a cap to show; a cap of 30 changes logits of 1 by less than bf16 resolves.
+    states = states * (100 / head(states).abs().amax())
+    before = trunk.__dict__.get("forward")
+    trunk.__dict__["forward"] = lambda *args, **kwargs: _Hidden(states)
+    try:
+        logits = model(input_ids=torch.zeros(1, 3, dtype=torch.long, device=weight.device)).logits
+    finally:
+        if before is None:
+            del trunk.__dict__["forward"]
+        else:
+            trunk.__dict__["forward"] = before
+    if not torch.equal(logits.float(), head(states).float()):
+        raise DitLoraError(
+            f"{type(model).__name__}: its logits are more than its output layer makes of the hidden states "
+            "(soft-capped, scaled or normed); its answers' losses would be those of another model"
+        )

@@ -1,0 +1,151 @@
+"""Tiny VideoChat2 checkpoints with random weights, one of each published kind, native at 4 frames of 32x32.
+
+The vocabularies are spelled out and nothing is trained (a trained tokenizer differs from process to process), so one
+seed gives the same bytes everywhere.
+"""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AddedToken,
+    BertTokenizer,
+    LlamaConfig,
+    LlamaTokenizer,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+)
+
+from dit_lora.errors import DitLoraError
+from dit_lora.models.videochat2.configuration import VideoChat2Config
+from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
+
+VARIANTS: dict[str, str] = {
+    "videochat2-mistral": "mistral",
+    "videochat2-vicuna": "vicuna",
+    "videochat2-phi3": "phi3",
+    "videochat2-hd": "mistral",
+}
+"""The prompt format of each. HD is Mistral, with twice as many tokens of context for its tiles."""
+
+# Enough for captions and questions; every other word is written in characters, every other character in bytes.
+_WORDS = (
+    ["the", "a", "an", "of", "in", "on", "to", "and", "is", "are", "it", "what", "does", "do", "with", "man", "woman", "person", "video", "image", "describe", "detail", "question", "answer", "watch", "observe", "frames", "contains", "sampled", "at", "seconds", "this", "that", "red", "green", "blue", "ball", "moves", "left", "right", "up", "down", "The", "What"]
+)
+_MARKS = ("[INST]", "[/INST]", "###", "Human:", "Assistant:", "<Video>", "</Video>", "<Image>")
+# Phi-3's tokenizer.json: control tokens that swallow the white space after them.
+_PHI3_CONTROL = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
+_MAX_POSITIONS = 512
+
+
+def build_tiny(variant: str, out: Path, seed: int) -> None:
+    """Write `out`: config.json, model.safetensors, the language model's tokenizer and qformer_tokenizer/."""
+    if variant not in VARIANTS:
+        raise DitLoraError(f"no variant {variant!r}; one of {', '.join(VARIANTS)}")
+    tokenizer = llm_tokenizer(VARIANTS[variant])
+    qformer_tokenizer = bert_tokenizer()
+    config = tiny_config(variant, tokenizer, len(qformer_tokenizer))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = VideoChat2ForConditionalGeneration(config).eval()
+        # A trained model's biases are not zeros, nor its norms' weights ones.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += 0.1 * torch.randn(parameter.shape)
+                elif not parameter.any():  # extra_query_tokens of a model that begins
+                    parameter += 0.02 * torch.randn(parameter.shape)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    qformer_tokenizer.save_pretrained(out / "qformer_tokenizer")
+
+
+def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> VideoChat2Config:
+    """Three vision blocks of 16-pixel patches, two Q-Former layers, two layers of the language model."""
+    return VideoChat2Config(
+        vision_config={
+            "image_size": 32,
+            "patch_size": 16,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "mlp_ratio": 2,
+            "num_frames": 4,
+            "pretrained_frames": 2,
+        },
+        qformer_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "vocab_size": qformer_vocab,
+            "use_text": True,
+        },
+        text_config=_text_config(VARIANTS[variant], tokenizer, 2 if variant == "videochat2-hd" else 1),
+        num_query_tokens=3,
+        num_extra_query_tokens=2,
+        tile_size=32,
+        add_global=True,
+        legacy=True,
+        prompt_format=VARIANTS[variant],
+    )
+
+
+def _text_config(format_: str, tokenizer: LlamaTokenizer, contexts: int) -> PreTrainedConfig:
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": contexts * _MAX_POSITIONS,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if format_ == "mistral":
+        return MistralConfig(**common, num_key_value_heads=2, sliding_window=None)
+    if format_ == "vicuna":
+        return LlamaConfig(**common, num_key_value_heads=4)
+    return Phi3Config(**common, num_key_value_heads=4)
+
+
+def llm_tokenizer(format_: str) -> LlamaTokenizer:
+    """Llama's kind of BPE, as all three language models have: whole words of a short list, characters, bytes."""
+    characters = [c for c in string.printable if not c.isspace()]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters]
+    merges: list[tuple[str, str]] = []
+    for word in [*(f"▁{w}" for w in _WORDS), *_MARKS]:
+        for end in range(1, len(word)):  # a prefix at a time: the▁ is ▁+t, ▁t+h, ▁th+e
+            merge = (word[:end], word[end])
+            if merge not in merges:
+                merges.append(merge)
+                pieces.append(word[: end + 1])
+    control = _PHI3_CONTROL if format_ == "phi3" else ()
+    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer: Any = LlamaTokenizer(
+        vocab=vocab,
+        merges=merges,
+        # Phi-3 pads with its end of text; the others have no padding token, and the original takes </s>.
+        pad_token="</s>" if not control else "<|endoftext|>",
+        eos_token="</s>" if not control else "<|endoftext|>",
+        add_bos_token=True,
+    )
+    tokenizer.add_tokens([AddedToken(c, rstrip=True, special=True) for c in control], special_tokens=True)
+    return tokenizer
+
+
+def bert_tokenizer() -> BertTokenizer:
+    """BERT's WordPiece over the same words and every ASCII character, with the original's [DEC]."""
+    characters = [c for c in string.printable if not c.isspace() and not c.isupper()]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]
+    pieces += [f"##{c}" for c in characters if c.isalnum()]
+    pieces += [word for word in _WORDS if len(word) > 1 and word.islower()]
+    tokenizer: Any = BertTokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)}, truncation_side="left"
+    )
+    tokenizer.add_special_tokens({"bos_token": "[DEC]"})
+    return tokenizer

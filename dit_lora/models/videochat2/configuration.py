@@ -1,0 +1,146 @@
+"""What a VideoChat2 checkpoint is made of: sizes of its three networks and how media become tokens.
+
+Source: OpenGVLab/Ask-Anything, video_chat2/scripts/videochat_mistral/config_7b_stage3.py and
+config_7b_hd_stage4.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from dit_lora.errors import DitLoraError, listed
+
+VISION_DEFAULTS: dict[str, Any] = {
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "return_index": -2,
+    "num_attention_heads": 16,
+    "mlp_ratio": 4.0,
+    "num_frames": 8,
+    "pretrained_frames": 4,
+    "tubelet_size": 1,
+    "drop_path_rate": 0.0,
+}
+QFORMER_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "cross_attention_frequency": 2,
+    "vocab_size": 30523,
+    "max_position_embeddings": 512,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "drop_path_rate": 0.2,
+    "use_text": True,
+}
+PROMPT_FORMATS = ("mistral", "vicuna", "phi3")
+LEGACY_EPS, EPS = 1e-12, 1e-6
+
+
+class VideoChat2Config(PreTrainedConfig):
+    """Sizes of VideoChat2; the defaults are VideoChat2-Mistral-7B's, and `text_config` any causal LM's.
+
+    `vision_config` (UMT-L) and `qformer_config` are plain dicts; what they leave out is filled in, and an unknown
+    key raises DitLoraError. `num_hidden_layers` of the former counts the blocks as the pretrained encoder does:
+    return_index -2 gives the output of the last but one, and the last is not built.
+
+    `media_token_id` fills the positions that the media's tokens take: outside both vocabularies, never embedded.
+    `legacy` is the released weights' arithmetic: LayerNorm eps 1e-12 in the Q-Former and before it, and each BOS
+    token embedded as the constant vector of its own id (in the original an assignment of the id to the embedding).
+    Off: eps 1e-6, and the BOS token's own embedding.
+    """
+
+    model_type = "videochat2"
+    sub_configs = {"text_config": AutoConfig}
+
+    def __init__(
+        self,
+        vision_config: Mapping[str, Any] | None = None,
+        qformer_config: Mapping[str, Any] | None = None,
+        text_config: PreTrainedConfig | Mapping[str, Any] | None = None,
+        num_query_tokens: int = 32,
+        num_extra_query_tokens: int = 64,
+        media_token_id: int | None = None,
+        legacy: bool = False,
+        tile_size: int = 224,
+        add_global: bool = True,
+        prompt_format: str = "mistral",
+        **kwargs: Any,
+    ) -> None:
+        self.vision_config = filled(vision_config, VISION_DEFAULTS, "vision_config")
+        self.qformer_config = filled(qformer_config, QFORMER_DEFAULTS, "qformer_config")
+        if not isinstance(text_config, PreTrainedConfig):
+            values = dict(text_config or {})
+            text_config = AutoConfig.for_model(values.pop("model_type", "mistral"), **values)
+        self.text_config = text_config
+        self.num_query_tokens = num_query_tokens
+        self.num_extra_query_tokens = num_extra_query_tokens
+        self.media_token_id = text_config.vocab_size if media_token_id is None else media_token_id
+        self.legacy, self.tile_size, self.add_global = legacy, tile_size, add_global
+        self.prompt_format = prompt_format
+        kwargs.setdefault("tie_word_embeddings", bool(text_config.tie_word_embeddings))
+        super().__init__(**kwargs)
+        self._check()
+
+    @property
+    def layer_norm_eps(self) -> float:
+        """Of the Q-Former's LayerNorms and the one before it; 1e-12 makes gradients of 1e6 of a constant row."""
+        return LEGACY_EPS if self.legacy else EPS
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles in pixels of height x width; raises DitLoraError where none fit."""
+        tile = self.tile_size
+        if height < tile or width < tile or height % tile or width % tile:
+            raise DitLoraError(
+                f"pixels of VideoChat2 are whole tiles of {tile}x{tile} (tile_size); got {height}x{width}"
+            )
+        return height // tile, width // tile
+
+    def num_views(self, height: int, width: int) -> int:
+        """Tiles in pixels of height x width, and, if `add_global` and they are several, the whole picture."""
+        rows, columns = self.grid(height, width)
+        return rows * columns + (self.add_global and rows * columns > 1)
+
+    def num_media_tokens(self, height: int, width: int) -> int:
+        """Positions of the prompt that media of height x width pixels fill, of however many frames."""
+        return self.num_views(height, width) * (self.num_query_tokens + self.num_extra_query_tokens)
+
+    def _check(self) -> None:
+        wrong = []
+        if self.prompt_format not in PROMPT_FORMATS:
+            wrong.append(
+                f"prompt_format is one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}"
+            )
+        if 0 <= self.media_token_id < self.text_config.vocab_size:
+            wrong.append(
+                f"media_token_id is outside the vocabulary of {self.text_config.vocab_size} tokens; "
+                f"got {self.media_token_id}"
+            )
+        if self.vision_config["image_size"] != self.tile_size:
+            wrong.append(
+                "each tile is one picture of the vision encoder: tile_size is vision_config's image_size; "
+                f"got {self.tile_size} and {self.vision_config['image_size']}"
+            )
+        if self.legacy and not isinstance(self.text_config.bos_token_id, int):
+            wrong.append(
+                "legacy replaces the BOS token's embedding, and text_config has no single bos_token_id; "
+                f"got {self.text_config.bos_token_id}"
+            )
+        if wrong:
+            raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", wrong))
+
+
+def filled(
+    given: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """The defaults with what is given in their place; an unknown key raises DitLoraError."""
+    unknown = sorted(set(given or {}) - set(defaults))
+    if unknown:
+        raise DitLoraError(
+            listed(f"{name} has no such keys (it has {', '.join(defaults)}):", unknown)
+        )
+    return {**defaults, **(given or {})}

@@ -1,0 +1,193 @@
+"""BLIP-2's Q-Former with stochastic depth: learned queries read the vision tokens, and the instruction if there is one.
+
+Source: OpenGVLab/Ask-Anything, video_chat2/models/blip2/Qformer.py (BLIP-2, arXiv 2301.12597; InstructBLIP, 2305.06500).
+Weights keep the names they have there below `qformer.bert`. Differences: attention is SDPA, so no product of q
+and k is stored in half precision; `layer_norm_eps` is the caller's.
+
+Shapes: B batch, Q queries, I tokens of the instruction, N vision tokens, D width.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dit_lora.errors import DitLoraError
+from dit_lora.models.videochat2.vision import DropPath, drop_path_rates
+
+
+class VideoChat2QFormerEmbeddings(nn.Module):
+    """Queries, then the instruction's words with positions from 0, through one LayerNorm."""
+
+    def __init__(self, config: dict[str, Any], eps: float) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.use_text = config["use_text"]
+        if self.use_text:
+            self.word_embeddings = nn.Embedding(config["vocab_size"], width, padding_idx=0)
+            self.position_embeddings = nn.Embedding(config["max_position_embeddings"], width)
+        self.LayerNorm = nn.LayerNorm(width, eps=eps)
+        self.dropout = nn.Dropout(config["hidden_dropout_prob"])
+
+    def forward(
+        self, queries_BQD: torch.Tensor, instruction_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        tokens = queries_BQD
+        if instruction_ids is not None:
+            position = torch.arange(instruction_ids.shape[1], device=instruction_ids.device)
+            words = self.word_embeddings(instruction_ids) + self.position_embeddings(position)
+            tokens = torch.cat([queries_BQD, words], dim=1)
+        return self.dropout(self.LayerNorm(tokens))
+
+
+class VideoChat2QFormerSelfAttention(nn.Module):
+    """Attention of the queries to `context`, of whatever width that has; `mask` is true where it may look."""
+
+    def __init__(self, config: dict[str, Any], context_width: int) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.heads, self.dropout_prob = (
+            config["num_attention_heads"],
+            config["attention_probs_dropout_prob"],
+        )
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(context_width, width)
+        self.value = nn.Linear(context_width, width)
+
+    def forward(
+        self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        parts = (self.query(tokens), self.key(context), self.value(context))
+        attended = functional.scaled_dot_product_attention(
+            *(part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts),
+            attn_mask=mask,
+            dropout_p=self.dropout_prob if self.training else 0.0,
+        )
+        return attended.transpose(1, 2).flatten(2)
+
+
+class VideoChat2QFormerOutput(nn.Module):
+    """The end of each branch: linear, dropout, stochastic depth, residual, LayerNorm (post-norm, as BERT)."""
+
+    def __init__(self, inner: int, config: dict[str, Any], eps: float, rate: float) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.dense = nn.Linear(inner, width)
+        self.dropout = nn.Dropout(config["hidden_dropout_prob"])
+        self.drop_path = DropPath(rate)
+        self.LayerNorm = nn.LayerNorm(width, eps=eps)
+
+    def forward(self, branch: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.LayerNorm(self.drop_path(self.dropout(self.dense(branch))) + residual)
+
+
+class VideoChat2QFormerAttention(nn.Module):
+    def __init__(
+        self, config: dict[str, Any], context_width: int, eps: float, rate: float
+    ) -> None:
+        super().__init__()
+        self.self = VideoChat2QFormerSelfAttention(config, context_width)
+        self.output = VideoChat2QFormerOutput(config["hidden_size"], config, eps, rate)
+
+    def forward(
+        self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.output(self.self(tokens, context, mask), tokens)
+
+
+class VideoChat2QFormerIntermediate(nn.Module):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config["hidden_size"], config["intermediate_size"])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(self.dense(tokens))
+
+
+class VideoChat2QFormerLayer(GradientCheckpointingLayer):
+    """Self-attention over queries and words, cross-attention of the queries, and a feed-forward for each of the two."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        vision_width: int | None,
+        eps: float,
+        rate: float,
+    ) -> None:
+        super().__init__()
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        self.attention = VideoChat2QFormerAttention(config, width, eps, rate)
+        self.crosses = vision_width is not None
+        if vision_width is not None:
+            self.crossattention = VideoChat2QFormerAttention(config, vision_width, eps, rate)
+        self.intermediate_query = VideoChat2QFormerIntermediate(config)
+        self.output_query = VideoChat2QFormerOutput(inner, config, eps, rate)
+        if config["use_text"]:
+            self.intermediate = VideoChat2QFormerIntermediate(config)
+            self.output = VideoChat2QFormerOutput(inner, config, eps, rate)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        vision_BND: torch.Tensor,
+        queries: int,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        tokens = self.attention(tokens, tokens, mask)
+        query, words = tokens[:, :queries], tokens[:, queries:]
+        if self.crosses:
+            query = self.crossattention(query, vision_BND, None)
+        query = self.output_query(self.intermediate_query(query), query)
+        if words.shape[1] == 0:
+            return query
+        return torch.cat([query, self.output(self.intermediate(words), words)], dim=1)
+
+
+class VideoChat2QFormerEncoder(nn.Module):
+    def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
+        super().__init__()
+        rates = drop_path_rates(config["drop_path_rate"], config["num_hidden_layers"])
+        every = config["cross_attention_frequency"]
+        self.layer = nn.ModuleList(
+            VideoChat2QFormerLayer(config, None if index % every else vision_width, eps, rate)
+            for index, rate in enumerate(rates)
+        )
+
+
+class VideoChat2QFormer(nn.Module):
+    """What the queries (B, Q, D) have read in vision tokens (B, N, *), told the instruction (B, I), padded anywhere.
+
+    A padded word is never looked at. The original pads on the left and numbers positions from there, so that there a
+    sample's output depends on how long its batch neighbours' instructions are; give instructions padded on the
+    right, and it does not. Without `use_text` there is no instruction, and none of its weights.
+    """
+
+    def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
+        super().__init__()
+        self.use_text = config["use_text"]
+        self.embeddings = VideoChat2QFormerEmbeddings(config, eps)
+        self.encoder = VideoChat2QFormerEncoder(config, vision_width, eps)
+
+    def forward(
+        self,
+        queries_BQD: torch.Tensor,
+        vision_BND: torch.Tensor,
+        instruction_ids: torch.Tensor | None = None,
+        instruction_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if instruction_ids is not None and not self.use_text:
+            raise DitLoraError(
+                "this VideoChat2's Q-Former reads no instruction (qformer_config use_text: false); got "
+                f"instruction_ids of shape {tuple(instruction_ids.shape)}"
+            )
+        queries = queries_BQD.shape[1]
+        mask = None
+        if instruction_ids is not None and instruction_mask is not None:
+            looked_at = instruction_mask.new_ones((len(instruction_mask), queries))
+            mask = torch.cat([looked_at, instruction_mask], dim=1).bool()[:, None, None]
+        tokens = self.embeddings(queries_BQD, instruction_ids)
+        for layer in self.encoder.layer:
+            tokens = layer(tokens, vision_BND, queries, mask)
+        return tokens[:, :queries]

@@ -1,0 +1,98 @@
+"""Diffusion models as the loop trains them: clips encoded once, samples from the stock pipeline."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.store import save_adapter, save_pipeline
+from dit_lora.config import Recipe
+from dit_lora.data.digest import Digests
+from dit_lora.families.base import Checkpoint, Family
+from dit_lora.training.loop import StepResult
+from dit_lora.training.plan import transformer_digest
+from dit_lora.training.precompute import Precomputed, precompute
+from dit_lora.training.runtime import Runtime
+from dit_lora.training.trainable import load_trainable
+from dit_lora.training.validation import held_out_loss, sample_videos
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+_BUCKETS = 4  # timestep ranges of loss_by_timestep
+
+
+@dataclass(frozen=True)
+class DiffusionTask:
+    """The `Task` of every family with the contract of `families.base`."""
+
+    def prepare_data(self, runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
+        return precompute(runtime, checkpoint)
+
+    def load_trainable(
+        self, recipe: Recipe, family: Family, checkpoint: Checkpoint, dtype: torch.dtype
+    ) -> tuple[nn.Module, list[dict[str, Any]], str]:
+        return load_trainable(recipe, family, checkpoint, dtype)
+
+    def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
+        return transformer_digest(checkpoint, recipe, digests)
+
+    def weight_files(self, checkpoint: Checkpoint) -> Sequence[Path]:
+        return sorted((checkpoint.path / "transformer").glob("*.safetensors"))
+
+    def identity(self, recipe: Recipe) -> dict[str, Any]:
+        return {
+            "data.caption_dropout": recipe.data.caption_dropout,
+            "data.flip": recipe.data.flip,
+            "data.image_dropout": recipe.data.image_dropout,
+            "model.from_scratch": recipe.model.from_scratch,
+            "train.vlb": recipe.train.vlb,
+        }
+
+    def provenance(self, run: "Run") -> dict[str, Any]:
+        data = run.recipe.data
+        return {
+            "index": _diffusion(run).index_changes(),
+            "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
+        }
+
+    def loss_parts(self, run: "Run", result: StepResult) -> dict[str, dict[str, float]]:
+        return {"loss_by_timestep": by_timestep(result, _diffusion(run).train_timesteps)}
+
+    def held_out_loss(self, run: "Run") -> float | None:
+        return held_out_loss(run.runtime, run.checkpoint, run.model, run.data.clips)
+
+    def show(self, run: "Run", step: int) -> None:
+        encoded: Any = run.data
+        sample_videos(run.runtime, _diffusion(run), run.model, encoded, step)
+
+    def save(self, run: "Run", made: Mapping[str, Any]) -> Path:
+        """`adapter/` of a run in mode `lora`, `model/` of one in mode `full`."""
+        folder, checkpoint = run.runtime.dir, _diffusion(run)
+        if run.recipe.train.mode == "full":
+            index = checkpoint.index_changes()
+            return save_pipeline(run.transformer, checkpoint.path, folder / "model", made, index)
+        return save_adapter(run.transformer, checkpoint.pipeline_class, folder / "adapter", made)
+
+
+TASK = DiffusionTask()
+
+
+def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
+    """Mean losses of quarters of the timesteps."""
+    width = -(-timesteps // _BUCKETS)
+    members: dict[int, list[float]] = {}
+    for timestep, loss in zip(result.timesteps, result.losses, strict=True):
+        members.setdefault(timestep // width, []).append(loss)
+    return {
+        f"{bucket * width}-{min((bucket + 1) * width, timesteps) - 1}": sum(losses) / len(losses)
+        for bucket, losses in sorted(members.items())
+    }
+
+
+def _diffusion(run: "Run") -> Checkpoint:
+    checkpoint: Any = run.checkpoint
+    return checkpoint
