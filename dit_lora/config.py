@@ -167,6 +167,8 @@ class ValidationConfig(Section):
     """Image-to-video: one file a prompt, its first frame."""
     media: tuple[str, ...] = ()
     """Chat models: one image or video a prompt, which is then the question about it."""
+    conversations: str | None = None
+    """Chat models: a file of conversations that are never trained on, whose loss is the held-out loss."""
     max_answer_tokens: Count = 64
     """Chat models: tokens after which an answer is cut off."""
     every: Count | None = None
@@ -262,6 +264,15 @@ class Recipe(Section):
         if self.chat is None and self.data.most_frames > 1 and self.data.fps is None:
             raise ValueError(
                 "data.fps is missing: clips of several frames are resampled to it (chat models: give chat: {})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_medium_a_prompt(self) -> "Recipe":
+        media, prompts = self.validation.media, self.validation.prompts
+        if media and len(media) != len(prompts):
+            raise ValueError(
+                f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts"
             )
         return self
 

@@ -6,7 +6,7 @@ Shapes: clean, noise, prediction are (B, ...); timesteps (B,) int64; losses (B,)
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -46,11 +46,13 @@ def next_token_losses(
     if chunk < 1:
         raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk}")
     rows, wanted = hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk)
-    parts = [
-        checkpoint(_cross_entropy, head, *part, use_reentrant=False)
-        for part in zip(rows, wanted, strict=True)
-    ]
+    parts = [recomputed(_cross_entropy, head, *part) for part in zip(rows, wanted, strict=True)]
     return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE).sum(1)
+
+
+def recomputed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """What the function returns of these; what it saves for backward is computed again there, and not kept."""
+    return checkpoint(function, *args, use_reentrant=False)
 
 
 def _cross_entropy(

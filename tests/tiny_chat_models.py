@@ -97,9 +97,50 @@ def qwen() -> nn.Module:
     return Model(config)
 
 
-MODELS = {"mistral": mistral, "llava": llava, "qwen": qwen}
-_MEDIA = {"mistral": 0, "llava": FRAMES * (SIDE // 2 // 2) ** 2, "qwen": (SIDE // 2 // 2) ** 2}
-"""Tokens of a video: Llava pools 2 x 2 patches of a frame, Qwen merges them of two frames."""
+def videochat2() -> nn.Module:
+    from transformers import MistralConfig
+
+    from dit_lora.models.videochat2.configuration import VideoChat2Config
+    from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration as Model
+
+    vision = {
+        "image_size": SIDE,
+        "patch_size": 4,
+        "hidden_size": 16,
+        "num_hidden_layers": 3,  # of which two are built
+        "num_attention_heads": 2,
+        "mlp_ratio": 2,
+        "num_frames": FRAMES,
+        "pretrained_frames": FRAMES,
+    }
+    qformer = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "vocab_size": 30,
+    }
+    config = VideoChat2Config(
+        vision_config=vision,
+        qformer_config=qformer,
+        text_config=MistralConfig(**TEXT, head_dim=8),
+        num_query_tokens=2,
+        num_extra_query_tokens=2,
+        media_token_id=TEXT["vocab_size"],
+        tile_size=SIDE,
+    )
+    torch.manual_seed(0)
+    return Model(config)
+
+
+MODELS = {"mistral": mistral, "llava": llava, "qwen": qwen, "videochat2": videochat2}
+_MEDIA = {
+    "mistral": 0,
+    "llava": FRAMES * (SIDE // 2 // 2) ** 2,
+    "qwen": (SIDE // 2 // 2) ** 2,
+    "videochat2": 4,
+}
+"""Tokens of a video: Llava pools 2 x 2 patches of a frame, Qwen merges them of two, VideoChat2 has queries."""
 
 
 def samples(name: str) -> list[Sample]:
@@ -108,7 +149,7 @@ def samples(name: str) -> list[Sample]:
     found = []
     for length, answers in zip(LENGTHS, ANSWERS, strict=True):
         ids = torch.randint(3, 60, (1, length), generator=random)
-        ids[:, 1 : 1 + _MEDIA[name]] = VIDEO
+        ids[:, 1 : 1 + _MEDIA[name]] = 64 if name == "videochat2" else VIDEO
         labels = ids.masked_fill(torch.arange(length) < length - answers, IGNORE)
         found.append(Sample({"input_ids": ids, **_video(name, ids, random)}, labels))
     return found
@@ -126,6 +167,14 @@ def _video(name: str, ids: torch.Tensor, random: torch.Generator) -> dict[str, t
             "pixel_values_videos": patches,
             "video_grid_thw": torch.tensor([grid]),
             "mm_token_type_ids": types,
+        }
+    if name == "videochat2":
+        told = torch.randint(1, 30, (1, 5), generator=random)
+        seen = torch.arange(5)[None] < told[0, 0] % 4 + 2
+        return {
+            "pixel_values": torch.randn(1, FRAMES, 3, SIDE, SIDE, generator=random),
+            "instruction_ids": told,
+            "instruction_mask": seen.long(),
         }
     return {}
 

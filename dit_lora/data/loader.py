@@ -367,21 +367,30 @@ class PositionSampler(Sampler[list[int]]):
                 yield list(range(first, first + self.batch_size))
 
 
+class OrderedDataset(Protocol):
+    """Reads the sample at each position of a run."""
+
+    order: Order
+    seed: int
+
+    def __getitem__(self, position: int) -> Any: ...
+
+
 def build_loader(
-    dataset: ClipDataset,
+    dataset: OrderedDataset,
     sampler: PositionSampler,
     *,
     workers: int,
     pin_memory: bool,
     prefetch: int = 2,
-    source: Dataset | None = None,
+    source: Any = None,
     collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
     """The sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.
 
     What workers read is `source` where that is not the dataset itself.
     """
-    if len(dataset.clips.video_specs) > 1 and dataset.order.group != sampler.group:
+    if dataset.order.buckets > 1 and dataset.order.group != sampler.group:
         raise ValueError(
             f"a step of the order has {dataset.order.group} samples, one of the sampler {sampler.group}"
         )

@@ -61,7 +61,7 @@ class Order:
         self._bucket = np.zeros(len(ids), np.int64)
         if buckets is not None:
             self._bucket[:] = [numbers[one] for one in buckets]
-        self._buckets = len(numbers)
+        self.buckets = len(numbers)
         self._copies = _Copies.of(ids, times, seed)
         self._partial = np.flatnonzero(self._copies.share)
         self._per_epoch = self._by_bucket(self._bucket, self._copies.whole)
@@ -111,7 +111,7 @@ class Order:
 
     def _by_bucket(self, buckets: np.ndarray, counts: np.ndarray) -> np.ndarray:
         # In float64, exact to 2^53.
-        return np.bincount(buckets, weights=counts, minlength=self._buckets).astype(np.int64)
+        return np.bincount(buckets, weights=counts, minlength=self.buckets).astype(np.int64)
 
     def _left_out(self) -> "_Lost":
         if self._lost is None:
@@ -123,7 +123,7 @@ class Order:
         draws = self._stream(epoch, np.arange(len(self.ids)))
         arrived = self._bucket[draws[:, 2]]
         by_bucket = np.argsort(arrived, kind="stable")
-        borders = np.searchsorted(arrived[by_bucket], np.arange(self._buckets + 1))
+        borders = np.searchsorted(arrived[by_bucket], np.arange(self.buckets + 1))
         waiting = self._counts(epoch) % self.group
         steps, filled_at = [], []
         for bucket, (first, last) in enumerate(pairwise(borders.tolist())):

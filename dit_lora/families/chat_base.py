@@ -7,12 +7,14 @@ Shapes: B batch, L tokens (padded), A answer tokens (padded), F frames, H and W 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import nn
 
+from dit_lora.chat_config import ChatConfig
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.rendered import Rendered
@@ -21,12 +23,39 @@ from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
 
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""In the order that losses are told apart by."""
+
+
+@dataclass(frozen=True)
+class Viewing:
+    """How much of an image or a video the model is shown."""
+
+    frames: int
+    """Of a video."""
+    height: int
+    """Pixels; of each tile, where there are tiles."""
+    width: int
+    tiles: int | None = None
+    timestamps: bool = True
+    """Whether the prompt says at which seconds the frames are."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Viewing":
+        data, chat = recipe.data, recipe.chat or ChatConfig()
+        return cls(data.frames, data.height, data.width, chat.tiles, chat.timestamps)
+
+
 class ChatCheckpoint(Protocol):
     """One opened checkpoint of a chat family."""
 
     path: Path
     fit: Literal["stretch", "cover"]
     """How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """What tokens are padded with; never looked at."""
 
     def for_recipe(self, recipe: Recipe) -> "ChatCheckpoint":
         """The checkpoint as a recipe trains it; raises if it cannot do what the recipe asks for."""
@@ -44,10 +73,11 @@ class ChatCheckpoint(Protocol):
         seconds: Sequence[float] = (),
         *,
         answered: bool = True,
+        prefix: str = "",
     ) -> Rendered:
         """Tokens of a conversation about media of that shape, its frames at these seconds.
 
-        Unless `answered`, up to where the model has to answer the last turn.
+        Unless `answered`, up to where the model has to answer the last turn, after `prefix`.
         """
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
@@ -63,7 +93,7 @@ class ChatCheckpoint(Protocol):
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Mean next-token loss of each sample's answers, fp32 (B,); timesteps are zeros.
+        """Mean next-token loss of each sample's answers, fp32 (B,); in place of timesteps, indices into `KINDS`.
 
         Beside what `inputs` takes, `labels` (B, A) are the answer tokens (or -100) and `answer_positions` (B, A)
         the positions that predict them.
@@ -89,3 +119,17 @@ class ChatFamily(Protocol):
     def open(self, model: ModelConfig) -> ChatCheckpoint: ...
 
     def build_tiny(self, variant: str, out: Path, seed: int) -> None: ...
+
+
+def answered_losses(
+    checkpoint: ChatCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor]
+) -> LossOutput:
+    """`ChatCheckpoint.losses` of a model with `with_answer_losses`; in place of timesteps, indices into `KINDS`."""
+    losses = model(
+        **checkpoint.inputs(batch),
+        answer_positions=batch["answer_positions"],
+        answer_labels=batch["labels"],
+    )
+    pixels = batch.get("pixels")
+    kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
+    return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))

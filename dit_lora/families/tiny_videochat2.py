@@ -32,9 +32,52 @@ VARIANTS: dict[str, str] = {
 """The prompt format of each. HD is Mistral, with twice as many tokens of context for its tiles."""
 
 # Enough for captions and questions; every other word is written in characters, every other character in bytes.
-_WORDS = (
-    ["the", "a", "an", "of", "in", "on", "to", "and", "is", "are", "it", "what", "does", "do", "with", "man", "woman", "person", "video", "image", "describe", "detail", "question", "answer", "watch", "observe", "frames", "contains", "sampled", "at", "seconds", "this", "that", "red", "green", "blue", "ball", "moves", "left", "right", "up", "down", "The", "What"]
-)
+_WORDS = [
+    "the",
+    "a",
+    "an",
+    "of",
+    "in",
+    "on",
+    "to",
+    "and",
+    "is",
+    "are",
+    "it",
+    "what",
+    "does",
+    "do",
+    "with",
+    "man",
+    "woman",
+    "person",
+    "video",
+    "image",
+    "describe",
+    "detail",
+    "question",
+    "answer",
+    "watch",
+    "observe",
+    "frames",
+    "contains",
+    "sampled",
+    "at",
+    "seconds",
+    "this",
+    "that",
+    "red",
+    "green",
+    "blue",
+    "ball",
+    "moves",
+    "left",
+    "right",
+    "up",
+    "down",
+    "The",
+    "What",
+]
 _MARKS = ("[INST]", "[/INST]", "###", "Human:", "Assistant:", "<Video>", "</Video>", "<Image>")
 # Phi-3's tokenizer.json: control tokens that swallow the white space after them.
 _PHI3_CONTROL = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
@@ -70,7 +113,7 @@ def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> 
             "image_size": 32,
             "patch_size": 16,
             "hidden_size": 32,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 4,  # of which three are built
             "num_attention_heads": 2,
             "mlp_ratio": 2,
             "num_frames": 4,
@@ -84,7 +127,9 @@ def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> 
             "vocab_size": qformer_vocab,
             "use_text": True,
         },
-        text_config=_text_config(VARIANTS[variant], tokenizer, 2 if variant == "videochat2-hd" else 1),
+        text_config=_text_config(
+            VARIANTS[variant], tokenizer, 2 if variant == "videochat2-hd" else 1
+        ),
         num_query_tokens=3,
         num_extra_query_tokens=2,
         tile_size=32,
@@ -134,7 +179,9 @@ def llm_tokenizer(format_: str) -> LlamaTokenizer:
         eos_token="</s>" if not control else "<|endoftext|>",
         add_bos_token=True,
     )
-    tokenizer.add_tokens([AddedToken(c, rstrip=True, special=True) for c in control], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(c, rstrip=True, special=True) for c in control], special_tokens=True
+    )
     return tokenizer
 
 

@@ -191,7 +191,9 @@ def _dropped(samples: Samples, judged: Sequence[Judged]) -> Findings:
     }
 
 
-def _tensors(encoded: Precomputed, damaged: Findings) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def _tensors(
+    encoded: Precomputed, damaged: Findings
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Of each sample what its entries hold; those that cannot be read, or were altered, are noted."""
     clips = encoded.clips
     for entry in clips.entries:

@@ -1,7 +1,10 @@
-"""Gradient checkpointing of a transformer's blocks: none, all of a block, or all of it but its attention."""
+"""Gradient checkpointing of a transformer's blocks: none, all of a block, or all of it but its attention.
+
+Diffusers' and Transformers' models have the same switch: a function that each of their blocks is called by.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Literal, get_args
@@ -35,9 +38,48 @@ def is_attention(op: OpOverload) -> bool:
     return bool(_ATTENTION.fullmatch(name)) and "backward" not in name
 
 
+def keeps_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `selective` keeps what this call of an op returned: it is attention, and without dropout.
+
+    With dropout a kept call would not draw again, and all dropout after it would draw other numbers than it did.
+    """
+    return is_attention(op) and not any(
+        kwargs.get(name, args[place] if place < len(args) else 0)
+        for place, name in _dropout_arguments(op)
+    )
+
+
+@cache
+def _dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Place and name of its dropout probability."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((place, a.name) for place, a in arguments if a.name in ("dropout_p", "p_dropout"))
+
+
 def supports_checkpointing(transformer: nn.Module) -> bool:
-    """Whether Diffusers' switch for it works on this model."""
+    """Whether Diffusers' or Transformers' switch for it works on this model."""
+    if getattr(transformer, "supports_gradient_checkpointing", False):  # Transformers
+        return any(hasattr(module, "gradient_checkpointing") for module in transformer.modules())
     return bool(getattr(transformer, "_supports_gradient_checkpointing", False))
+
+
+def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) -> None:
+    """Let the blocks that can be checkpointed be called by `function(block, *inputs)`, or, by None, plainly.
+
+    For a model with checkpointing. Transformers' blocks, which do so in training mode only, come as a
+    `functools.partial` that holds inputs too.
+    """
+    model: Any = transformer
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        if function is None:
+            model.disable_gradient_checkpointing()
+        else:
+            model.enable_gradient_checkpointing(function)
+    # Not by `activation_checkpointing_enable`: that makes frozen embeddings' outputs need gradients.
+    elif function is None:
+        model._set_gradient_checkpointing(enable=False)
+    else:
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
 
 def least_memory(transformer: nn.Module) -> Mode:
@@ -60,11 +102,8 @@ def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
     Raises `DitLoraError` as `require_checkpointing`.
     """
     require_checkpointing(transformer, mode)
-    model: Any = transformer
-    if mode != "none":
-        model.enable_gradient_checkpointing(_selectively if mode == "selective" else None)
-    elif supports_checkpointing(transformer):
-        model.disable_gradient_checkpointing()
+    if supports_checkpointing(transformer):
+        call_blocks_by(transformer, _FUNCTIONS[mode])
 
 
 @contextmanager
@@ -89,11 +128,24 @@ def _mode(transformer: nn.Module) -> Mode:
     return "selective" if _selectively in functions else "full"
 
 
-def _selectively(block: nn.Module, *args: Any) -> Any:
+def _fully(block: Callable[..., Any], *args: Any) -> Any:
+    """The block's outputs; everything within it is computed again in the backward pass."""
+    return checkpoint(block, *args, use_reentrant=False)
+
+
+def _selectively(block: Callable[..., Any], *args: Any) -> Any:
     """The block's outputs; its attention's are kept, and the rest is computed again in the backward pass."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _policy(_context: Any, op: OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = keeps_outputs(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_FUNCTIONS: dict[Mode, Callable[..., Any] | None] = {
+    "none": None,
+    "selective": _selectively,
+    "full": _fully,
+}

@@ -6,6 +6,7 @@ The count is of the run's own model, autocast and shapes, on fake tensors: no we
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import psutil
@@ -18,14 +19,17 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dit_lora import objectives
 from dit_lora.data.cache import Spec
 from dit_lora.families.base import Tensors
+from dit_lora.numerics.patches import Patches
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.whole import ONLY_COUNTS
 from dit_lora.training.checkpointing import (
     MODES,
     Mode,
-    is_attention,
+    call_blocks_by,
+    keeps_outputs,
     least_memory,
     require_checkpointing,
     set_checkpointing,
@@ -48,6 +52,7 @@ class _Block:
     """Storages of one checkpointed call, by number."""
 
     inputs: set[int]
+    in_every_mode: bool
     saved: set[int] = field(default_factory=set)
     attention: set[int] = field(default_factory=set)
 
@@ -72,9 +77,9 @@ class _Ledger:
     setattr(pack, ONLY_COUNTS, True)
 
     @contextmanager
-    def block(self, inputs: Iterable[Any]) -> Iterator[_Block]:
-        """What is saved within is a block's."""
-        self._current = _Block(self._activations(inputs))
+    def block(self, inputs: Iterable[Any], *, in_every_mode: bool) -> Iterator[_Block]:
+        """What is saved within is a block's, which some modes compute again, or all."""
+        self._current = _Block(self._activations(inputs), in_every_mode)
         self.blocks.append(self._current)
         try:
             with _AttentionOutputs(self._current.attention, self._activations):
@@ -85,9 +90,15 @@ class _Ledger:
     def needs(self) -> dict[Mode, int]:
         """What is kept until the backward pass, and what the largest block adds when it is computed again."""
         kept = self.outside.union(*(block.inputs for block in self.blocks))
-        attention = kept.union(*(block.attention for block in self.blocks))
+        some = [block for block in self.blocks if not block.in_every_mode]
+        always = [block for block in self.blocks if block.in_every_mode]
+        attention = kept.union(*(block.attention for block in some))
         return {
-            "none": self._bytes(self.outside.union(*(block.saved for block in self.blocks))),
+            "none": self._peak(
+                self.outside.union(
+                    *(block.inputs for block in always), *(block.saved for block in some)
+                )
+            ),
             "selective": self._peak(attention),
             "full": self._peak(kept),
         }
@@ -119,7 +130,7 @@ class _AttentionOutputs(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if is_attention(func):
+        if keeps_outputs(func, args, kwargs or {}):
             self._found |= self._numbers_of(tree_leaves(output))
         return output
 
@@ -140,10 +151,11 @@ def measure(
     losses: Callable[[nn.Module, Tensors], Any],
     batch: Spec,
     device: torch.device,
+    known: Tensors | None = None,
 ) -> Needs:
     """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
 
-    Counted by autograd's hooks on saved tensors, with fake weights and batch on `device`: the model's own
+    `known` holds integers on which the forward depends, such as token ids; others are ones. Counted by autograd's hooks on saved tensors, with fake weights and batch on `device`: the model's own
     forward, its autocast and its attention as they are. Checkpointing must be off; it is off afterwards.
     Raises `RuntimeError` where a forward depends on values, which fake tensors do not have.
     """
@@ -168,7 +180,7 @@ def measure(
         name: torch.ones(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in batch.items()
         if not dtype.is_floating_point
-    }
+    } | {name: tensor.to(device) for name, tensor in (known or {}).items()}
     ledger = _Ledger(weights.values())
     # Outside of the fake mode: tables that a model computes and keeps, and the draws, must be real.
     with _blocks_into(ledger, transformer), saved_tensors_hooks(ledger.pack, lambda saved: saved):
@@ -178,21 +190,29 @@ def measure(
 
 
 @contextmanager
-def _blocks_into(ledger: _Ledger, transformer: Any) -> Iterator[None]:
-    """Within it, what would be checkpointed is told to the ledger as a block."""
+def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
+    """Within it, what would be checkpointed is told to the ledger as a block; so are chunks of logits."""
 
     def run(block: Callable[..., Any], *args: Any) -> Any:
-        with ledger.block(tree_leaves(args)):
+        held = block.keywords if isinstance(block, partial) else {}
+        with ledger.block(tree_leaves((args, held)), in_every_mode=False):
             return block(*args)
 
-    if not supports_checkpointing(transformer):
-        yield
-        return
-    transformer.enable_gradient_checkpointing(run)
+    def recomputed(_stock: Any, function: Callable[..., Any], *args: Any) -> Any:
+        with ledger.block(args, in_every_mode=True):
+            return function(*args)
+
+    patches = Patches()
+    patches.method(objectives, "recomputed", recomputed)
+    supported = supports_checkpointing(transformer)
+    if supported:
+        call_blocks_by(transformer, run)
     try:
         yield
     finally:
-        transformer.disable_gradient_checkpointing()
+        patches.undo()
+        if supported:
+            call_blocks_by(transformer, None)
 
 
 class Advice(NamedTuple):

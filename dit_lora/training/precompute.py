@@ -6,13 +6,13 @@ kept, so an interrupted run goes on where it stopped. Memory holds one clip at a
 
 import gc
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.data.bucket_report import BucketReport
@@ -24,6 +24,7 @@ from dit_lora.families.base import Checkpoint
 from dit_lora.training.live import live_clips
 from dit_lora.training.plan import Plan, Wanted, make_plan
 from dit_lora.training.prior import generate_prior
+from dit_lora.training.rejects import Rejects
 from dit_lora.training.runtime import Runtime, agree
 from dit_lora.training.samples import check_headers
 from dit_lora.training.task import Prepared
@@ -64,7 +65,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         clips = _cached(runtime, checkpoint, plan, rejects, videos)
     else:
         clips = live_clips(
-            runtime, checkpoint, plan.encoding, rejects.without(plan.wanted), plan.texts
+            runtime, checkpoint, plan.encoding, rejects.without(plan.wanted, _sample_id), plan.texts
         )
     fault = clips.empty_text[1]
     agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
@@ -78,36 +79,8 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     )
 
 
-class Rejects:
-    """Samples that cannot be used, as all ranks know them; refused, or left out by `data.rejects: skip`."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.found: dict[str, str] = {}
-
-    def add(
-        self, reasons: Mapping[str, str], summary: str = "these samples cannot be used"
-    ) -> None:
-        """Collective. `reasons` by sample, as this rank found them."""
-        new = {name: why for some in gather_object([dict(reasons)]) for name, why in some.items()}
-        if not new:
-            return
-        new = {name: why if name in why else f"{name}: {why}" for name, why in new.items()}
-        if self.runtime.recipe.data.rejects == "refuse":
-            error = DitLoraError(
-                listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
-            )
-            error.collective = True
-            raise error
-        self.found |= new
-        self.runtime.say(listed(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
-
-    def without(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Those that stay; raises if none does."""
-        stay = [one for one in wanted if one.sample.id not in self.found]
-        if not stay:
-            raise DitLoraError("no sample is left: every one was rejected")
-        return stay
+def _sample_id(wanted: Wanted) -> str:
+    return wanted.sample.id
 
 
 def _keys(entry: Entry) -> list[str]:
@@ -137,19 +110,19 @@ def _cached(
     texts = TensorCache(runtime.recipe.cache_dir / "texts")
     shared = [plan.texts[text] for text in ("", *runtime.recipe.validation.prompts)]
     _set_aside_bad(runtime, texts, shared)
-    wanted = rejects.without(plan.wanted)
+    wanted = rejects.without(plan.wanted, _sample_id)
     jobs = [*shared, *(one.text for one in wanted)]
     bad = _fill(runtime, texts, jobs, checkpoint.load_text_encoder, "caption")
     lost = [bad[job.key] for job in shared if job.key in bad]
     agree(runtime.accelerator, DitLoraError("; ".join(lost)) if lost else None)
     rejects.add({one.sample.id: bad[one.text.key] for one in wanted if one.text.key in bad})
-    wanted = rejects.without(wanted)
+    wanted = rejects.without(wanted, _sample_id)
 
     jobs = [job for one in wanted for job in one.videos]
     bad = _fill(runtime, videos, jobs, checkpoint.load_video_encoder, "clip")
     failed = {one.sample.id: bad[job.key] for one in wanted for job in one.videos if job.key in bad}
     rejects.add(failed, "these clips cannot be used; the others are cached")
-    entries = tuple(one.entry for one in rejects.without(wanted))
+    entries = tuple(one.entry for one in rejects.without(wanted, _sample_id))
     return CachedClips(entries, shared[0].key, videos, texts)
 
 

@@ -42,10 +42,10 @@ def load_trainable(
     groups = recipe_groups(
         transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
     )
-    return transformer, groups, f"{said}\n{_fuse(recipe, transformer)}"
+    return transformer, groups, f"{said}\n{put_kernels(recipe, transformer)}"
 
 
-def _fuse(recipe: Recipe, transformer: nn.Module) -> str:
+def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     """Put the recipe's kernels in, and say which; preflight compares them."""
     ops = recipe.kernels.ops()
     unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in WITHOUT_TRITON]

@@ -38,7 +38,7 @@ def held_out_loss(
     seed = fold(runtime.recipe.train.seed, "held_out")
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of draws
     faults: dict[str, str] = {}
-    with _evaluating(model):
+    with evaluating(model):
         for index, draw in draws[accelerator.process_index :: accelerator.num_processes]:
             entry = entries[index]
             sample = clips.sample(entry, index * settings.held_out_draws + draw)
@@ -93,7 +93,7 @@ def _sample_on_main(
             settings.seed,
             image=Path(settings.images[index]) if settings.images else None,
         )
-        with _evaluating(model):
+        with evaluating(model):
             video = checkpoint.generate(pipeline, conditions, how)
         write_sample(
             runtime.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}", video, data.fps
@@ -112,7 +112,7 @@ def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """No gradients and no dropout, then training as before."""
     was_training = model.training
     model.eval()

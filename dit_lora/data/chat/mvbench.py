@@ -9,10 +9,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal, TypeGuard
 
+import torch
+
+from dit_lora.data.chat.frames import read_at
 from dit_lora.data.clips import Problem
 from dit_lora.data.media import IMAGE_SUFFIXES, Media, MediaFile
+from dit_lora.data.video import ClipError, VideoHeader, read_header
 from dit_lora.errors import DitLoraError
 
 SYSTEM = (
@@ -166,6 +170,39 @@ def named_options(said: str, options: int) -> tuple[int, ...]:
     return tuple(at for at, mark in enumerate(marks) if bare in mark or mark in word)
 
 
+def read_facts(media: Media | FrameFolder) -> VideoHeader:
+    """What the media says of itself. Raises `ClipError`."""
+    if not isinstance(media, FrameFolder):
+        return read_header(media)
+    images = media.images()
+    if not images:
+        raise ClipError(f"{media.name}: holds no images")
+    first = read_header(images[0])
+    count = len(images)
+    return VideoHeader(media.fps, count / media.fps, count, first.height, first.width)
+
+
+def read_frames_at(
+    media: Media | FrameFolder,
+    seconds: Sequence[float],
+    *,
+    height: int,
+    width: int,
+    fit: Literal["stretch", "cover"],
+) -> torch.Tensor:
+    """uint8 (F, 3, H, W) of the frames nearest to these seconds. Raises `ClipError`."""
+    if not isinstance(media, FrameFolder):
+        return read_at(media, seconds, height=height, width=width, fit=fit)
+    images = media.images()
+    # The first image is number 1, at 1 / fps seconds (mvbench.ipynb, `read_frame`).
+    numbers = [min(max(round(at * media.fps), 1), len(images)) for at in seconds]
+    shown = [
+        read_at(images[number - 1], (0.0,), height=height, width=width, fit=fit)
+        for number in numbers
+    ]
+    return torch.cat(shown)
+
+
 def _read_mvbench(path: Path, videos: Path) -> Questions:
     files = sorted((path / "json").glob("*.json"))
     if not files:
@@ -298,6 +335,6 @@ def _bounds(record: Mapping[str, Any], wrong: list[str]) -> tuple[float, float] 
     return float(start), float(end)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return known and math.isfinite(value)

@@ -33,8 +33,8 @@ class PromptFormat:
     """After a question; a prompt ends with it."""
     answer: tuple[str, str]
     """Learned with the answer: its end is how a model stops."""
-    tail: str = ""
-    """After an answer, not learned."""
+    between: str = ""
+    """Between an answer and the next turn, not learned."""
     shared: str = ""
     """What an answer ends with and the next turn begins with, written once."""
     media_in_question: bool = False
@@ -71,7 +71,7 @@ PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
         question=("<|user|>\n", "<|end|>\n"),
         header="<|assistant|>\n",
         answer=("", "<|end|>"),
-        tail="\n",
+        between="\n",
         media_in_question=True,
     ),
 }
@@ -107,8 +107,7 @@ def render_prompt(
     for index, turn in enumerate(conversation.turns):
         last = index == len(conversation.turns) - 1
         opened = style.media_in_question and index == 0 and conversation.kind != "text"
-        shared = style.shared if index else ""
-        after += _turn(style, turn, opened=opened, shared=shared, answered=answered or not last)
+        after += _turn(style, turn, index, opened=opened, answered=answered or not last)
     before, after = _stripped(before), _stripped(after)
     pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
     pieces += tokenized(tokenizer, after)
@@ -144,21 +143,24 @@ def _timestamps(seconds: Sequence[float]) -> str:
 
 
 def _turn(
-    style: PromptFormat, turn: Turn, *, opened: bool, shared: str, answered: bool
+    style: PromptFormat, turn: Turn, index: int, *, opened: bool, answered: bool
 ) -> list[Span]:
     question, answer = turn.question, turn.answer
     if style.media_in_question:
         question, answer = question.strip(), answer.strip()
-    before, after = ("" if opened else style.question[0]), style.question[1]
-    spans = [Span(before, "fixed"), Span(question, "question"), Span(after, "fixed")]
-    if not question and not style.media_in_question:
-        spans = []
-    spans.append(Span(style.header, "fixed"))
-    first = spans[0]
-    spans[0] = Span(first.text.removeprefix(shared), first.part)
+    spans = [Span(style.header, "fixed")]
+    if question or style.media_in_question:
+        before = "" if opened else style.question[0]
+        asked = [
+            Span(before, "fixed"),
+            Span(question, "question"),
+            Span(style.question[1], "fixed"),
+        ]
+        spans = asked + spans
+    if index:
+        spans[0] = Span(style.between + spans[0].text.removeprefix(style.shared), "fixed")
     if answered:
         spans.append(Span(style.answer[0] + answer + style.answer[1], "answer"))
-        spans.append(Span(style.tail, "fixed"))
     return spans
 
 

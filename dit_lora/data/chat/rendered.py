@@ -6,13 +6,15 @@ from typing import Literal
 IGNORE = -100
 """The label of a token that is not learned."""
 
+Part = Literal["fixed", "media", "question", "answer"]
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Tokens in a row that are treated alike."""
 
     ids: tuple[int, ...]
-    part: Literal["fixed", "media", "question", "answer"]
+    part: Part
     """`answer` alone is learned; `question` alone may be shortened."""
     dropped: int = 0
     """Tokens that were taken out of its middle."""

@@ -3,14 +3,12 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, groupby
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from dit_lora.data.chat.rendered import Piece
+from dit_lora.data.chat.rendered import Part, Piece
 from dit_lora.errors import DitLoraError
-
-Part = Literal["fixed", "media", "question", "answer"]
 
 
 class Span(NamedTuple):
@@ -40,10 +38,16 @@ def tokenized(
     encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
     owners = [_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
     tokens = zip(owners, encoded["input_ids"], strict=True)
+    # Questions and answers are pieces of their own each; what stands between them is one.
     return [
-        Piece(tuple(token for _, token in group), spans[owner].part)
-        for owner, group in groupby(tokens, key=lambda pair: pair[0])
+        Piece(tuple(token for _, token in group), part)
+        for (part, _), group in groupby(tokens, key=lambda pair: _piece_key(spans, pair[0]))
     ]
+
+
+def _piece_key(spans: Sequence[Span], owner: int) -> tuple[Part, int]:
+    part = spans[owner].part
+    return (part, owner) if part in ("question", "answer") else (part, -1)
 
 
 def _owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:

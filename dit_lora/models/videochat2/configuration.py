@@ -5,7 +5,7 @@ config_7b_hd_stage4.py.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -46,7 +46,8 @@ class VideoChat2Config(PreTrainedConfig):
 
     `vision_config` (UMT-L) and `qformer_config` are plain dicts; what they leave out is filled in, and an unknown
     key raises DitLoraError. `num_hidden_layers` of the former counts the blocks as the pretrained encoder does:
-    return_index -2 gives the output of the last but one, and the last is not built.
+    return_index -2 gives the output of the last but one, and the last is not built. Any number of frames can be read:
+    `num_frames` is what the checkpoint was trained on.
 
     `media_token_id` fills the positions that the media's tokens take: outside both vocabularies, never embedded.
     `legacy` is the released weights' arithmetic: LayerNorm eps 1e-12 in the Q-Former and before it, and each BOS
@@ -55,7 +56,7 @@ class VideoChat2Config(PreTrainedConfig):
     """
 
     model_type = "videochat2"
-    sub_configs = {"text_config": AutoConfig}
+    sub_configs: ClassVar = {"text_config": AutoConfig}
 
     def __init__(
         self,

@@ -84,9 +84,7 @@ class VideoChat2QFormerOutput(nn.Module):
 
 
 class VideoChat2QFormerAttention(nn.Module):
-    def __init__(
-        self, config: dict[str, Any], context_width: int, eps: float, rate: float
-    ) -> None:
+    def __init__(self, config: dict[str, Any], context_width: int, eps: float, rate: float) -> None:
         super().__init__()
         self.self = VideoChat2QFormerSelfAttention(config, context_width)
         self.output = VideoChat2QFormerOutput(config["hidden_size"], config, eps, rate)

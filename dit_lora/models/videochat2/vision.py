@@ -113,7 +113,9 @@ class VideoChat2VisionEncoder(nn.Module):
         width, depth = config["hidden_size"], config["num_hidden_layers"]
         self.patch_embed = VideoChat2PatchEmbed(width, config["tubelet_size"], config["patch_size"])
         # The rates are those of the whole encoder, of which the blocks after the returned one are not built.
-        rates = drop_path_rates(config["drop_path_rate"], depth)[: config["return_index"] + 1 or None]
+        rates = drop_path_rates(config["drop_path_rate"], depth)[
+            : config["return_index"] + 1 or None
+        ]
         self.blocks = nn.ModuleList(
             VideoChat2VisionBlock(width, config["num_attention_heads"], config["mlp_ratio"], rate)
             for rate in rates

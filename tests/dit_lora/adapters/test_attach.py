@@ -1,9 +1,11 @@
 """LoRA goes where it is asked to, in fp32, alike on every rank."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from chat_adapter_checks import chat_model, inputs
 
 from dit_lora.adapters.attach import adapter_config, attach_lora, is_lora_b
 from dit_lora.config import LoraConfig
@@ -110,3 +112,125 @@ def test_convolutions_without_groups_are_offered_and_depthwise_ones_are_not(
     report = attach_lora(model, LoraConfig(rank=4, targets=targets[:1]), (), seed=0)
     assert (report.adapted, report.convolutions) == (0, 2)
     assert report.parameters == 2 * 4 * (32 + 2 * 80)
+
+
+def layers_with_lora(model: torch.nn.Module) -> set[str]:
+    return {n.partition(".lora_A.")[0] for n, _ in model.named_parameters() if ".lora_A." in n}
+
+
+def text_layers(*names: str) -> set[str]:
+    return {f"model.language_model.layers.{i}.{name}" for i in range(2) for name in names}
+
+
+LLAVA: list[tuple[tuple[str, ...], set[str]]] = [
+    (("q_proj",), text_layers("self_attn.q_proj")),
+    (
+        ("self_attn.o_proj", "up_proj", "lm_head"),
+        text_layers("self_attn.o_proj", "mlp.up_proj") | {"lm_head"},
+    ),
+    (
+        ("language_model.layers.1.self_attn.q_proj", "vision_tower.encoder.layers.0.mlp.fc1"),
+        {
+            "model.language_model.layers.1.self_attn.q_proj",
+            "model.vision_tower.encoder.layers.0.mlp.fc1",
+        },
+    ),
+    (
+        ("linear_1", "model.vision_tower.encoder.layers.1.self_attn.k_proj"),
+        {
+            "model.multi_modal_projector.linear_1",
+            "model.vision_tower.encoder.layers.1.self_attn.k_proj",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("targets", "expected"), LLAVA)
+def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
+    targets: tuple[str, ...], expected: set[str], tmp_path: Path
+) -> None:
+    """And what only exists elsewhere goes there; PEFT's own config says the same."""
+    import peft
+
+    model, again = (chat_model("llava", tmp_path).bfloat16() for _ in range(2))
+    lora = LoraConfig(rank=4, targets=targets, dropout=0.25)
+    report = attach_lora(model, lora, ("v_proj",), seed=0, within=("language_model",))
+    assert layers_with_lora(model) == expected
+    assert report.adapted == len(expected)
+    assert model.active_adapters() == ["default"]
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        assert parameter.dtype is (torch.float32 if ".lora_" in name else torch.bfloat16)
+    drops = {m.p for n, m in model.named_modules() if n.endswith("lora_dropout.default")}
+    assert drops == {0.25}
+    config = peft.LoraConfig(target_modules=adapter_config(model)["target_modules"])
+    again.add_adapter(config)
+    assert layers_with_lora(again) == expected
+
+
+def test_qwens_vision_blocks_can_be_named(tmp_path: Path) -> None:
+    model = chat_model("qwen", tmp_path)
+    lora = LoraConfig(rank=4, targets=("q_proj", "visual.blocks.1.attn.qkv"))
+    attach_lora(model, lora, (), seed=0, within=("language_model",))
+    assert layers_with_lora(model) == text_layers("self_attn.q_proj") | {
+        "model.visual.blocks.1.attn.qkv"
+    }
+
+
+def test_within_that_is_not_in_the_model_is_refused(tmp_path: Path) -> None:
+    """Else the adapters would go into its vision tower."""
+    with pytest.raises(DitLoraError, match=r"inside these submodules.*\n  - text_model\n  - llm"):
+        attach_lora(
+            chat_model("llava", tmp_path),
+            LoraConfig(),
+            ("q_proj",),
+            seed=0,
+            within=("text_model", "llm"),
+        )
+    with pytest.raises(DitLoraError, match=r"match no linear layer .*: qq_proj; it has"):
+        attach_lora(
+            chat_model("llava", tmp_path),
+            LoraConfig(targets=("q_proj", "qq_proj")),
+            (),
+            seed=0,
+            within=("language_model",),
+        )
+
+
+def test_a_head_that_is_the_embedding_too_is_refused() -> None:
+    from tiny_chat_models import mistral
+
+    model = mistral(tie_word_embeddings=True)
+    with pytest.raises(DitLoraError, match=r"share their weight.*tie_word.*\n  - lm_head$"):
+        attach_lora(model, LoraConfig(), ("q_proj", "lm_head"), seed=0)
+    assert not layers_with_lora(model)
+    attach_lora(model, LoraConfig(), ("q_proj",), seed=0)
+
+
+@pytest.mark.parametrize("name", ["llava", "videochat2"])
+def test_fused_lora_is_the_same_chat_model(name: str, tmp_path: Path) -> None:
+    from dit_lora.fuse.api import fuse
+
+    def step(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss = model(**inputs(name)).logits.square().mean()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return loss.detach(), list(torch.autograd.grad(loss, trained))
+
+    model = chat_model(name, tmp_path)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+    if name == "videochat2":
+        targets = (*targets, "projection")
+    attach_lora(model, LoraConfig(rank=4, alpha=7), targets, seed=0, within=("language_model",))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    stock, gradients = step(model)
+    report = fuse(model, {"lora_linear": "on"}, check=False)
+    assert report.ops == ["lora_linear"]
+    assert len(report.fusion.replaced) == 8 + len(targets) - 4
+    ours, fused = step(model)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+    assert len(fused) == len(gradients) == 2 * (8 + len(targets) - 4)
+    for mine, theirs in zip(fused, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+        assert theirs.any()

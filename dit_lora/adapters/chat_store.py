@@ -1,0 +1,156 @@
+"""A chat model's adapter on disk, in PEFT's own folder format, with what was trained beside it."""
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from dit_lora.adapters.attach import ADAPTER_NAME, is_lora_a
+from dit_lora.adapters.groups import base_parameters
+from dit_lora.adapters.store import BASE_FILE, PROVENANCE_KEY, read_provenance, require_sound
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+
+CHAT_ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME  # adapter_model.safetensors
+_PREFIX = "base_model.model."  # what PeftModel.save_pretrained puts before every name
+
+
+def save_chat_adapter(model: nn.Module, out: Path, provenance: Mapping[str, Any]) -> Path:
+    """Write `out` so that `PeftModel.from_pretrained(base, out)` and `base.load_adapter(out)` take it.
+
+    `base_weights.safetensors` is beside the adapter if base weights trained, and alone, with no
+    `adapter_config.json`, if only they did. Provenance is in the headers; its `base_model` and `revision` are
+    the base that PEFT's config names. Refuses, before anything is written, what is not finite or has no effect.
+    Returns the adapter's file, or the base weights' if there is no adapter.
+    """
+    lora = _adapter_tensors(model)
+    base = {name: parameter.detach() for name, parameter in base_parameters(model).items()}
+    if not lora and not base:
+        raise CheckFailedError("refused to save: the model has no adapter and no trained weights")
+    require_sound(lora, base)
+    staged = out / ".staged"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    metadata = {"format": "pt", PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
+    if lora:
+        _peft_config(model, provenance).save_pretrained(str(staged))
+    for file, tensors in ((CHAT_ADAPTER_FILE, lora), (BASE_FILE, base)):
+        if tensors:
+            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(whole, staged / file, metadata=metadata)
+    for file in (BASE_FILE, CHAT_ADAPTER_FILE, CONFIG_NAME):
+        if (staged / file).exists():
+            (staged / file).replace(out / file)
+        else:
+            (out / file).unlink(missing_ok=True)  # an earlier run's
+    staged.rmdir()
+    return chat_adapter_file(out)
+
+
+def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Put a saved adapter and base weights into a fresh model, frozen and in inference mode.
+
+    LoRA stays fp32; base weights are rounded to the model's own dtype. Raises `DitLoraError` with every tensor
+    that does not fit; the model is then not to be used.
+    """
+    chat_adapter_file(folder)
+    weights, tensors = _read(folder / BASE_FILE), _read(folder / CHAT_ADAPTER_FILE)
+    own = dict(model.named_parameters())  # before PEFT renames those of the layers it wraps
+    _require_fit(folder / BASE_FILE, weights, {name: own[name] for name in weights if name in own})
+    if tensors:
+        _add_adapter(model, folder)
+        added = _adapter_tensors(model)
+        _require_fit(folder / CHAT_ADAPTER_FILE, tensors, added)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(weight)
+        for name, tensor in tensors.items():
+            added[name].copy_(tensor)
+    model.requires_grad_(False).eval()
+
+
+def read_chat_provenance(folder: Path) -> dict[str, Any]:
+    """What the run wrote into the headers; empty for an adapter that is not ours."""
+    return read_provenance(chat_adapter_file(folder))
+
+
+def chat_adapter_file(folder: Path) -> Path:
+    """The adapter's file in a folder, or that of the base weights if they are all there is."""
+    for name in (CHAT_ADAPTER_FILE, BASE_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise DitLoraError(f"no adapter in {folder}: neither {CHAT_ADAPTER_FILE} nor {BASE_FILE}")
+
+
+def _adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapter by the names of PEFT's file, sharing memory with the model; empty if it has none."""
+    if not any(is_lora_a(name) for name, _ in model.named_parameters()):
+        return {}
+    # Whether an adapted head brings its frozen weight is asked of the Hub unless it is said here.
+    state = peft.get_peft_model_state_dict(
+        model, adapter_name=ADAPTER_NAME, save_embedding_layers=False
+    )
+    return {f"{_PREFIX}{name}": tensor for name, tensor in state.items()}
+
+
+def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
+    config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
+    config.base_model_name_or_path = provenance.get("base_model")  # the model's own is a local path
+    config.revision = provenance.get("revision")
+    config.inference_mode = True
+    # Not every version of Transformers leaves training mode when it loads an adapter.
+    config.lora_dropout = 0.0
+    # As PeftModel.save_pretrained does where the task has no type.
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+    }
+    if isinstance(config.target_modules, set):  # sorted, so that equal adapters are equal files
+        config.target_modules = sorted(config.target_modules)
+    return config
+
+
+def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        model.add_adapter(config, adapter_name=ADAPTER_NAME)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise DitLoraError(
+            f"{folder / CONFIG_NAME} does not fit {type(model).__name__}: {error}"
+        ) from error
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()  # PEFT's follow the base's dtype
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    if not file.is_file():
+        return {}
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise DitLoraError(f"{file} is not a safetensors file: {error}") from error
+
+
+def _require_fit(
+    file: Path, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise unless both have the same names and shapes."""
+    wrong = [f"{name}: not in the model" for name in stored if name not in wanted]
+    wrong += [f"{name}: not in the file" for name in wanted if name not in stored]
+    wrong += [
+        f"{name}: {list(stored[name].shape)} in the file, {list(wanted[name].shape)} in the model"
+        for name in stored
+        if name in wanted and stored[name].shape != wanted[name].shape
+    ]
+    if wrong:
+        raise DitLoraError(listed(f"{file} is of another model", wrong))

@@ -1,0 +1,194 @@
+"""Which frames of a video a chat model sees, and how they become its pixels.
+
+Shapes: F frames, H and W pixels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+
+from dit_lora.data.decode import Instants, nearest_frames
+from dit_lora.data.media import Media, as_media, is_image
+from dit_lora.data.pictures import DAMAGED, cover, open_image, planes, upright
+from dit_lora.data.video import ClipError, reason
+
+_RATIOS = (3 / 4, 4 / 3)
+_TRIES = 10
+
+
+class Box(NamedTuple):
+    """Part of an upright picture, in shares of its height and width."""
+
+    top: float
+    left: float
+    height: float
+    width: float
+
+
+def frame_seconds(
+    duration: float,
+    fps: float,
+    count: int,
+    *,
+    start: float | None = None,
+    end: float | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[float, ...]:
+    """One time in each of `count` equal parts of the clip from `start` to `end`, in seconds since its first frame.
+
+    Of the frame in the middle of each part or, with a `generator`, of any of its frames by chance. Fewer frames than
+    `count` come once each, and the last one for the rest. An `end` after the clip's is the clip's. Images have no
+    times. Raises `ClipError`, without the file's name, if nothing of the clip lies between `start` and `end`.
+
+    Source: `get_frame_indices` of VideoChat2's video_utils.py, whose middle frames these are. By chance, it never
+    takes the last frame of a part (a `range` that ends too early), and of parts of one frame it draws from the whole
+    clip; here each frame of a part is as likely.
+    """
+    parts = _parts(duration, fps, count, start, end)
+    if generator is None:
+        return tuple((first + last) // 2 / fps for first, last in parts)
+    draws = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
+    return tuple(
+        (first + math.floor(draw * (last - first + 1))) / fps
+        for (first, last), draw in zip(parts, draws, strict=True)
+    )
+
+
+def latest_seconds(
+    duration: float,
+    fps: float,
+    count: int,
+    *,
+    start: float | None = None,
+    end: float | None = None,
+) -> tuple[float, ...]:
+    """The latest times that `frame_seconds` can give: none takes more digits to write."""
+    return tuple(last / fps for _, last in _parts(duration, fps, count, start, end))
+
+
+def _parts(
+    duration: float, fps: float, count: int, start: float | None, end: float | None
+) -> list[tuple[int, int]]:
+    """The first and the last frame of each part."""
+    start, end = start or 0.0, duration if end is None else min(end, duration)
+    if not start < end:
+        raise ClipError(
+            f"nothing lies between {start:g} s and {end:g} s of it; it is {duration:g} s long"
+        )
+    # The shift keeps 29.999999 frames from being 29.
+    before = math.floor(start * fps + 1e-6)
+    frames = max(1, math.floor((end - start) * fps + 1e-6))
+    used = min(count, frames)
+    bounds = [before + index * frames // used for index in range(used + 1)]
+    parts = [(bounds[index], bounds[index + 1] - 1) for index in range(used)]
+    return parts + parts[-1:] * (count - used)
+
+
+def read_at(
+    media: Media,
+    seconds: Sequence[float],
+    *,
+    height: int,
+    width: int,
+    fit: Literal["stretch", "cover"],
+    box: Box | None = None,
+) -> torch.Tensor:
+    """uint8 (F, 3, H, W): the frames nearest to `seconds` since the clip's first frame, which are in order.
+
+    An image is one frame, whatever the times. First each is cut to `box`; then `stretch` resizes what is left,
+    bicubic, without regard to its aspect, as VideoChat2 does, and `cover` as `read_frames`. From the last frame on, a
+    second is its own, or as long as it is shown: a length that the file gives may be its sound's. Between key frames,
+    what lies behind the last time is not decoded. Raises `ClipError` if the file cannot be read as far as needed.
+    """
+    media, times = as_media(media), tuple(seconds)
+    if list(times) != sorted(times):
+        raise ValueError(f"times must be in order; got {times}")
+    try:
+        if is_image(media):
+            chosen = [_fitted(_open(media), 1.0, height, width, fit, box)]
+        else:
+            chosen = _read_clip(media, Instants(times), height, width, fit, box)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
+    if len(chosen) < len(times) and not is_image(media):
+        raise ClipError(
+            f"{media.name}: it ends before {times[len(chosen)]:.2f} s, where a frame is asked for, though it says "
+            "that it is longer; encode it anew or remove it"
+        )
+    return torch.from_numpy(planes(chosen))
+
+
+def _open(media: Media) -> Image.Image:
+    try:
+        return open_image(media)
+    except DAMAGED as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _read_clip(
+    media: Media,
+    wanted: Instants,
+    height: int,
+    width: int,
+    fit: Literal["stretch", "cover"],
+    box: Box | None,
+) -> list[np.ndarray]:
+    def read(quick: bool) -> list[np.ndarray]:
+        chosen: list[np.ndarray] = []
+        for near in nearest_frames(media, wanted, quick=quick):
+            image, stretch = upright(near.frame, near.stretch)
+            chosen += [_fitted(image, stretch, height, width, fit, box)] * near.times
+        return chosen
+
+    try:
+        return read(quick=True)
+    except (av.error.FFmpegError, ValueError):
+        return read(quick=False)
+
+
+def _fitted(
+    image: Image.Image,
+    stretch: float,
+    height: int,
+    width: int,
+    fit: Literal["stretch", "cover"],
+    box: Box | None,
+) -> np.ndarray:
+    """uint8 (H, W, 3)."""
+    if box is not None:
+        image = image.crop(_pixels(box, image.width, image.height))
+    if fit == "cover":
+        return cover(image, stretch, height, width)
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
+    """Left, top, right, bottom; at least one pixel."""
+    left = min(round(box.left * width), width - 1)
+    top = min(round(box.top * height), height - 1)
+    kept_width, kept_height = max(1, round(box.width * width)), max(1, round(box.height * height))
+    return left, top, min(width, left + kept_width), min(height, top + kept_height)
+
+
+def random_box(generator: torch.Generator, least: float, aspect: float = 1.0) -> Box:
+    """A crop by chance: `least` to 1 of the picture's area, 3:4 to 4:3, anywhere in it.
+
+    `aspect`: the picture's width to its height. After ten draws that do not fit in, the largest crop in the middle.
+    The rule of torchvision's `RandomResizedCrop`, of shares in place of whole pixels.
+    """
+    for _ in range(_TRIES):
+        area, ratio, down, across = torch.rand(4, dtype=torch.float64, generator=generator).tolist()
+        share = least + (1 - least) * area
+        low, high = (math.log(one) for one in _RATIOS)
+        relative = math.exp(low + (high - low) * ratio) / aspect
+        width, height = math.sqrt(share * relative), math.sqrt(share / relative)
+        if width <= 1 and height <= 1:
+            return Box((1 - height) * down, (1 - width) * across, height, width)
+    width = min(1.0, _RATIOS[1] / aspect)
+    height = min(1.0, aspect / _RATIOS[0])
+    return Box((1 - height) / 2, (1 - width) / 2, height, width)

@@ -1,0 +1,311 @@
+"""One record of an annotation file as turns about at most one medium, or everything that is wrong with it.
+
+Formats: VideoChat2's (`QA`); `messages` of TRL, axolotl and LLaMA-Factory, whose content is text or parts; LLaVA's
+(`conversations`). Text without media in each of them.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dit_lora.data.chat.conversation import Kind, Turn
+from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+
+_PLACEHOLDER = re.compile("<(?:image|video)>")
+_RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
+"""What prompts are made of."""
+_LONE = re.compile(r"[\ud800-\udfff]")
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+_MEDIA_KEYS: dict[str, Kind] = {
+    "image": "image",
+    "images": "image",
+    "video": "video",
+    "videos": "video",
+}
+_FILE_KEYS = ("path", "url")
+_HAVE = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".gif"))) + "$")
+
+
+@dataclass
+class Sample:
+    """What one record says; with faults, as far as it could be read."""
+
+    kind: Kind = "text"
+    file: str | None = None
+    """As it is written."""
+    turns: tuple[Turn, ...] = ()
+    independent: bool = False
+    system: str = ""
+    start: float | None = None
+    end: float | None = None
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    """Codes and words."""
+
+    def wrong(self, code: str, words: str) -> None:
+        if (code, words) not in self.faults:
+            self.faults.append((code, words))
+
+
+def parse_record(record: object) -> Sample:
+    """The record in whichever format its keys say."""
+    sample = Sample()
+    if not isinstance(record, Mapping):
+        sample.wrong("record_type", f"it is of type {_type(record)}, not an object")
+        return sample
+    named = list(_named_media(record, sample))
+    if "QA" in record:
+        _read_qa(record["QA"], sample)
+        sample.independent = True
+    elif "messages" in record or "conversations" in record:
+        key = "messages" if "messages" in record else "conversations"
+        _Messages(sample, record[key], key, named).read(record.get("system"))
+    else:
+        keys = ", ".join(map(str, record)) or "none"
+        sample.wrong(
+            "record_keys", f"it has none of the keys QA, messages, conversations; it has {keys}"
+        )
+    _choose_medium(record, sample, named)
+    _read_part(record, sample)
+    _check_texts(sample)
+    return sample
+
+
+def _named_media(record: Mapping[Any, Any], sample: Sample) -> Iterator[tuple[Kind, str]]:
+    """Those under the record's own keys."""
+    for key, kind in _MEDIA_KEYS.items():
+        given = record.get(key)
+        for one in given if isinstance(given, list) else [given]:
+            if isinstance(one, str) and one.strip():
+                yield kind, one
+            elif one is not None:
+                words = f"its {key} must be a file's name; got {_shown(one)}"
+                sample.wrong("record_type", words)
+
+
+def _choose_medium(
+    record: Mapping[Any, Any], sample: Sample, media: list[tuple[Kind, str]]
+) -> None:
+    media = list(dict.fromkeys(media))
+    if len(media) > 1:
+        names = ", ".join(name for _, name in media)
+        words = f"it names {len(media)} media, {names}; a sample has at most one"
+        sample.wrong("several_media", words)
+    elif media:
+        sample.kind, sample.file = media[0]
+    else:
+        # A key that is written wrongly would make text of a sample about a file.
+        known = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
+        for key, value in record.items():
+            if key not in known and isinstance(value, str) and _HAVE.search(value.lower()):
+                words = f"its {key} names a file, {value}, which is read under image or video"
+                sample.wrong("record_keys", words)
+
+
+def _read_qa(given: object, sample: Sample) -> None:
+    """VideoChat2's list of questions `q`, answers `a` and instructions `i`."""
+    if not isinstance(given, list):
+        sample.wrong("record_type", f"its QA is of type {_type(given)}, not a list")
+        return
+    if not given:
+        sample.wrong("no_answer", "its QA is empty")
+    turns = []
+    for number, one in enumerate(given, start=1):
+        where = f"QA {number}"
+        if not isinstance(one, Mapping):
+            sample.wrong("record_type", f"{where} is of type {_type(one)}, not an object")
+            continue
+        lacks = [key for key in ("q", "a") if one.get(key) is None]
+        if lacks:
+            sample.wrong("record_keys", f"{where} lacks {' and '.join(lacks)}")
+        texts = {key: one[key] for key in ("q", "a", "i") if one.get(key) is not None}
+        for key, text in texts.items():
+            if not isinstance(text, str):
+                words = f"{key} of {where} is of type {_type(text)}, not text"
+                sample.wrong("record_type", words)
+        if not lacks and all(isinstance(text, str) for text in texts.values()):
+            turns.append(Turn(*(texts.get(key, "").strip() for key in ("q", "a", "i"))))
+            if not turns[-1].answer:
+                sample.wrong("answer_empty", f"the answer of {where} is empty")
+    sample.turns = tuple(turns)
+
+
+class _Messages:
+    """Messages with roles, read in order."""
+
+    def __init__(
+        self, sample: Sample, given: object, key: str, media: list[tuple[Kind, str]]
+    ) -> None:
+        self._sample, self._given, self._key = sample, given, key
+        self._media = media
+        self._named = len(media)
+        """Media under the record's own keys."""
+        self._places: list[int] = []
+        """Before which question each medium stands that has a place in the text."""
+        self._filled = 0
+        """Media that a part names itself."""
+        self._turns: list[Turn] = []
+        self._question: str | None = None
+
+    def read(self, system: object) -> None:
+        """The turns and the system's words; a message's take the place of the record's own."""
+        sample = self._sample
+        if isinstance(system, str):
+            sample.system = system.strip()
+        elif system is not None:
+            sample.wrong("record_type", f"its system is of type {_type(system)}, not text")
+        if not isinstance(self._given, list):
+            words = f"its {self._key} are of type {_type(self._given)}, not a list"
+            sample.wrong("record_type", words)
+            return
+        answered = False
+        for number, message in enumerate(self._given, start=1):
+            answered |= self._read_message(number, message) == "assistant"
+        if not answered:
+            sample.wrong("no_answer", "no message is the assistant's")
+        elif self._question is not None:
+            sample.wrong("roles_order", "its last question has no answer")
+        sample.turns = tuple(self._turns)
+        self._check_places()
+
+    def _read_message(self, number: int, message: object) -> str | None:
+        """The message's role."""
+        where, sample = f"message {number}", self._sample
+        if not isinstance(message, Mapping):
+            sample.wrong("record_type", f"{where} is of type {_type(message)}, not an object")
+            return None
+        keys = ("from", "value") if "from" in message else ("role", "content")
+        lacks = [key for key in keys if message.get(key) is None]
+        if lacks:
+            sample.wrong("record_keys", f"{where} lacks {' and '.join(lacks)}")
+        given = message.get(keys[0])
+        role = _ROLES.get(given) if isinstance(given, str) else None
+        if role is None and given is not None:
+            words = f"{where} is of the role {_shown(given)}; those read are {', '.join(_ROLES)}"
+            sample.wrong("role_unknown", words)
+        text = "" if lacks else self._text(message[keys[1]], where, role)
+        if role == "system":
+            if number > 1:
+                sample.wrong("roles_order", f"{where} is the system's; only the first may be")
+            sample.system = text
+        elif role == "user":
+            if self._question is not None:
+                sample.wrong("roles_order", f"{where} is a question after a question")
+            self._question = text
+        elif role == "assistant":
+            self._answer(text, where, lacks=bool(lacks))
+        return role
+
+    def _answer(self, text: str, where: str, *, lacks: bool) -> None:
+        if self._question is None:
+            self._sample.wrong("roles_order", f"{where} is an answer without a question before it")
+        if not text and not lacks:
+            self._sample.wrong("answer_empty", f"the answer of {where} is empty")
+        self._turns.append(Turn(self._question or "", text))
+        self._question = None
+
+    def _text(self, content: object, where: str, role: str | None) -> str:
+        """What a message says; media are taken out of questions."""
+        if isinstance(content, str):
+            return self._without_places(content, role)
+        if not isinstance(content, list):
+            words = f"the content of {where} is of type {_type(content)}, neither text nor parts"
+            self._sample.wrong("record_type", words)
+            return ""
+        said = []
+        for part in content:
+            type = part.get("type") if isinstance(part, Mapping) else None
+            if type == "text" and isinstance(part.get("text"), str):
+                said.append(self._without_places(part["text"], role))
+            elif type in ("image", "video"):
+                self._medium(part, type, where, role)
+            else:
+                words = f"{where} has a part that is no text, image or video: {_shown(part)}"
+                self._sample.wrong("record_type", words)
+        return "".join(said).strip()
+
+    def _without_places(self, text: str, role: str | None) -> str:
+        if role != "user":
+            return text.strip()
+        self._places += [len(self._turns)] * len(_PLACEHOLDER.findall(text))
+        return _PLACEHOLDER.sub("", text).strip()
+
+    def _medium(self, part: Mapping[Any, Any], type: str, where: str, role: str | None) -> None:
+        if role != "user":
+            self._sample.wrong("placeholder", f"{where} has a medium; only questions may")
+        self._places.append(len(self._turns))
+        given = next((part[key] for key in (type, *_FILE_KEYS) if part.get(key)), None)
+        if isinstance(given, str):
+            self._media.append((_MEDIA_KEYS[type], given))
+            self._filled += 1
+        elif given is not None:
+            words = f"the {type} of {where} must be a file's name; got {_shown(given)}"
+            self._sample.wrong("record_type", words)
+
+    def _check_places(self) -> None:
+        unfilled = len(self._places) - self._filled
+        if unfilled > self._named and len(self._media) <= 1:
+            words = (
+                f"its text has {unfilled} places for media such as <image> or <video>, and its "
+                f"keys name {self._named}"
+            )
+            self._sample.wrong("placeholder", words)
+        if any(self._places):
+            words = "its medium belongs to a later question; only the first may have it"
+            self._sample.wrong("placeholder", words)
+
+
+def _read_part(record: Mapping[Any, Any], sample: Sample) -> None:
+    """`start` and `end`, in seconds."""
+    given = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
+    if not given:
+        return
+    if sample.kind != "video" and not sample.faults:
+        sample.wrong("time_range", f"it has a {' and '.join(given)}, and no video")
+    for key, value in given.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
+            words = f"its {key} must be seconds from 0 on; got {_shown(value)}"
+            sample.wrong("record_type", words)
+            return
+    sample.start, sample.end = given.get("start"), given.get("end")
+    if sample.end is not None and (sample.start or 0) >= sample.end:
+        words = f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s"
+        sample.wrong("time_range", words)
+
+
+def _check_texts(sample: Sample) -> None:
+    texts = [sample.system]
+    for turn in sample.turns:
+        texts += [turn.question, turn.answer, turn.instruction]
+    text = "\n".join(texts)
+    if _LONE.search(text):
+        words = "its text holds half of a character, a surrogate without the other, as \\ud83d"
+        sample.wrong("caption_not_text", words)
+    held = _RESERVED.findall(text)
+    if held:
+        words = (
+            f"its text holds {', '.join(dict.fromkeys(held))}, which prompts use for turns and media; "
+            "write it otherwise"
+        )
+        sample.wrong("caption_reserved_token", words)
+    first = sample.turns[0] if sample.turns else None
+    is_asked = sample.kind != "text" or first is None or first.question or first.instruction
+    if not is_asked and not sample.faults:
+        sample.wrong("question_empty", "it has no medium, and its first question is empty")
+
+
+def _type(value: object) -> str:
+    return type(value).__name__
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

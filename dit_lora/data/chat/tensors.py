@@ -1,0 +1,44 @@
+"""A rendered conversation as tensors of its bucket's lengths."""
+
+import torch
+
+from dit_lora.data.chat.rendered import IGNORE, Rendered
+
+
+def bucket_length(tokens: int, step: int) -> int:
+    """The least multiple of `step` that holds so many tokens."""
+    return -(-tokens // step) * step
+
+
+def to_tensors(
+    rendered: Rendered, *, length: int, answers: int, instruction: int | None, pad: int
+) -> dict[str, torch.Tensor]:
+    """int64 `input_ids` (length,), `labels` and `answer_positions` (answers,), padded on the right.
+
+    `labels` are the learned tokens in order, then -100; `answer_positions` the index of the token before each, whose
+    hidden state predicts it, then 0. With `instruction`, also `instruction_ids` and `instruction_mask` of that
+    length, padded with 0, which is [PAD] in BERT's vocabulary. Raises `ValueError` if something does not fit: what
+    is cut off here would be answers.
+    """
+    ids = rendered.ids
+    learned = [index for index, label in enumerate(rendered.labels) if label != IGNORE]
+    if learned and not learned[0]:
+        raise ValueError("the first token has a label, and nothing before it to predict it from")
+    tensors = {
+        "input_ids": _padded(ids, length, pad, "tokens"),
+        "labels": _padded([ids[index] for index in learned], answers, IGNORE, "answer tokens"),
+        "answer_positions": _padded(
+            [index - 1 for index in learned], answers, 0, "answer positions"
+        ),
+    }
+    if instruction is not None:
+        read = list(rendered.instruction)
+        tensors["instruction_ids"] = _padded(read, instruction, 0, "instruction tokens")
+        tensors["instruction_mask"] = _padded([1] * len(read), instruction, 0, "instruction tokens")
+    return tensors
+
+
+def _padded(values: list[int], length: int, filler: int, what: str) -> torch.Tensor:
+    if len(values) > length:
+        raise ValueError(f"{len(values)} {what} do not fit into {length}")
+    return torch.tensor(values + [filler] * (length - len(values)), dtype=torch.int64)

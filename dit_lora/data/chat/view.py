@@ -1,0 +1,153 @@
+"""A rendered conversation as a person reads it: what is seen, what is learned, what was left out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from dit_lora.data.chat.rendered import Part, Rendered
+
+NAMES: dict[Part, str] = {
+    "media": "media",
+    "question": "question",
+    "fixed": "fixed",
+    "answer": "learned",
+}
+_STYLES: dict[Part, str] = {
+    "media": "cyan",
+    "question": "dim",
+    "fixed": "bright_black",
+    "answer": "bold green",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token's place, id and text; the texts of a piece joined are its text."""
+
+    position: int
+    id: int
+    text: str
+    """Nothing for all but the last token of a character that takes several."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPiece:
+    """A piece in tokens with text; of media, none."""
+
+    part: Part
+    count: int
+    tokens: tuple[Token, ...]
+    dropped: int
+
+    @property
+    def halves(self) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
+        """Before and after what was dropped."""
+        head = len(self.tokens) - len(self.tokens) // 2 if self.dropped else len(self.tokens)
+        return self.tokens[:head], self.tokens[head:]
+
+
+def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[ShownPiece]:
+    """The pieces with the text of each token, media folded: their ids may be outside the vocabulary."""
+    shown, position = list[ShownPiece](), 0
+    reader = _Reader(tokenizer)
+    for piece in rendered.pieces:
+        tokens: tuple[Token, ...] = ()
+        if piece.part == "media":
+            reader = _Reader(tokenizer)
+        else:
+            texts = [reader.read(token) for token in piece.ids]
+            tokens = tuple(
+                Token(position + index, token, text)
+                for index, (token, text) in enumerate(zip(piece.ids, texts, strict=True))
+            )
+        shown.append(ShownPiece(piece.part, len(piece.ids), tokens, piece.dropped))
+        position += len(piece.ids)
+    return shown
+
+
+def counts(rendered: Rendered) -> dict[str, int]:
+    """Tokens by what becomes of them, in the order of `NAMES`."""
+    return {
+        name: sum(len(piece.ids) for piece in rendered.pieces if piece.part == part)
+        for part, name in NAMES.items()
+    }
+
+
+def facts(rendered: Rendered, *, kind: str, seconds: Sequence[float]) -> str:
+    """`video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`"""
+    media = kind
+    if kind == "video":
+        span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
+        media += f", {len(seconds)} {'frame' if len(seconds) == 1 else 'frames'}{span}"
+    tokens = ", ".join(f"{count} {name}" for name, count in counts(rendered).items())
+    dropped = sum(piece.dropped for piece in rendered.pieces)
+    left = f"; {dropped} of the questions left out" if dropped else ""
+    return f"{media}; {len(rendered)} tokens: {tokens}{left}"
+
+
+def terminal_view(
+    sample: str,
+    rendered: Rendered,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kind: str,
+    seconds: Sequence[float] = (),
+    instruction: str = "",
+) -> RenderableType:
+    """One sample for a terminal: its pieces in order, each with what becomes of it and how many tokens it has.
+
+    `seconds` are its frames'; `instruction` is the text that a Q-Former reads. Escape sequences from the data are
+    shown, not obeyed.
+    """
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(overflow="fold", ratio=1)
+    if instruction:
+        table.add_row(Text("q-former", "cyan"), "", Text(_visible(instruction), "dim"))
+    for piece in shown_pieces(rendered, tokenizer):
+        style = _STYLES[piece.part]
+        text = Text(style=style)
+        before, after = piece.halves
+        if piece.part == "media":
+            text.append(f"<{piece.count} media tokens>")
+        text.append(_visible("".join(token.text for token in before)))
+        if piece.dropped:
+            text.append(f" [... {piece.dropped} tokens left out ...] ", "bold yellow not dim")
+            text.append(_visible("".join(token.text for token in after)))
+        table.add_row(Text(NAMES[piece.part], style), Text(str(piece.count), "dim"), text)
+    heading = Text(_visible(sample), "bold")
+    return Group(heading, Text(facts(rendered, kind=kind, seconds=seconds), "dim"), Text(""), table)
+
+
+class _Reader:
+    """Gives each token the text it adds to those before it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._known = 0  # tokens whose text was given
+
+    def read(self, token: int) -> str:
+        self._ids.append(token)
+        before, now = self._decode(self._ids[: self._known]), self._decode(self._ids)
+        if now.endswith("\ufffd") and len(self._ids) - self._known < 4:
+            return ""  # a byte of a character whose others come next
+        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        return now[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _visible(text: str) -> str:
+    """With line breaks and other invisible characters as signs."""
+    signs = {"\n": "↵", "\t": "→"}
+    return "".join(
+        signs.get(character, character if character.isprintable() else "\ufffd")
+        for character in text
+    )

@@ -1,0 +1,276 @@
+"""Any video chat model of Transformers whose processor is known here: frames, placeholders and answers as it has them.
+
+LLaVA-NeXT-Video (arXiv 2407.07895's models), Qwen2.5-VL, Qwen3-VL, SmolVLM2 and InternVL3 in their Transformers
+form. Pictures are prepared on the device, without torchvision.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data.chat.conversation import Conversation, Kind
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.template import MediaText, render_template
+from dit_lora.data_config import VideoShape
+from dit_lora.errors import DitLoraError
+from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.base import local_checkpoint
+from dit_lora.families.chat_base import Viewing, answered_losses
+from dit_lora.families.chat_layouts import (
+    Fit,
+    InternVLLayout,
+    Layout,
+    LlavaNextVideoLayout,
+    SmolVLMLayout,
+)
+from dit_lora.families.chat_options import refuse_options_of_diffusion
+from dit_lora.families.chat_qwen import QwenLayout
+from dit_lora.numerics.streams import Streams
+from dit_lora.objectives import LossOutput
+
+_FRAMES = 8  # where no recipe says how many
+LAYOUTS: Mapping[str, Callable[[Any, Path, Any], Layout]] = {
+    "llava_next_video": LlavaNextVideoLayout.of,
+    "qwen2_5_vl": QwenLayout.of,
+    "qwen3_vl": QwenLayout.of,
+    "smolvlm": SmolVLMLayout.of,
+    "internvl": InternVLLayout.of,
+}
+"""By the `model_type` of a checkpoint's config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRendered(Rendered):
+    """A conversation with the seconds of its frames, which some models count positions by."""
+
+    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template and the tokenizer that fills it in."""
+
+    tokenizer: Any
+    text: str
+
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any:
+        return self.tokenizer.apply_chat_template(
+            conversation,
+            chat_template=self.text,
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+
+@dataclass(frozen=True)
+class VideoTextCheckpoint:
+    """One opened checkpoint of a Transformers video chat model."""
+
+    path: Path
+    config: Any
+    tokenizer: Any
+    layout: Layout
+    how: Viewing
+
+    @property
+    def fit(self) -> Fit:
+        return self.layout.fit
+
+    def for_recipe(self, recipe: Recipe) -> "VideoTextCheckpoint":
+        refuse_options_of_diffusion(recipe)
+        return self.viewing(Viewing.of(recipe))
+
+    def viewing(self, how: Viewing) -> "VideoTextCheckpoint":
+        wrong = self.layout.wrong(how.height, how.width)
+        if wrong:
+            raise DitLoraError(
+                f"data.height x data.width is {how.height}x{how.width}; for {self.config.model_type} give {wrong}"
+            )
+        if how.tiles is not None:
+            raise DitLoraError(
+                f"chat.tiles: {self.config.model_type} has tiles of its own; remove it"
+            )
+        if not how.timestamps and self.layout.timed:
+            raise DitLoraError(
+                f"chat.timestamps: false: {self.config.model_type} is always told when its frames are; remove it"
+            )
+        return replace(self, how=how)
+
+    def model_files(self) -> Sequence[Path]:
+        return [self.path]
+
+    def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
+        if kind == "text":
+            return None
+        frames = self.how.frames if kind == "video" else 1
+        return self.layout.shape(frames, height, width, (self.how.height, self.how.width))
+
+    def render(
+        self,
+        conversation: Conversation,
+        shape: VideoShape | None,
+        seconds: Sequence[float] = (),
+        *,
+        answered: bool = True,
+        prefix: str = "",
+    ) -> Rendered:
+        media, video = None, shape is not None and shape.frames > 1
+        if shape is None:
+            conversation = replace(conversation, kind="text")
+        else:
+            if video and self.layout.timed and len(seconds) != shape.frames:
+                raise DitLoraError(
+                    f"{conversation.id}: {self.config.model_type} is told when its frames are; got "
+                    f"{len(seconds)} times for {shape.frames} frames"
+                )
+            # A video of one frame is an image.
+            conversation = replace(conversation, kind="video" if video else "image")
+            media = MediaText(
+                self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds)
+            )
+        template = ChatTemplate(self.tokenizer, self._template(video=video))
+        rendered = render_template(
+            template, self.tokenizer, conversation, media, answered=answered, prefix=prefix
+        )
+        return TimedRendered(rendered.pieces, rendered.instruction, tuple(seconds) if video else ())
+
+    def load_model(self, dtype: torch.dtype) -> nn.Module:
+        model = AutoModelForImageTextToText.from_pretrained(
+            self.path, dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+        return with_answer_losses(model.requires_grad_(False))
+
+    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `ChatCheckpoint`; Qwen2.5-VL's videos also need the `seconds` of their frames, (B, F)."""
+        input_ids, pixels = batch["input_ids"], batch.get("pixels")
+        if pixels is None:
+            return {"input_ids": input_ids}
+        made = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
+        return {"input_ids": input_ids, **made}
+
+    def losses(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        return answered_losses(self, model, batch)
+
+    def answer(
+        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
+    ) -> str:
+        batch = {"input_ids": torch.tensor([rendered.ids])}
+        if pixels is not None:
+            batch["pixels"] = pixels[None]
+        if isinstance(rendered, TimedRendered) and rendered.seconds:
+            batch["seconds"] = torch.tensor([rendered.seconds])
+        device = next(model.parameters()).device
+        given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
+        generate: Any = model.generate
+        with torch.no_grad():
+            # What a checkpoint's generation_config.json has for sampling, and its penalty, is set back.
+            said = generate(
+                **given,
+                attention_mask=torch.ones_like(given["input_ids"]),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                repetition_penalty=1.0,
+            )
+        new = said[0, given["input_ids"].shape[1] :]
+        return self.tokenizer.decode(new, skip_special_tokens=True).strip()
+
+    def _template(self, *, video: bool) -> str:
+        """As the processor finds it: of SmolVLM's videos one of its own, else the processor's, else the tokenizer's."""
+        if video and self.config.model_type == "smolvlm":
+            from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+            return DEFAULT_CHAT_TEMPLATE
+        older = self.path / "chat_template.json"
+        if older.is_file() and not (self.path / "chat_template.jinja").is_file():
+            return json.loads(older.read_text(encoding="utf-8"))["chat_template"]
+        template = self.tokenizer.chat_template
+        if not isinstance(template, str):
+            raise DitLoraError(
+                f"{self.path} has no chat template: fetch its chat_template.jinja or .json"
+            )
+        return template
+
+
+@dataclass(frozen=True)
+class VideoTextFamily:
+    """Video chat models of Transformers."""
+
+    name: str = "chat"
+    lora_targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    lora_within: tuple[str, ...] = ("language_model", "text_model")  # the latter is SmolVLM's
+    group_patterns: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "connector": (
+                "model.multi_modal_projector.*",  # LLaVA-NeXT-Video, InternVL
+                "model.image_newline",
+                "model.visual.merger.*",  # Qwen
+                "model.visual.deepstack_merger_list.*",
+                "model.connector.*",  # SmolVLM
+            ),
+            "backbone": ("model.vision_tower.*", "model.visual.*", "model.vision_model.*"),
+        }
+    )
+    tiny_variants: tuple[str, ...] = (
+        "llava-next-video",
+        "qwen2.5-vl",
+        "qwen3-vl",
+        "smolvlm2",
+        "internvl",
+    )
+
+    def open(self, model: ModelConfig) -> VideoTextCheckpoint:
+        path = local_checkpoint(model)
+        found = _model_type(path)
+        if found not in LAYOUTS:
+            raise DitLoraError(
+                f"model.path: {model.path} holds a {found} model; the family chat trains {', '.join(LAYOUTS)}"
+            )
+        config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        layout = LAYOUTS[found](config, path, tokenizer)
+        how = Viewing(_FRAMES, layout.native, layout.native)
+        return VideoTextCheckpoint(path, config, tokenizer, layout, how)
+
+    def build_tiny(self, variant: str, out: Path, seed: int) -> None:
+        from dit_lora.families.tiny_chat import build_tiny_chat
+
+        build_tiny_chat(variant, out, seed)
+
+
+def _model_type(path: Path) -> str:
+    """The `model_type` of its config.json."""
+    file = path / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DitLoraError(
+            f"{path} is not a Transformers checkpoint: it has no config.json"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DitLoraError(f"cannot read {file}: {error}") from error
+    return str(found.get("model_type", "nameless"))
+
+
+FAMILY = VideoTextFamily()

@@ -1,0 +1,75 @@
+"""Options of a recipe that mean something for diffusion and nothing for a model that answers."""
+
+from collections.abc import Mapping, Sequence
+
+from dit_lora.config import Recipe, ValidationConfig
+from dit_lora.errors import DitLoraError, listed
+
+
+def refuse_options_of_diffusion(recipe: Recipe, takes: Sequence[str] = ()) -> None:
+    """Raise one error that lists every option the recipe sets and no chat family has: all but those in `takes`.
+
+    `chat.tiles` is among them, as most have no tiles of their own.
+    """
+    wrong = [
+        f"{name}: {why}"
+        for name, (is_set, why) in _given(recipe).items()
+        if is_set and name not in takes
+    ]
+    if wrong:
+        raise DitLoraError(
+            listed(
+                f"family {recipe.model.family} has nothing that these apply to; remove them", wrong
+            )
+        )
+
+
+def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
+    """What is set, and what a chat model has in its place."""
+    data, train, chat = recipe.data, recipe.train, recipe.chat
+    sources = data.all_sources
+    captions = "the annotation file has questions and answers"
+    shapes = "the model's own picture sizes apply"
+    return {
+        "data.classes": (data.classes is not None, captions),
+        "data.caption_column": (
+            data.caption_column is not None or any(one.caption_column for one in sources),
+            captions,
+        ),
+        "data.image_column": (any(one.image_column for one in sources), captions),
+        "data.sources.caption": (any(one.caption is not None for one in sources), captions),
+        "data.sources.generate": (
+            any(one.generate is not None for one in sources),
+            "no video is made",
+        ),
+        "data.caption_dropout": (data.caption_dropout > 0, "there is no guidance"),
+        "data.image_dropout": (data.image_dropout > 0, "no video starts from an image"),
+        "data.image_noise": (data.image_noise is not None, "no video starts from an image"),
+        "data.flip": (data.flip, "answers say left and right"),
+        "data.fps": (data.fps is not None, "data.frames are taken from all of a video"),
+        "data.buckets": (data.buckets is not None, shapes),
+        "data.windows": (data.windows != 1, "give `start` and `end` in the annotations"),
+        "data.precompute": (not data.precompute, "frames are always read as they are needed"),
+        "chat.tiles": (chat is not None and chat.tiles is not None, shapes),
+        "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
+        "train.vlb": (train.vlb is not None, "there is no variance"),
+        "model.from_scratch": (
+            recipe.model.from_scratch is not None,
+            "a chat model starts trained",
+        ),
+        **_validation(recipe.validation),
+    }
+
+
+def _validation(given: ValidationConfig) -> dict[str, tuple[bool, str]]:
+    usual = ValidationConfig()
+    answers = "answers are greedy"
+    return {
+        "validation.images": (bool(given.images), "give validation.media"),
+        "validation.inference_steps": (given.inference_steps != usual.inference_steps, answers),
+        "validation.guidance_scale": (given.guidance_scale != usual.guidance_scale, answers),
+        "validation.held_out_draws": (
+            given.held_out_draws not in (0, usual.held_out_draws),
+            "there is no noise to draw; 0 turns the held-out loss off",
+        ),
+    }

@@ -1,0 +1,222 @@
+"""VideoChat2: a UMT-L video encoder, a Q-Former that reads the instruction, and a language model (arXiv 2311.17005).
+
+A checkpoint is a folder that `dit-lora convert videochat2` makes of the released files, or `dit-lora tiny`. Facts of
+prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data.chat.conversation import Conversation, Kind
+from dit_lora.data.chat.prompts import instruction_text, render_prompt
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data_config import VideoShape
+from dit_lora.errors import DitLoraError
+from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.base import local_checkpoint, read_component_config
+from dit_lora.families.chat_base import Viewing, answered_losses
+from dit_lora.families.chat_options import refuse_options_of_diffusion
+from dit_lora.models.videochat2.configuration import VideoChat2Config
+from dit_lora.numerics.streams import Streams
+from dit_lora.objectives import LossOutput
+
+# ImageNet's, as the original normalises (dataset/__init__.py).
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_MOST_INSTRUCTION = 512  # tokens that the Q-Former's BERT has positions for
+_TILE = 224  # pixels a side, by which the original counts
+
+
+@dataclass(frozen=True)
+class VideoChat2Checkpoint:
+    """One opened VideoChat2 folder."""
+
+    path: Path
+    config: VideoChat2Config
+    how: Viewing
+    system: str = ""
+    fit: Literal["stretch", "cover"] = "stretch"
+
+    def for_recipe(self, recipe: Recipe) -> "VideoChat2Checkpoint":
+        refuse_options_of_diffusion(recipe, takes=("chat.tiles",))
+        return self.viewing(Viewing.of(recipe))
+
+    def viewing(self, how: Viewing) -> "VideoChat2Checkpoint":
+        size = self.config.vision_config["image_size"]
+        if (how.height, how.width) != (size, size):
+            raise DitLoraError(
+                f"data.height x data.width is {how.height}x{how.width}; this vision encoder sees {size}x{size}"
+                + (" a tile (chat.tiles)" if how.tiles else "; chat.tiles shows it more of a picture")
+            )
+        return replace(self, how=how)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path)
+
+    @cached_property
+    def qformer_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path / "qformer_tokenizer")
+
+    @property
+    def pad_token_id(self) -> int:
+        found = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if found is None else found
+
+    def model_files(self) -> Sequence[Path]:
+        return [self.path]
+
+    def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
+        if kind == "text":
+            return None
+        frames = self.how.frames if kind == "video" else 1
+        rows, columns = tile_grid(height, width, self.how.tiles) if self.how.tiles else (1, 1)
+        return VideoShape(frames, rows * self.how.height, columns * self.how.width)
+
+    def render(
+        self,
+        conversation: Conversation,
+        shape: VideoShape | None,
+        seconds: Sequence[float] = (),
+        *,
+        answered: bool = True,
+        prefix: str = "",
+    ) -> Rendered:
+        rendered = render_prompt(
+            self.config.prompt_format,
+            conversation,
+            self.tokenizer,
+            self.config.media_token_id,
+            self.config.num_media_tokens(shape.height, shape.width) if shape else 0,
+            seconds,
+            timestamps=self.how.timestamps,
+            answered=answered,
+        )
+        if not self.config.qformer_config["use_text"] or shape is None:
+            return rendered
+        text = instruction_text(self.config.prompt_format, conversation)
+        ids = self.qformer_tokenizer(text, truncation=True, max_length=_MOST_INSTRUCTION).input_ids
+        return replace(rendered, instruction=tuple(ids))
+
+    def load_model(self, dtype: torch.dtype) -> nn.Module:
+        from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
+
+        model = VideoChat2ForConditionalGeneration.from_pretrained(
+            self.path, dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+        return with_answer_losses(model.requires_grad_(False))
+
+    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given = {"input_ids": batch["input_ids"]}
+        if "pixels" in batch:
+            pixels = batch["pixels"]
+            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in (_MEAN, _STD))
+            scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
+            given["pixel_values"] = scaled
+        return given | {
+            name: batch[name]
+            for name in ("instruction_ids", "instruction_mask")
+            if name in batch
+        }
+
+    def losses(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        return answered_losses(self, model, batch)
+
+    def answer(
+        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
+    ) -> str:
+        batch = {"input_ids": torch.tensor([rendered.ids])}
+        if pixels is not None:
+            batch["pixels"] = pixels[None]
+        if rendered.instruction:
+            batch["instruction_ids"] = torch.tensor([rendered.instruction])
+            batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
+        device = next(model.parameters()).device
+        given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
+        generate: Any = model.generate
+        with torch.no_grad():
+            said = generate(**given, max_new_tokens=max_tokens, do_sample=False)
+        new = said[0, len(rendered) :]
+        return self.tokenizer.decode(new, skip_special_tokens=True).strip()
+
+
+def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:
+    """Rows and columns of at most `most` tiles, whose ratio is nearest to the picture's.
+
+    Of equally near ones the smaller, unless the picture has more than half of the larger one's pixels (at 224 a
+    side), as dataset/hd_utils.py chooses.
+    """
+    every = [(r, c) for r in range(1, most + 1) for c in range(1, most + 1) if r * c <= most]
+    best, least = (1, 1), float("inf")
+    for rows, columns in sorted(every, key=lambda grid: grid[0] * grid[1]):
+        distance = abs(width / height - columns / rows)
+        if distance < least:
+            best, least = (rows, columns), distance
+        elif distance == least and height * width > 0.5 * _TILE**2 * rows * columns:
+            best = (rows, columns)
+    return best
+
+
+@dataclass(frozen=True)
+class VideoChat2Family:
+    """VideoChat2, Mistral, Vicuna or Phi-3."""
+
+    name: str = "videochat2"
+    # lm_head too, as scripts/videochat_mistral trains it.
+    lora_targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    )
+    lora_within: tuple[str, ...] = ("language_model", "lm_head")
+    group_patterns: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "connector": ("model.projection.*", "model.query_tokens", "model.extra_query_tokens"),
+            "backbone": ("model.vision_encoder.*", "model.vision_layernorm.*", "model.qformer.*"),
+        }
+    )
+    tiny_variants: tuple[str, ...] = (
+        "videochat2-mistral",
+        "videochat2-vicuna",
+        "videochat2-phi3",
+        "videochat2-hd",
+    )
+
+    def open(self, model: ModelConfig) -> VideoChat2Checkpoint:
+        path = local_checkpoint(model)
+        found = read_component_config(path, ".").get("model_type")
+        if found != "videochat2":
+            raise DitLoraError(
+                f"model.path: {model.path} holds a {found} model, not a videochat2; make one of the released files "
+                "with dit-lora convert videochat2"
+            )
+        config = VideoChat2Config.from_pretrained(path)
+        size = config.vision_config["image_size"]
+        return VideoChat2Checkpoint(
+            path, config, Viewing(config.vision_config["num_frames"], size, size)
+        )
+
+    def build_tiny(self, variant: str, out: Path, seed: int) -> None:
+        from dit_lora.families.tiny_videochat2 import build_tiny
+
+        build_tiny(variant, out, seed)
+
+
+FAMILY = VideoChat2Family()

@@ -1,0 +1,382 @@
+"""VideoChat2's released .pth files and a language model's folder to one checkpoint folder of ours.
+
+    convert_videochat2(
+        Path("videochat2-mistral"),
+        llm=Path("Mistral-7B-Instruct-v0.2"),
+        vision=Path("umt_l16_qformer.pth"),
+        stages=[Path("videochat2_mistral_7b_stage2.pth"), Path("videochat2_mistral_7b_stage3.pth")],
+        qformer_tokenizer=Path("bert-base-uncased"),
+    )
+
+Values as in video_chat2/configs/config_mistral.json and its siblings, which differ in the language model alone.
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.models.videochat2.configuration import VideoChat2Config
+from dit_lora.models.videochat2.gather import Sources, Stored, check, collect
+from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
+from dit_lora.models.videochat2.released import (
+    MODEL_TYPES,
+    PROMPT_FORMATS,
+    ReleasedFile,
+    is_instruction_tuned,
+    language_model_of,
+    read_released,
+)
+
+EXTRA_QUERIES = "model.extra_query_tokens"
+QFORMER_TOKENIZER = "qformer_tokenizer"
+GENERATION = "generation_config.json"
+ADAPTER = "adapter"
+"""Folder of a LoRA that was kept."""
+LORA_ALPHA = 32.0  # config_7b_stage3.py; the files do not say
+QUERY_STD = 0.02  # BERT's initializer_range, as init_Qformer draws the other queries
+SHARD_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of every tensor."""
+
+    path: Path
+    tensors: Mapping[str, int]
+    """How many of ours came from which file."""
+    unused: Mapping[str, tuple[str, ...]]
+    """Why, and which of theirs."""
+    lora: str
+    """What was done with the LoRA; empty where there is none."""
+    fresh: tuple[str, ...]
+    """Ours that no file has and that were drawn."""
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The report, for a person."""
+        return [
+            f"{self.path}: {sum(self.tensors.values())} tensors",
+            *(f"  {count} of {file}" for file, count in self.tensors.items()),
+            *([f"  {self.lora}"] if self.lora else []),
+            *(f"  drawn, as no file has it: {name}, N(0, {QUERY_STD})" for name in self.fresh),
+            *(f"  not needed, {len(names)}: {why}" for why, names in self.unused.items()),
+            *(f"  {note}" for note in self.notes),
+        ]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a conversion is put together from, opened."""
+
+    llm: Path
+    files: Sequence[ReleasedFile]
+    tuned: bool
+    """Whether a file of stage 3 or later is among them."""
+    kind: str
+    """`mistral`, `llama` or `phi`."""
+    text_config: PreTrainedConfig
+    tokenizer: Any
+    reader: Any
+    """The Q-Former's tokenizer."""
+    notes: tuple[str, ...]
+
+    def model_config(self, given: Mapping[str, Any], legacy: bool | None) -> VideoChat2Config:
+        values = {
+            "prompt_format": PROMPT_FORMATS[self.kind],
+            "legacy": self.tuned if legacy is None else legacy,
+            "text_config": self.text_config,
+            **given,
+        }
+        qformer = {"vocab_size": len(self.reader), **given.get("qformer_config", {})}
+        return VideoChat2Config(**{**values, "qformer_config": qformer})
+
+    def write_rest(self, folder: Path) -> None:
+        """Both tokenizers, and how the language model generates."""
+        self.tokenizer.save_pretrained(folder)
+        self.reader.save_pretrained(folder / QFORMER_TOKENIZER)
+        if (self.llm / GENERATION).is_file():
+            shutil.copyfile(self.llm / GENERATION, folder / GENERATION)
+
+
+def convert_videochat2(
+    out: Path,
+    *,
+    llm: Path,
+    vision: Path | None,
+    stages: Sequence[Path],
+    qformer_tokenizer: Path,
+    legacy: bool | None = None,
+    keep_adapter: bool = False,
+    lora_alpha: float = LORA_ALPHA,
+    config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[str], None] | None = None,
+) -> Conversion:
+    """Write `out`, which must not exist, with every tensor of the files placed or accounted for.
+
+    `vision` is stage 1's umt_l16_qformer.pth; `stages` go over it in their order. Without `legacy` the released
+    arithmetic is kept (`VideoChat2Config.legacy`) if a file of stage 3 or later is among them. That file's LoRA is
+    added to the language model in fp32 and rounded once, to the dtype of its weights; with `keep_adapter`, it is
+    `out/adapter` in PEFT's format instead. `config` goes over VideoChat2Config's values, for other sizes.
+
+    dtypes are those of the files. At most a shard is in memory. Raises one DitLoraError that lists every tensor that
+    is unknown, missing, of another shape or not finite; then, and if it is interrupted, `out` does not exist.
+    """
+    _check_paths(out, llm, vision, stages, qformer_tokenizer)
+    parts = _open(llm, vision, stages, qformer_tokenizer)
+    ours = parts.model_config(config or {}, legacy)
+    with torch.device("meta"):
+        model = VideoChat2ForConditionalGeneration(ours)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if ours.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    blocks = len(model.model.vision_encoder.encoder.blocks)
+    use_text = ours.qformer_config["use_text"]
+    sources = collect(llm, parts.files, blocks=blocks, use_text=use_text)
+    fresh = _draw_extra_queries(sources, expected, seed)
+    check(sources, expected)
+    adapter = _Adapter(sources, lora_alpha)
+    with _aside(out) as folder:
+        if keep_adapter:
+            adapter.save(folder / ADAPTER)
+        else:
+            adapter.merge()
+        _write_shards(folder, sources, list(expected), shard_bytes, progress)
+        ours.architectures = [type(model).__name__]
+        ours.save_pretrained(folder)
+        parts.write_rest(folder)
+    notes = (*parts.notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
+    counts = Counter(sources.weights[name].file.name for name in expected)
+    unused = {why: tuple(names) for why, names in sources.unused.items()}
+    return Conversion(out, counts, unused, adapter.done, fresh, notes)
+
+
+def _check_paths(
+    out: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
+) -> None:
+    wrong = [f"{out} exists; choose another folder"] if out.exists() else []
+    wrong += [
+        f"{folder} is no folder of a {what}"
+        for folder, what in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
+        if not folder.is_dir()
+    ]
+    wrong += [
+        f"no file {path}" for path in [*([vision] if vision else []), *stages] if not path.is_file()
+    ]
+    if not stages:
+        wrong.append(
+            "no file of stage 2 or later was given, so nothing projects to the language model"
+        )
+    if wrong:
+        raise DitLoraError(listed("cannot convert VideoChat2:", wrong))
+
+
+def _open(llm: Path, vision: Path | None, stages: Sequence[Path], qformer: Path) -> _Parts:
+    released = [read_released(path) for path in stages]
+    files = [read_released(vision), *released] if vision else released
+    tokenizer, reader = _tokenizers(llm, qformer)
+    kind = _language_model(released)
+    text_config, notes = _text_config(llm, kind, tokenizer)
+    tuned = any(is_instruction_tuned(file.tensors) for file in released)
+    return _Parts(llm, files, tuned, kind, text_config, tokenizer, reader, notes)
+
+
+def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
+    """The language model's, which pads as the original does, and the Q-Former's with [DEC] (blip2.py)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(llm)
+        reader = AutoTokenizer.from_pretrained(qformer_tokenizer, truncation_side="left")
+    except (ValueError, OSError) as error:
+        raise DitLoraError(
+            f"cannot load a tokenizer of {llm} or {qformer_tokenizer}: {error}"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if reader.bos_token != "[DEC]":
+        reader.add_special_tokens({"bos_token": "[DEC]"})
+    return tokenizer, reader
+
+
+def _language_model(files: Sequence[ReleasedFile]) -> str:
+    """`mistral`, `llama` or `phi`; all files agree."""
+    found = {file.path: language_model_of(file.tensors) for file in files}
+    kinds = {kind for kind in found.values() if kind}
+    if len(kinds) == 1:
+        return kinds.pop()
+    raise DitLoraError(
+        listed(
+            f"the files must be of one language model ({', '.join(f'{k}_proj' for k in PROMPT_FORMATS)}):",
+            [f"{path}: {kind or 'of none'}" for path, kind in found.items()],
+        )
+    )
+
+
+def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+    """The language model's config, whose BOS is its tokenizer's: old LLaMA folders disagree."""
+    try:
+        text_config = AutoConfig.from_pretrained(llm)
+    except (ValueError, OSError) as error:
+        raise DitLoraError(f"cannot read the language model's config in {llm}: {error}") from error
+    if text_config.model_type != MODEL_TYPES[kind]:
+        raise DitLoraError(
+            f"the released files are of a {MODEL_TYPES[kind]} language model ({kind}_proj); {llm} is a "
+            f"{text_config.model_type}"
+        )
+    named, own = text_config.bos_token_id, tokenizer.bos_token_id
+    text_config.bos_token_id = own
+    return text_config, () if named == own else (f"bos_token_id {named} -> {own}, the tokenizer's",)
+
+
+def _draw_extra_queries(
+    sources: Sources, expected: Mapping[str, tuple[int, ...]], seed: int
+) -> tuple[str, ...]:
+    if EXTRA_QUERIES in sources.weights:
+        return ()
+    drawn = QUERY_STD * torch.randn(
+        expected[EXTRA_QUERIES], generator=torch.Generator().manual_seed(seed)
+    )
+    sources.weights[EXTRA_QUERIES] = Stored(Path("(drawn)"), tuple(drawn.shape), lambda: drawn)
+    return (EXTRA_QUERIES,)
+
+
+class _Adapter:
+    """The LoRA among the sources, at scale alpha / rank."""
+
+    def __init__(self, sources: Sources, alpha: float) -> None:
+        self.sources, self.alpha, self.done = sources, alpha, ""
+        ranks = {lora["A"].shape[0] for lora in sources.lora.values()}
+        if len(ranks) > 1:
+            raise DitLoraError(
+                f"the LoRA's layers are of one rank in every release; got {sorted(ranks)}"
+            )
+        self.rank = ranks.pop() if ranks else 0
+        self.update = self.rounding = 0.0
+
+    def merge(self) -> None:
+        """Put W + alpha / rank * B A, in fp32 and rounded once, in the place of each W; done when that is read."""
+        for module in self.sources.lora:
+            name = f"{module}.weight"
+            base = self.sources.weights[name]
+            self.sources.weights[name] = Stored(
+                base.file, base.shape, partial(self._merged, module, base)
+            )
+
+    def _merged(self, module: str, base: Stored) -> torch.Tensor:
+        lora, weight = self.sources.lora[module], base.read()
+        update = self.alpha / self.rank * (lora["B"].read().float() @ lora["A"].read().float())
+        exact = weight.float() + update
+        merged = exact.to(weight.dtype)
+        self.update += float(update.square().sum(dtype=torch.float64))
+        self.rounding += float((merged.float() - exact).square().sum(dtype=torch.float64))
+        off = (self.rounding / self.update) ** 0.5 if self.update else 0.0
+        self.done = (
+            f"LoRA of {len(self.sources.lora)} layers merged at scale {self.alpha / self.rank:g} (alpha {self.alpha:g}, "
+            f"rank {self.rank}); rounding to {str(merged.dtype).removeprefix('torch.')} is off by {off:.2%} of the update"
+        )
+        return merged
+
+    def save(self, folder: Path) -> None:
+        """Write the LoRA as PEFT does: adapter_config.json and adapter_model.safetensors."""
+        if not self.sources.lora:
+            raise DitLoraError(
+                "keep_adapter needs a file with LoRA, of stage 3 or later; these have none"
+            )
+        tensors = {}
+        for module, lora in self.sources.lora.items():
+            tensors[f"base_model.model.{module}.lora_A.weight"] = lora["A"].read().contiguous()
+            tensors[f"base_model.model.{module}.lora_B.weight"] = lora["B"].read().contiguous()
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        peft.LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]
+            target_modules=sorted(self.sources.lora),
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+        ).save_pretrained(str(folder))
+        self.done = f"LoRA of {len(self.sources.lora)} layers kept in {ADAPTER}/ (alpha {self.alpha:g}, rank {self.rank})"
+
+
+def _write_shards(
+    folder: Path,
+    sources: Sources,
+    names: Sequence[str],
+    shard_bytes: int,
+    progress: Callable[[str], None] | None,
+) -> None:
+    """Write the tensors as Transformers shards them; raises after the last if any is not finite."""
+    shards: list[list[str]] = []
+    written = size = 0
+    bad: list[str] = []
+    for tensors in _shards(sources, names, shard_bytes):
+        bad += [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        save_file(tensors, folder / _shard_name(len(shards)), metadata={"format": "pt"})
+        shards.append(list(tensors))
+        written += len(tensors)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors  # else the next shard is read beside this one
+        if progress is not None:
+            progress(f"{written} of {len(names)} tensors, {size / 2**30:.2f} GiB")
+    if bad:
+        raise DitLoraError(
+            listed(
+                "these tensors are not finite:",
+                [f"{sources.weights[name].file.name}: {name}" for name in bad],
+            )
+        )
+    if len(shards) == 1:
+        (folder / _shard_name(0)).rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / _shard_name(number)).rename(folder / final)
+        weight_map.update(dict.fromkeys(shard, final))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number}.safetensors"
+
+
+def _shards(
+    sources: Sources, names: Sequence[str], shard_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors, in groups of up to `shard_bytes`, or one that is larger; read when asked for."""
+    tensors: dict[str, torch.Tensor] = {}
+    size = 0
+    for name in names:
+        tensor = sources.weights[name].read().contiguous()
+        if tensors and size + tensor.nbytes > shard_bytes:
+            yield tensors
+            tensors, size = {}, 0
+        tensors[name] = tensor
+        size += tensor.nbytes
+    yield tensors
+
+
+@contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` at the end, or goes away if there is none."""
+    staged = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    staged.mkdir(parents=True)
+    try:
+        yield staged
+        staged.rename(out)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""Every tensor of the released files and of the language model's folder, by our names, still on disk."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.models.videochat2.released import (
+    ReleasedFile,
+    language_model_name,
+    place,
+    read_released,
+    why_unused,
+)
+
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_PICKLED_INDEX, _PICKLED_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file, on disk until `read`."""
+
+    file: Path
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass
+class Sources:
+    """Where each of our tensors comes from; a later file replaces an earlier one's."""
+
+    weights: dict[str, Stored] = field(default_factory=dict)
+    lora: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    """By our layer: `A` (rank, inputs) and `B` (outputs, rank)."""
+    unused: dict[str, list[str]] = field(default_factory=dict)
+    """By the reason, theirs."""
+    unknown: list[str] = field(default_factory=list)
+
+
+def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool) -> Sources:
+    """The folder's tensors, then the files' over them, in their order.
+
+    `blocks` and `use_text` as `why_unused` takes them. Raises DitLoraError where a file cannot be read.
+    """
+    sources = Sources()
+    for name, stored in _language_model_weights(llm):
+        if reason := why_unused(name, blocks=blocks, use_text=use_text):
+            sources.unused.setdefault(reason, []).append(f"{stored.file.name}: {name}")
+        else:
+            sources.weights[language_model_name(name)] = stored
+    for file in files:
+        for key in file.beside:
+            reason = "of a training run, beside its `model`"
+            sources.unused.setdefault(reason, []).append(f"{file.path.name}: {key}")
+        for name, tensor in file.tensors.items():
+            reason = why_unused(name, blocks=blocks, use_text=use_text)
+            if reason:
+                sources.unused.setdefault(reason, []).append(f"{file.path.name}: {name}")
+            else:
+                _place(sources, file.path, name, tensor)
+    return sources
+
+
+def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
+    found, stored = place(name), Stored(file, tuple(tensor.shape), tensor.detach)
+    if found is None:
+        sources.unknown.append(f"{file.name}: {name}")
+    elif found.part == "weight":
+        sources.weights[found.name] = stored
+    else:
+        sources.lora.setdefault(found.name, {})[found.part] = stored
+
+
+def _language_model_weights(llm: Path) -> Iterator[tuple[str, Stored]]:
+    """Names and tensors of a folder of Transformers: safetensors, or, as old Vicunas have it, .bin files."""
+    for index, weights, entries in (
+        (_INDEX, _WEIGHTS, _safetensors),
+        (_PICKLED_INDEX, _PICKLED_WEIGHTS, _pickled),
+    ):
+        names = [weights]
+        if (llm / index).is_file():
+            named = json.loads((llm / index).read_text(encoding="utf-8"))["weight_map"]
+            names = list(dict.fromkeys(named.values()))
+        elif not (llm / weights).is_file():
+            continue
+        absent = [str(llm / name) for name in names if not (llm / name).is_file()]
+        if absent:
+            raise DitLoraError(listed(f"{llm / index} names files that are not there:", absent))
+        for name in names:
+            yield from entries(llm / name)
+        return
+    raise DitLoraError(
+        f"{llm} has no weights; looked for {_INDEX}, {_WEIGHTS}, {_PICKLED_INDEX} and {_PICKLED_WEIGHTS}"
+    )
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Stored]]:
+    def read(name: str) -> torch.Tensor:
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        raise DitLoraError(f"{file} is no whole safetensors file: {error}") from error
+    for name, shape in shapes.items():
+        yield name, Stored(file, shape, partial(read, name))
+
+
+def _pickled(file: Path) -> Iterator[tuple[str, Stored]]:
+    for name, tensor in read_released(file).tensors.items():
+        yield name, Stored(file, tuple(tensor.shape), tensor.detach)
+
+
+def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise one error with everything that is unknown, missing or of another shape."""
+    wrong = [f"{name}: unknown" for name in sources.unknown]
+    for name, stored in sources.weights.items():
+        shape = expected.get(name)
+        if shape is None:
+            wrong.append(f"{stored.file.name}: {name}: not of this model")
+        elif shape != stored.shape:
+            wrong.append(
+                f"{stored.file.name}: {name}: shape {stored.shape}, the config makes {shape}"
+            )
+    wrong += [
+        f"{name}: missing from every file" for name in expected if name not in sources.weights
+    ]
+    for module, lora in sources.lora.items():
+        wrong += _lora_faults(module, lora, expected.get(f"{module}.weight"))
+    if wrong:
+        raise DitLoraError(listed("these files do not make a VideoChat2 of this config:", wrong))
+
+
+def _lora_faults(
+    module: str, lora: Mapping[str, Stored], shape: tuple[int, ...] | None
+) -> list[str]:
+    if shape is None:
+        return [f"LoRA of {module}: the model has no such layer"]
+    if len(lora) < 2:
+        return [f"LoRA of {module}: {next(iter(lora))} without its other half"]
+    a, b = lora["A"].shape, lora["B"].shape
+    if (b[:1] + a[1:], a[:1]) != (shape, b[1:]):
+        return [f"LoRA of {module}: A {a}, B {b} for a weight of {shape}"]
+    return []

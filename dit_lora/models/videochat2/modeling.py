@@ -1,0 +1,263 @@
+"""VideoChat2: frames through a video transformer and a Q-Former to tokens of a causal language model.
+
+Source: OpenGVLab/Ask-Anything, video_chat2/models/videochat_mistra/videochat2_it_mistral.py and
+videochat2_it_hd_mistral.py (MVBench, arXiv 2311.17005); the Vicuna and Phi-3 variants differ in the language model.
+Parameters have the original's names, below `model`, but for `projection` (there `mistral_proj`, ...) and
+`language_model` (there `mistral_model`, ...). Nothing here casts a module or opens an autocast.
+
+Shapes: B batch, L tokens, F frames, H and W pixels, I tokens of the instruction, V views of a picture (tiles and the
+whole), Q queries, N vision tokens, D width.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.models.videochat2.configuration import VideoChat2Config
+from dit_lora.models.videochat2.qformer import VideoChat2QFormer
+from dit_lora.models.videochat2.vision import VideoChat2Vision, VideoChat2VisionAttention
+
+QUERY_STD = (
+    0.02  # blip2.py: BERT's initializer_range; the original leaves the extra queries at zero
+)
+
+
+class VideoChat2PreTrainedModel(PreTrainedModel):
+    """Initialisation and the switches of Transformers, for the trunk and for the whole."""
+
+    config_class = VideoChat2Config
+    config: VideoChat2Config
+    base_model_prefix = "model"
+    input_modalities = ("image", "video", "text")
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["VideoChat2VisionBlock", "VideoChat2QFormerLayer"]
+    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """New queries are N(0, 0.02), the extra ones too: a constant row makes LayerNorm's gradient 1/eps**0.5."""
+        super()._init_weights(module)
+        if isinstance(module, VideoChat2VisionAttention):
+            init.zeros_(module.q_bias)
+            init.zeros_(module.v_bias)
+        elif isinstance(module, VideoChat2Model):
+            init.normal_(module.query_tokens, std=QUERY_STD)
+            if module.extra_query_tokens is not None:
+                init.normal_(module.extra_query_tokens, std=QUERY_STD)
+
+
+class VideoChat2Model(VideoChat2PreTrainedModel):
+    """The trunk: tokens and pixels to the language model's last hidden state, without the output head."""
+
+    def __init__(self, config: VideoChat2Config) -> None:
+        super().__init__(config)
+        vision_width = config.vision_config["hidden_size"]
+        width = config.qformer_config["hidden_size"]
+        self.vision_encoder = VideoChat2Vision(config.vision_config)
+        self.vision_layernorm = nn.LayerNorm(vision_width, eps=config.layer_norm_eps)
+        self.query_tokens = nn.Parameter(torch.zeros(1, config.num_query_tokens, width))
+        extra = torch.zeros(1, config.num_extra_query_tokens, width)
+        self.register_parameter(
+            "extra_query_tokens", nn.Parameter(extra) if extra.numel() else None
+        )
+        self.qformer = VideoChat2QFormer(config.qformer_config, vision_width, config.layer_norm_eps)
+        self.projection = nn.Linear(width, config.text_config.hidden_size)
+        self.language_model = AutoModel.from_config(config.text_config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_input_embeddings(value)
+
+    def get_media_features(
+        self,
+        pixel_values: torch.Tensor,
+        instruction_ids: torch.Tensor | None = None,
+        instruction_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Normalised pixels (B, F, 3, H, W) to the tokens (B, V * Q, D) that stand for them in the prompt."""
+        views = self._views(pixel_values)
+        if instruction_ids is not None:
+            instruction_ids = instruction_ids.repeat_interleave(views.shape[1], dim=0)
+        if instruction_mask is not None:
+            instruction_mask = instruction_mask.repeat_interleave(views.shape[1], dim=0)
+        vision = self.vision_layernorm(self.vision_encoder(views.flatten(0, 1)))
+        queries = self.query_tokens
+        if self.extra_query_tokens is not None:
+            queries = torch.cat([queries, self.extra_query_tokens], dim=1)
+        queries = queries.expand(len(vision), -1, -1)
+        read = self.qformer(queries, vision, instruction_ids, instruction_mask)
+        return self.projection(read).unflatten(0, (len(views), -1)).flatten(1, 2)
+
+    def _views(self, pixels: torch.Tensor) -> torch.Tensor:
+        """(B, F, 3, H, W) to (B, V, F, 3, tile, tile): tiles row after row, then the whole, resized in fp32.
+
+        A single tile is the whole already; the original's HD model reads it twice.
+        """
+        size = self.config.tile_size
+        rows, columns = self.config.grid(*pixels.shape[-2:])
+        tiles = pixels.unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
+        views = tiles.permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
+        if self.config.num_views(*pixels.shape[-2:]) == rows * columns:
+            return views
+        frames = pixels.flatten(0, 1).float()
+        whole = functional.interpolate(frames, size=(size, size), mode="bicubic")
+        whole = whole.to(pixels.dtype).unflatten(0, pixels.shape[:2])
+        return torch.cat([views, whole[:, None]], dim=1)
+
+    def embed(
+        self,
+        input_ids: torch.Tensor,
+        features: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Embeddings (B, L, D) of the tokens, with each row's features (B, V * Q, D) where its media tokens are."""
+        is_media = input_ids == self.config.media_token_id
+        embeds = self.get_input_embeddings()(input_ids.masked_fill(is_media, 0))
+        if self.config.legacy:
+            bos = self.config.text_config.bos_token_id
+            embeds = embeds.masked_fill((input_ids == bos)[..., None], float(bos))
+        if features is None:
+            return embeds
+        return embeds.masked_scatter(is_media[..., None], features.to(embeds.dtype))
+
+    def check_media(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None) -> None:
+        """Raise `DitLoraError` unless each row has as many media tokens as its pixels become; reads the tokens."""
+        expected = 0
+        if pixel_values is not None:
+            expected = self.config.num_media_tokens(*pixel_values.shape[-2:])
+        counts = (input_ids == self.config.media_token_id).sum(1).tolist()
+        rows = [f"row {row}: {count}" for row, count in enumerate(counts) if count != expected]
+        if not rows:
+            return
+        raise DitLoraError(
+            listed(
+                f"each row of input_ids needs {expected} media tokens (id {self.config.media_token_id}) for these "
+                "pixel_values; got:",
+                rows,
+            )
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        instruction_ids: torch.Tensor | None = None,
+        instruction_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """The language model's output for tokens (B, L) and pixels (B, F, 3, H, W), as `VideoChat2For...` describes."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise DitLoraError(
+                "VideoChat2 takes input_ids or inputs_embeds, one of the two; got "
+                f"{'neither' if input_ids is None else 'both'}"
+            )
+        if input_ids is not None:
+            features = None
+            if pixel_values is not None:
+                features = self.get_media_features(pixel_values, instruction_ids, instruction_mask)
+            inputs_embeds = self.embed(input_ids, features)
+        return self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+
+class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMixin):
+    """VideoChat2 with the language model's output head: next-token logits, loss, `generate`.
+
+    `pixel_values` (B, F, 3, H, W) are normalised frames, H and W multiples of `tile_size`; each row of `input_ids`
+    holds as many `media_token_id` as its frames become tokens (`VideoChat2Config.num_media_tokens`), anywhere in
+    the row. `instruction_ids` and `instruction_mask` (B, I) are what the Q-Former is told, padded on the right.
+    Rows of a batch do not see each other. Training pads tokens on the right, `generate` on the left with an
+    `attention_mask`.
+    """
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+
+    def __init__(self, config: VideoChat2Config) -> None:
+        super().__init__(config)
+        self.model = VideoChat2Model(config)
+        text = config.text_config
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        instruction_ids: torch.Tensor | None = None,
+        instruction_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits (B, L, vocabulary), of the last `logits_to_keep` positions where that is not 0.
+
+        `labels` (B, L) are token ids or -100, shifted here as everywhere in Transformers.
+        """
+        if input_ids is not None:
+            self.model.check_media(input_ids, pixel_values)
+        outputs = self.model(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            instruction_ids=instruction_ids,
+            instruction_mask=instruction_mask,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.text_config.vocab_size)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, is_first_iteration: bool | None = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As Transformers', with the media at the first step only where the cache keeps what they became."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if not is_first_iteration and kwargs.get("use_cache", True):
+            for name in ("pixel_values", "instruction_ids", "instruction_mask"):
+                inputs[name] = None
+        return inputs

@@ -1,0 +1,83 @@
+"""One training sample of a chat model as a self-contained page: its frames, its tokens and what is learned of them."""
+
+import base64
+import io
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.view import NAMES, counts, shown_pieces
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
+
+FRAMES = 32
+"""Pictures on the page; of more frames, evenly spread ones."""
+_SIDE = 240  # pixels
+
+
+def write_chat_sample_page(
+    path: Path,
+    sample: str,
+    rendered: Rendered,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kind: str,
+    frames: torch.Tensor | None = None,
+    seconds: Sequence[float] = (),
+    instruction: str = "",
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write the page in one rename; it fetches and runs nothing, and everything from the data is escaped.
+
+    `frames` uint8 (F, 3, H, W), `seconds` theirs; `instruction` is what a Q-Former reads. Raises `DitLoraError` if
+    it cannot be written.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    source = resources.files("dit_lora.report").joinpath("chat_sample_page.html")
+    page = environment.from_string(source.read_text(encoding="utf-8")).render(
+        sample=sample,
+        kind=kind,
+        size=f"{frames.shape[3]} x {frames.shape[2]}" if frames is not None else "",
+        total=len(rendered),
+        counts=counts(rendered),
+        pieces=shown_pieces(rendered, tokenizer),
+        names=NAMES,
+        dropped=sum(piece.dropped for piece in rendered.pieces),
+        pictures=_pictures(frames, seconds),
+        frame_count=0 if frames is None else len(frames),
+        instruction=instruction,
+        notes=notes,
+    )
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def _pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tuple[str, str]]:
+    """Data URI and time of at most `FRAMES` frames."""
+    if frames is None:
+        return []
+    count = min(len(frames), FRAMES)
+    chosen = [round(index * (len(frames) - 1) / max(1, count - 1)) for index in range(count)]
+    times = [f"{second:.2f} s" for second in seconds] or [""] * len(frames)
+    return [(_picture(frames[index]), times[index]) for index in chosen]
+
+
+def _picture(frame: torch.Tensor) -> str:
+    from PIL import Image
+
+    picture = Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
+    picture.thumbnail((_SIDE, _SIDE))
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()

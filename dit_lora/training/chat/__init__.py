@@ -1,0 +1,1 @@
+"""Chat models: trained, evaluated, talked to."""

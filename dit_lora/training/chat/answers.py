@@ -1,0 +1,88 @@
+"""What a chat model makes of conversations that it is not trained on: their loss, and answers to read."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+from tqdm import tqdm
+
+from dit_lora.data.media import MediaFile
+from dit_lora.data.video import ClipError
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
+from dit_lora.numerics.streams import Streams, fold
+from dit_lora.training.chat.answering import Answerer
+from dit_lora.training.chat.training_set import ChatSet
+from dit_lora.training.runtime import agree
+from dit_lora.training.validation import evaluating
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+ANSWERS = "answers.json"
+
+
+def held_out_loss(run: "Run", clips: ChatSet) -> float | None:
+    """Mean loss over the answer tokens of `validation.conversations`, up to `held_out_clips` of them. Collective.
+
+    Frames are those in the middle, turns as written: the same at every call.
+    """
+    accelerator = run.runtime.accelerator
+    entries = clips.entries[: run.recipe.validation.held_out_clips]
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of tokens
+    faults: dict[str, str] = {}
+    with evaluating(run.model):
+        for entry in entries[accelerator.process_index :: accelerator.num_processes]:
+            sample = clips.sample(entry, 0)
+            if sample.faults:
+                faults |= sample.faults
+                continue
+            batch = sample.to(accelerator.device)
+            streams = Streams(fold(run.recipe.train.seed, "held_out"), batch.draws)
+            losses = run.checkpoint.losses(run.transformer, batch.tensors, streams).losses
+            sums += torch.stack(
+                [losses.double().sum() * entry.answers, sums.new_tensor(entry.answers)]
+            )
+    for sample_id, fault in dict(gather_object(list(faults.items()))).items():
+        run.runtime.say(f"held-out loss leaves out {sample_id}: {fault}")
+    total, count = accelerator.reduce(sums, reduction="sum").tolist()
+    return total / count if count else None
+
+
+def write_answers(run: "Run", step: int) -> None:
+    """Write samples/step_NNNNNN/answers.json: what the model says to each of `validation.prompts`. Collective."""
+    if not run.recipe.validation.prompts:
+        return
+    error = None
+    if run.runtime.is_main:
+        try:
+            _write_on_main(run, step)
+        except DitLoraError as problem:
+            error = problem
+    agree(run.runtime.accelerator, error)
+
+
+def _write_on_main(run: "Run", step: int) -> None:
+    settings, accelerator = run.recipe.validation, run.runtime.accelerator
+    checkpoint: Any = run.checkpoint
+    answerer = Answerer(
+        checkpoint, run.transformer, accelerator.device, run.runtime.precision.dtype
+    )
+    answers = []
+    bar = tqdm(settings.prompts, desc=f"answering at step {step}", unit="answer", leave=False)
+    with evaluating(run.model):
+        for index, prompt in enumerate(bar):
+            file = settings.media[index] if settings.media else None
+            try:
+                said = answerer.ask(
+                    MediaFile(Path(file)) if file else None,
+                    prompt,
+                    max_tokens=settings.max_answer_tokens,
+                )
+            except ClipError as problem:
+                raise DitLoraError(f"validation.media: {problem}") from problem
+            answers.append({"prompt": prompt, "media": file, "answer": said})
+    folder = run.runtime.dir / "samples" / f"step_{step:06d}"
+    write_whole(folder / ANSWERS, json.dumps(answers, indent=2, ensure_ascii=False) + "\n")

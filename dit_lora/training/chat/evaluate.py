@@ -1,0 +1,313 @@
+"""Accuracy of a chat model at multiple-choice questions, by MVBench's protocol, beside that of its base."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from dit_lora.data.chat import mvbench
+from dit_lora.data.chat.conversation import Turn
+from dit_lora.data.chat.mvbench import Question, named_options
+from dit_lora.errors import DitLoraError, InterruptedRunError, listed
+from dit_lora.files import write_whole
+from dit_lora.training.chat.answering import Answerer, Seen, load_answerer
+from dit_lora.training.samples import bar
+
+PREDICTIONS_FILE = "predictions.jsonl"
+RESULTS_FILE = "results.json"
+MAX_TOKENS = 8
+"""The first word decides; the notebook generates 100 and reads no further."""
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to evaluate."""
+
+    target: Path
+    """A run's folder, an adapter's folder or a checkpoint."""
+    data: Path
+    """MVBench's folder, or a .json or .jsonl file of questions."""
+    media: Path | None = None
+    """The folder that the questions' videos are below, where it is not beside them."""
+    model: str | None = None
+    """The base checkpoint, by default the run's."""
+    against_base: bool = False
+    """Ask the base too, without the fine-tune."""
+    limit: int | None = None
+    """Questions of each task."""
+    frames: int | None = None
+    """Of each video; by default 16 for MVBench, as published, and else as trained."""
+    skip: bool = False
+    """Leave out questions that cannot be asked, in place of refusing them all."""
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of it."""
+
+    out: Path
+    results: dict[str, Any]
+    questions: list[Question]
+    predictions: list[dict[str, Any]]
+    """One a question, in order."""
+
+
+def evaluate_target(request: EvaluationRequest, *, quiet: bool = False) -> Evaluation:
+    """Ask every question and write predictions.jsonl and results.json.
+
+    A second call goes on where the first was stopped. Raises `DitLoraError` with every question that cannot be
+    asked, unless they are to be left out.
+    """
+    found = mvbench.read_questions(request.data, request.media)
+    left_out = {one.file: one.words for one in found.problems}
+    if left_out and not request.skip:
+        lines = [f"{id}: {words}" for id, words in left_out.items()]
+        raise DitLoraError(
+            listed(f"{request.data}: correct these, or leave them out with --skip", lines)
+        )
+    questions = mvbench.at_most(found.all, request.limit)
+    if not questions:
+        raise DitLoraError(f"{request.data}: no question can be asked")
+    frames = request.frames or (mvbench.FRAMES if request.data.is_dir() else None)
+    answerer = load_answerer(request.target, request.model, frames=frames)
+    out = request.out or _out(request)
+    return evaluate(
+        answerer,
+        questions,
+        out,
+        against_base=request.against_base,
+        left_out=left_out,
+        quiet=quiet,
+    )
+
+
+def evaluate(
+    answerer: Answerer,
+    questions: Sequence[Question],
+    out: Path,
+    *,
+    against_base: bool = False,
+    left_out: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> Evaluation:
+    """Ask the model each question, and with `against_base` its base about the same frames.
+
+    A video that cannot be read is one failed question, asked again by the next call. Raises `DitLoraError` if
+    `out` holds the answers of another model or another protocol, and `InterruptedRunError` on Ctrl-C.
+    """
+    if against_base and not answerer.is_tuned:
+        raise DitLoraError(
+            "--against base needs an adapter or trained weights; this is a base model"
+        )
+    # As published: no timestamps, no system text but the benchmark's own, and pictures cropped at the centre,
+    # where they are not cut into tiles.
+    fit: Literal["cover"] | None = None if answerer.checkpoint.how.tiles else "cover"
+    answerer = replace(answerer, timestamps=False, system="", fit=fit)
+    setting = {**answerer.made, "against_base": against_base, "dtype": str(answerer.dtype)}
+    book = _Book(out, setting)
+    keys = [_key(one) for one in questions]
+    open_questions = [
+        (key, one) for key, one in zip(keys, questions, strict=True) if not book.holds(key)
+    ]
+    try:
+        for key, question in bar("evaluating", "question", quiet)(open_questions):
+            book.add(key, {"id": question.id, **_asked(answerer, question, against_base)})
+    except KeyboardInterrupt as error:
+        done = sum(book.holds(key) for key in keys)
+        raise InterruptedRunError(
+            f"{done:,} of {len(keys):,} questions are answered and kept in {out}; the same command goes on",
+            130,
+        ) from error
+    predictions = [book.lines[key] for key in keys]
+    results = {
+        "setting": setting,
+        **summarize(questions, predictions),
+        "left_out": dict(left_out or {}),
+    }
+    write_whole(out / RESULTS_FILE, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    return Evaluation(out, results, list(questions), predictions)
+
+
+def summarize(
+    questions: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Counts and accuracies of each task, and of all: `average` is the mean of the tasks' accuracies.
+
+    An accuracy is a share of all questions; `accuracy_read` of those whose video could be read, None where none
+    could. The notebook's own average is over questions, which for MVBench, with 200 a task, is the same.
+    """
+    by_task: dict[str, list[int]] = {}
+    for at, one in enumerate(questions):
+        by_task.setdefault(one.task, []).append(at)
+    tasks = [
+        {
+            "task": task,
+            **_counted([questions[at] for at in places], [predictions[at] for at in places]),
+        }
+        for task, places in by_task.items()
+    ]
+    total = _counted(questions, predictions)
+    average: dict[str, Any] = {
+        "accuracy": fmean(one["accuracy"] for one in tasks),
+        "chance": fmean(one["chance"] for one in tasks),
+    }
+    if "base" in total:
+        average["base"] = {"accuracy": fmean(one["base"]["accuracy"] for one in tasks)}
+    return {"average": average, "all": total, "tasks": tasks}
+
+
+def told(results: Mapping[str, Any]) -> list[str]:
+    """The table of results, in lines for a terminal."""
+    total, average = results["all"], results["average"]
+    compared = "base" in total
+    rows = [(one["task"], f"{one['questions']:,}", one) for one in results["tasks"]]
+    rows += [("all questions", f"{total['questions']:,}", total), ("mean of tasks", "", average)]
+    wide = max(len(name) for name, _, _ in rows)
+    head = f"{'':{wide}}  questions  accuracy"
+    lines = [f"{head}    base  difference" if compared else head]
+    for name, count, one in rows:
+        line = f"{name:{wide}}  {count:>9}  {one['accuracy']:>8.1%}"
+        if compared:
+            base = one["base"]["accuracy"]
+            line += f"  {base:>6.1%}  {100 * (one['accuracy'] - base):>+10.1f}"
+        lines.append(line)
+    if compared:
+        lines.append(
+            f"right only with the fine-tune: {total['only_tuned']:,}; only without: {total['only_base']:,}"
+        )
+    lines.append(f"chance {average['chance']:.1%}; no option named: {total['unnamed']:,}")
+    if total["failed"]:
+        read = total["accuracy_read"]
+        share = "" if read is None else f"; of the others {read:.1%} are right"
+        lines.append(
+            f"could not be read, and counts as wrong: {total['failed']:,}{share}; {PREDICTIONS_FILE} says why"
+        )
+    if results.get("left_out"):
+        lines.append(f"left out: {len(results['left_out']):,}; {RESULTS_FILE} says why")
+    return lines
+
+
+def _asked(answerer: Answerer, question: Question, against_base: bool) -> dict[str, Any]:
+    """The line of predictions.jsonl."""
+    line: dict[str, Any] = {"task": question.task, "answer": question.answer}
+    try:
+        seen = answerer.look(question.media, start=question.start, end=question.end)
+    except DitLoraError as error:
+        return line | {"failed": str(error)}
+    line["seconds"] = [round(at, 3) for at in seen.seconds]
+    line |= _judged(answerer, seen, question)
+    if against_base:
+        with answerer.as_base():
+            line["base"] = _judged(answerer, seen, question)
+    return line
+
+
+def _judged(answerer: Answerer, seen: Seen, question: Question) -> dict[str, Any]:
+    turn = Turn(mvbench.prompt(question), "", mvbench.SYSTEM)
+    said = answerer.say(seen, (turn,), answer_prefix=mvbench.ANSWER_START, max_tokens=MAX_TOKENS)
+    named = named_options(said, len(question.candidates))
+    return {"said": said, "named": list(named), "right": question.answer in named}
+
+
+def _counted(
+    questions: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    read = [one for one in predictions if "failed" not in one]
+    counts: dict[str, Any] = {
+        "questions": len(questions),
+        "failed": len(questions) - len(read),
+        "chance": fmean(1 / len(one.candidates) for one in questions),
+        **_accuracy(read, len(questions)),
+    }
+    if any("base" in one for one in predictions):
+        counts["base"] = _accuracy([one["base"] for one in read], len(questions))
+        counts["only_tuned"] = sum(one["right"] and not one["base"]["right"] for one in read)
+        counts["only_base"] = sum(one["base"]["right"] and not one["right"] for one in read)
+    return counts
+
+
+def _accuracy(read: Sequence[Mapping[str, Any]], questions: int) -> dict[str, Any]:
+    right = sum(one["right"] for one in read)
+    return {
+        "right": right,
+        "unnamed": sum(not one["named"] for one in read),
+        "accuracy": right / questions,
+        "accuracy_read": right / len(read) if read else None,
+    }
+
+
+class _Book:
+    """predictions.jsonl: the setting in its first line, then one answer a line, each written whole."""
+
+    def __init__(self, out: Path, setting: Mapping[str, Any]) -> None:
+        self.path = out / PREDICTIONS_FILE
+        self.lines: dict[str, dict[str, Any]] = {}
+        """By the question's key; the last one counts."""
+        known = self._read()
+        if not known:
+            write_whole(self.path, json.dumps({"setting": setting}) + "\n")
+            return
+        if known[0].get("setting") != setting:
+            raise DitLoraError(
+                f"{self.path} holds the answers of another model or setting "
+                f"({_differences(known[0].get('setting'), setting)}); choose another --out"
+            )
+        self.lines = {one["key"]: one for one in known[1:]}
+
+    def holds(self, key: str) -> bool:
+        """Whether the question was asked; one that failed is asked again."""
+        return key in self.lines and "failed" not in self.lines[key]
+
+    def add(self, key: str, line: Mapping[str, Any]) -> None:
+        self.lines[key] = {"key": key, **line}
+        data = json.dumps(self.lines[key], ensure_ascii=False) + "\n"
+        with self.path.open("ab") as file:
+            file.write(data.encode("utf-8", errors="backslashreplace"))
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The whole lines; a last one that a kill cut short is taken out of the file."""
+        if not self.path.is_file():
+            return []
+        text = self.path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        if whole != text:
+            write_whole(self.path, whole)
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise DitLoraError(
+                f"{self.path} is damaged ({error}); remove it, and all questions are asked anew"
+            ) from error
+
+
+def _differences(known: Any, setting: Mapping[str, Any]) -> str:
+    known = known if isinstance(known, dict) else {}
+    names = [name for name in setting if known.get(name) != setting[name]]
+    return "; ".join(f"{name}: {known.get(name)!r}, now {setting[name]!r}" for name in names)
+
+
+def _key(question: Question) -> str:
+    """Of everything that is asked, so that a question that changed is asked again."""
+    what = [
+        question.id,
+        question.task,
+        question.media.name,
+        question.question,
+        question.candidates,
+        question.answer,
+        question.start,
+        question.end,
+    ]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def _out(request: EvaluationRequest) -> Path:
+    """Beside a run's results; of a checkpoint or an adapter alone, in the working folder."""
+    name = f"evaluation_{request.data.stem}"
+    if (request.target / "config.yaml").is_file():
+        return request.target / name
+    return Path(f"{request.target.name}_{name}")

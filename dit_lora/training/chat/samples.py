@@ -1,0 +1,99 @@
+"""Which conversations a recipe trains on: rendered once to learn their lengths, each put into its bucket."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dit_lora.chat_config import ChatConfig
+from dit_lora.config import Recipe
+from dit_lora.data.cache import entry_key
+from dit_lora.data.chat.annotations import read_conversations
+from dit_lora.data.chat.conversation import Conversation
+from dit_lora.data.chat.fitting import fit
+from dit_lora.data.chat.frames import latest_seconds
+from dit_lora.data.chat.tensors import bucket_length
+from dit_lora.data.video import ClipError, VideoHeader
+from dit_lora.data_config import DataConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.training.chat.training_set import ChatEntry, ChatSet, ChatShape
+from dit_lora.training.samples import bar, in_words, read_headers
+
+
+@dataclass(frozen=True)
+class ChatSamples:
+    """What a file of conversations gives."""
+
+    entries: tuple[ChatEntry, ...]
+    rejected: dict[str, str]
+    """Why a sample cannot be used, by its id."""
+
+    @property
+    def digest(self) -> str:
+        """Of texts, places, lengths and what the headers say; not of every byte of the media."""
+        return entry_key({"conversations": [_facts(entry) for entry in self.entries]})
+
+
+def find_conversations(
+    recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool
+) -> ChatSamples:
+    """Read annotations and headers, and render every conversation; nothing is decoded."""
+    found = read_conversations(data)
+    rejected = {problem.file: problem.words for problem in found.problems}
+    seen = [one for one in found.all if one.media is not None]
+    headers = read_headers([one.media for one in seen if one.media], recipe, quiet=quiet)
+    by_id = {one.id: header for one, header in zip(seen, headers, strict=True)}
+    entries = []
+    for one in bar("rendering conversations", "sample", quiet)(found.all):
+        try:
+            entries.append(_entry(one, by_id.get(one.id), checkpoint, recipe.chat or ChatConfig()))
+        except DitLoraError as error:
+            rejected[one.id] = str(error)
+    return ChatSamples(tuple(entries), rejected)
+
+
+def training_set(
+    entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe
+) -> ChatSet:
+    return ChatSet.of(entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id)
+
+
+def _entry(
+    conversation: Conversation,
+    header: VideoHeader | ClipError | None,
+    checkpoint: ChatCheckpoint,
+    chat: ChatConfig,
+) -> ChatEntry:
+    """Raises `DitLoraError` with the reason if it cannot be learned from."""
+    if isinstance(header, ClipError) and conversation.media is not None:
+        raise ClipError(in_words(conversation.media, header))
+    if isinstance(header, ClipError):
+        raise header
+    pixels, seconds = None, tuple[float, ...]()
+    if header is not None:
+        pixels = checkpoint.shape(conversation.kind, header.height, header.width)
+        if conversation.kind == "video" and pixels is not None:
+            seconds = _latest(conversation, header, pixels.frames)
+    # With the times that take the most digits: no draw of frames makes it longer.
+    rendered = fit(checkpoint.render(conversation, pixels, seconds), chat.max_tokens)
+    length = bucket_length(len(rendered), chat.length_step)
+    size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
+    shape = ChatShape(length, *size, conversation.kind)
+    return ChatEntry(conversation, header, shape, rendered.answers, len(rendered.instruction))
+
+
+def _latest(conversation: Conversation, header: VideoHeader, frames: int) -> tuple[float, ...]:
+    if header.seconds is None or header.fps is None:
+        raise ClipError(f"{conversation.id}: it does not say how long it is; encode it anew")
+    return latest_seconds(
+        header.seconds, header.fps, frames, start=conversation.start, end=conversation.end
+    )
+
+
+def _facts(entry: ChatEntry) -> list[str]:
+    return [*_texts(entry.conversation), repr(entry.header), str(entry.shape), str(entry.answers)]
+
+
+def _texts(one: Conversation) -> Iterator[str]:
+    yield from (one.id, one.system, repr((one.start, one.end, one.times, one.loss_weight)))
+    for turn in one.turns:
+        yield from (turn.instruction, turn.question, turn.answer)

@@ -1,0 +1,127 @@
+"""Chat models as the loop trains them: conversations read live, answers to look at, a PEFT adapter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.chat_store import save_chat_adapter
+from dit_lora.adapters.groups import recipe_groups
+from dit_lora.config import Recipe
+from dit_lora.data.cache import entry_key
+from dit_lora.data.digest import Digests
+from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily
+from dit_lora.training.chat.answers import held_out_loss, write_answers
+from dit_lora.training.chat.samples import find_conversations, training_set
+from dit_lora.training.chat.training_set import ChatSet
+from dit_lora.training.loop import StepResult
+from dit_lora.training.rejects import Rejects
+from dit_lora.training.runtime import Runtime
+from dit_lora.training.task import Prepared
+from dit_lora.training.trainable import put_kernels
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+
+@dataclass(frozen=True)
+class PreparedChat(Prepared):
+    """Conversations to train on, and others to measure on."""
+
+    held_out: ChatSet | None = None
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """The `Task` of every family with the contract of `families.chat_base`."""
+
+    def prepare_data(self, runtime: Runtime, checkpoint: ChatCheckpoint) -> PreparedChat:
+        recipe, accelerator = runtime.recipe, runtime.accelerator
+        quiet = not accelerator.is_local_main_process
+        rejects = Rejects(runtime)
+        held_out = None
+        with (
+            accelerator.local_main_process_first()
+        ):  # the others find headers and digests remembered
+            found = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
+            digests = Digests(recipe.cache_dir / "digests.json")
+            model = self.model_digest(checkpoint, recipe, digests)
+            if not quiet:
+                digests.save()
+        rejects.add(found.rejected)
+        entries = rejects.without(found.entries, lambda entry: entry.id)
+        clips = training_set(entries, checkpoint, recipe)
+        runtime.say(_told(clips))
+        if recipe.validation.conversations is not None:
+            data = recipe.data.model_copy(
+                update={"path": recipe.validation.conversations, "sources": ()}
+            )
+            others = find_conversations(recipe, checkpoint, data, quiet=quiet)
+            rejects.add(others.rejected, "these samples of validation.conversations cannot be used")
+            held_out = training_set(
+                rejects.without(others.entries, lambda entry: entry.id), checkpoint, recipe
+            )
+        return PreparedChat(clips, found.digest, model, rejects.found, held_out)
+
+    def load_trainable(
+        self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
+    ) -> tuple[nn.Module, list[dict[str, Any]], str]:
+        model = checkpoint.load_model(dtype)
+        said = "no adapter: optim.groups.adapter is null"
+        if recipe.optim.groups.adapter is not None:
+            attached = attach_lora(
+                model,
+                recipe.lora,
+                family.lora_targets,
+                seed=recipe.train.seed,
+                within=family.lora_within,
+            )
+            said = str(attached)
+        groups = recipe_groups(model, recipe.optim.groups, family.group_patterns)
+        return model, groups, f"{said}\n{put_kernels(recipe, model)}"
+
+    def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
+        return entry_key({file.name: digests.component(file) for file in checkpoint.model_files()})
+
+    def weight_files(self, checkpoint: ChatCheckpoint) -> Sequence[Path]:
+        return sorted(checkpoint.path.glob("*.safetensors"))
+
+    def identity(self, recipe: Recipe) -> dict[str, Any]:
+        chat = recipe.model_dump(mode="json")["chat"] or {}
+        return {f"chat.{key}": value for key, value in chat.items()}
+
+    def provenance(self, run: "Run") -> dict[str, Any]:
+        recipe = run.recipe
+        media = {key: getattr(recipe.data, key) for key in ("frames", "height", "width")}
+        return {"media": media, "chat": recipe.model_dump(mode="json")["chat"]}
+
+    def loss_parts(self, run: "Run", result: StepResult) -> dict[str, dict[str, float]]:
+        """All samples of a step are of one kind."""
+        return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
+
+    def held_out_loss(self, run: "Run") -> float | None:
+        data: Any = run.data
+        return held_out_loss(run, data.held_out) if data.held_out is not None else None
+
+    def show(self, run: "Run", step: int) -> None:
+        write_answers(run, step)
+
+    def save(self, run: "Run", made: Mapping[str, Any]) -> Path:
+        return save_chat_adapter(run.transformer, run.runtime.dir / "adapter", made)
+
+
+TASK = ChatTask()
+
+
+def _told(clips: ChatSet) -> str:
+    kinds = [entry.conversation.kind for entry in clips.entries]
+    counts = [f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds]
+    answers = sum(entry.answers for entry in clips.entries)
+    return (
+        f"conversations: {', '.join(counts)}, in {len(clips.rooms)} buckets, the largest {clips.largest[0]}; "
+        f"{answers:,} answer tokens to learn"
+    )

@@ -1,0 +1,260 @@
+"""Conversations as a run reads them: frames decoded and text rendered as they come, each sample in its bucket.
+
+A sample's tensors have the shape of its bucket, so all of a step can be one batch on any rank, of one kind of media.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from dit_lora.chat_config import ChatConfig
+from dit_lora.data.chat.conversation import Conversation, Kind
+from dit_lora.data.chat.fitting import fit
+from dit_lora.data.chat.frames import frame_seconds, random_box, read_at
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.tensors import to_tensors
+from dit_lora.data.loader import (
+    LOSS_WEIGHT,
+    Batch,
+    Reading,
+    build_loader,
+    draw_number,
+)
+from dit_lora.data.order import Order
+from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.shards import Spec
+from dit_lora.data.video import ClipError, VideoHeader
+from dit_lora.data_config import VideoShape
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.numerics.streams import generator
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ChatShape:
+    """What samples of one batch share."""
+
+    length: int
+    """Tokens, padding included."""
+    frames: int
+    """0 of kind `text`."""
+    height: int
+    width: int
+    kind: Kind
+
+    @property
+    def pixels(self) -> VideoShape | None:
+        return None if self.kind == "text" else VideoShape(self.frames, self.height, self.width)
+
+    @property
+    def volume(self) -> int:
+        """Tokens of the language model and patches of 16x16 of the vision encoder."""
+        return self.length + self.frames * self.height * self.width // 256
+
+    def __str__(self) -> str:
+        media = f"{self.kind} {self.pixels} and " if self.pixels else ""
+        return f"{media}{self.length} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEntry:
+    """One conversation, and what is known of it without decoding."""
+
+    conversation: Conversation
+    header: VideoHeader | None
+    """None of kind `text`."""
+    shape: ChatShape
+    answers: int
+    """Tokens that are learned: the same however frames and turns are drawn."""
+    instruction: int
+
+    @property
+    def id(self) -> str:
+        return self.conversation.id
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much the longest sample of a bucket needs, which all of them are padded to."""
+
+    answers: int
+    instruction: int
+
+
+@dataclass(frozen=True)
+class ChatSet:
+    """Conversations that are read as they are wanted."""
+
+    entries: tuple[ChatEntry, ...]
+    checkpoint: ChatCheckpoint
+    chat: ChatConfig
+    pad: int
+    rooms: Mapping[ChatShape, Room]
+
+    @classmethod
+    def of(
+        cls, entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, chat: ChatConfig, pad: int
+    ) -> "ChatSet":
+        rooms: dict[ChatShape, Room] = {}
+        for entry in entries:
+            room = rooms.get(entry.shape, Room(1, 0))
+            rooms[entry.shape] = Room(
+                max(room.answers, entry.answers), max(room.instruction, entry.instruction)
+            )
+        return cls(tuple(entries), checkpoint, chat, pad, rooms)
+
+    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
+        return Order(
+            [entry.id for entry in self.entries],
+            seed=seed,
+            quarantine=quarantine,
+            group=group,
+            buckets=[entry.shape for entry in self.entries],
+            times=[entry.conversation.times for entry in self.entries],
+        )
+
+    @property
+    def largest(self) -> tuple[ChatShape, Spec]:
+        shape = max(self.rooms, key=lambda one: one.volume)
+        tensors = self._tensors(shape, Rendered(()), None)
+        return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+    def sample(self, entry: ChatEntry, draw: int) -> Batch:
+        """One sample with the middle frames, whole pictures and turns as they are written; `draw` changes nothing."""
+        return self._read(entry, draw, None)
+
+    def drawn(self, entry: ChatEntry, draw: int, seed: int) -> Batch:
+        """One sample with frames, crop and order of turns by chance, as the recipe's `chat` section has it."""
+        return self._read(entry, draw, generator(seed, "chat", draw))
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+        return []
+
+    def loader(self, how: Reading) -> Iterable[Batch]:
+        dataset = ChatDataset(self, how)
+        return build_loader(
+            dataset,
+            how.sampler,
+            workers=how.workers,
+            pin_memory=how.pin_memory,
+            prefetch=how.prefetch,
+        )
+
+    def render(
+        self, entry: ChatEntry, draws: torch.Generator | None
+    ) -> tuple[Rendered, list[float]]:
+        """The sample's tokens, shortened to `chat.max_tokens`, and the seconds of its frames."""
+        conversation, shape = _reordered(entry.conversation, self.chat, draws), entry.shape.pixels
+        seconds = _seconds(entry, draws if self.chat.frames == "random" else None)
+        rendered = self.checkpoint.render(conversation, shape, seconds)
+        return fit(rendered, self.chat.max_tokens), seconds
+
+    def _read(self, entry: ChatEntry, draw: int, draws: torch.Generator | None) -> Batch:
+        pixels, fault = None, None
+        rendered, seconds = self.render(entry, draws)
+        try:
+            pixels = self._pixels(entry, seconds, draws)
+        except ClipError as error:
+            fault = str(error)
+        tensors = self._tensors(entry.shape, rendered, pixels)
+        return Batch(
+            ids=(entry.id,),
+            draws=(draw,),
+            tensors={name: tensor[None] for name, tensor in tensors.items()},
+            faults={entry.id: fault} if fault else {},
+        )
+
+    def _pixels(
+        self, entry: ChatEntry, seconds: Sequence[float], draws: torch.Generator | None
+    ) -> torch.Tensor | None:
+        media, shape, header = entry.conversation.media, entry.shape, entry.header
+        if media is None or header is None:
+            return None
+        box = None
+        if draws is not None and self.chat.crop < 1:
+            box = random_box(draws, self.chat.crop, header.width / header.height)
+        return read_at(
+            media,
+            seconds or (0.0,),
+            height=shape.height,
+            width=shape.width,
+            fit=self.checkpoint.fit,
+            box=box,
+        )
+
+    def _tensors(
+        self, shape: ChatShape, rendered: Rendered, pixels: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        room = self.rooms[shape]
+        tensors = to_tensors(
+            rendered,
+            length=shape.length,
+            answers=room.answers,
+            instruction=room.instruction or None,
+            pad=self.pad,
+        )
+        if shape.kind != "text":
+            empty = (shape.frames, 3, shape.height, shape.width)
+            tensors["pixels"] = torch.zeros(empty, dtype=torch.uint8) if pixels is None else pixels
+        return tensors
+
+
+class ChatDataset(Dataset):
+    """The sample at each position of a run, weighted so that every answer token of a step counts the same.
+
+    A sample's loss is its mean over its answer tokens; times its share of the step's tokens, over all micro-steps and
+    ranks, the step's mean is that over tokens. Which samples a step has is known to all, so nothing is exchanged.
+    """
+
+    def __init__(self, clips: ChatSet, how: Reading) -> None:
+        self.clips = clips
+        self.seed = how.seed
+        self.group = how.sampler.group
+        self.order = clips.order(seed=how.seed, quarantine=how.quarantine, group=self.group)
+        self._total = (-1, 0)
+
+    def __getitem__(self, position: int) -> Batch:
+        epoch, copy, index = self.order.draw_at(position)
+        entry = self.clips.entries[index]
+        batch = self.clips.drawn(entry, draw_number(entry.id, epoch, copy), self.seed)
+        share = entry.answers * self.group / self._tokens(position // self.group)
+        weight = torch.tensor([share * entry.conversation.loss_weight])
+        return dataclasses.replace(batch, tensors={**batch.tensors, LOSS_WEIGHT: weight})
+
+    def _tokens(self, step: int) -> int:
+        """Answer tokens of a step's samples."""
+        if self._total[0] != step:
+            positions = range(step * self.group, (step + 1) * self.group)
+            found = (self.order.draw_at(position).sample for position in positions)
+            self._total = (step, sum(self.clips.entries[index].answers for index in found))
+        return self._total[1]
+
+
+def _reordered(
+    conversation: Conversation, chat: ChatConfig, draws: torch.Generator | None
+) -> Conversation:
+    if draws is None or not (chat.shuffle_turns and conversation.independent):
+        return conversation
+    order = torch.randperm(len(conversation.turns), generator=draws).tolist()
+    return dataclasses.replace(
+        conversation, turns=tuple(conversation.turns[index] for index in order)
+    )
+
+
+def _seconds(entry: ChatEntry, draws: torch.Generator | None) -> list[float]:
+    header, one = entry.header, entry.conversation
+    if one.kind != "video" or header is None or header.seconds is None or header.fps is None:
+        return []
+    return list(
+        frame_seconds(
+            header.seconds,
+            header.fps,
+            entry.shape.frames,
+            start=one.start,
+            end=one.end,
+            generator=draws,
+        )
+    )

@@ -1,0 +1,43 @@
+"""Samples that cannot be used: refused in one list, or left out, as `data.rejects` says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from accelerate.utils import gather_object
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.training.runtime import Runtime
+
+Named = TypeVar("Named")
+
+
+class Rejects:
+    """Samples that cannot be used, as all ranks know them; refused, or left out by `data.rejects: skip`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.found: dict[str, str] = {}
+
+    def add(
+        self, reasons: Mapping[str, str], summary: str = "these samples cannot be used"
+    ) -> None:
+        """Collective. `reasons` by sample, as this rank found them."""
+        new = {name: why for some in gather_object([dict(reasons)]) for name, why in some.items()}
+        if not new:
+            return
+        new = {name: why if name in why else f"{name}: {why}" for name, why in new.items()}
+        if self.runtime.recipe.data.rejects == "refuse":
+            error = DitLoraError(
+                listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
+            )
+            error.collective = True
+            raise error
+        self.found |= new
+        self.runtime.say(listed(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
+
+    def without(self, samples: Sequence[Named], name: Callable[[Named], str]) -> list[Named]:
+        """Those that stay; raises if none does."""
+        stay = [one for one in samples if name(one) not in self.found]
+        if not stay:
+            raise DitLoraError("no sample is left: every one was rejected")
+        return stay

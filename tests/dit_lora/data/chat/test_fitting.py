@@ -1,0 +1,91 @@
+"""Questions are shortened, the longest first; nothing that is learned or seen is ever lost."""
+
+import random
+
+import pytest
+
+from dit_lora.data.chat.fitting import KEPT, NothingToLearnError, TooLongError, fit
+from dit_lora.data.chat.rendered import Piece, Rendered
+
+
+def rendered(questions: list[int], answers: list[int], media: int = 7) -> Rendered:
+    """Fixed 2 + media, then questions and answers in turn; every token has an id of its own."""
+    token = iter(range(1, 100_000))
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(next(token) for _ in range(count))
+
+    pieces = [Piece(ids(2), "fixed"), Piece(ids(media), "media")]
+    for question, answer in zip(questions, answers, strict=True):
+        pieces += [Piece(ids(question), "question"), Piece(ids(answer), "answer")]
+    return Rendered(tuple(pieces), instruction=(5, 6))
+
+
+def questions(sample: Rendered) -> list[int]:
+    return [len(piece.ids) for piece in sample.pieces if piece.part == "question"]
+
+
+def test_what_fits_is_left_alone() -> None:
+    sample = rendered([9, 3], [4, 2])
+    assert fit(sample, len(sample)) is sample
+
+
+@pytest.mark.parametrize(
+    ("lengths", "drop", "left"),
+    [
+        ([40, 12, 9], 5, [35, 12, 9]),
+        ([40, 12, 9], 30, [11, 11, 9]),
+        ([30, 30], 11, [24, 25]),
+        ([20, 5, 20], 20, [10, 5, 10]),
+        ([40, 3], 32, [8, 3]),
+    ],
+)
+def test_the_longest_questions_are_cut_to_one_level(
+    lengths: list[int], drop: int, left: list[int]
+) -> None:
+    sample = rendered(lengths, [3] * len(lengths))
+    fitted = fit(sample, len(sample) - drop)
+    assert sorted(questions(fitted)) == sorted(left)
+    assert len(fitted) == len(sample) - drop
+    dropped = [piece.dropped for piece in fitted.pieces if piece.part == "question"]
+    assert [kept + gone for kept, gone in zip(questions(fitted), dropped, strict=True)] == lengths
+
+
+def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        turns = rng.randint(1, 5)
+        sample = rendered(
+            [rng.randint(0, 60) for _ in range(turns)], [rng.randint(1, 20) for _ in range(turns)]
+        )
+        least = sum(min(length, KEPT) for length in questions(sample))
+        most = len(sample) - sum(questions(sample)) + least + rng.randint(0, 40)
+        fitted = fit(sample, most)
+        assert len(fitted) == min(most, len(sample))
+        assert fitted.instruction == sample.instruction
+        for before, after in zip(sample.pieces, fitted.pieces, strict=True):
+            if before.part != "question":
+                assert after == before
+                continue
+            head = (len(after.ids) + 1) // 2
+            tail = len(after.ids) - head
+            assert len(after.ids) >= min(len(before.ids), KEPT)
+            assert after.ids[:head] == before.ids[:head]
+            assert after.ids[head:] == before.ids[len(before.ids) - tail :]
+            assert after.dropped == len(before.ids) - len(after.ids)
+
+
+def test_what_no_question_can_make_short_enough_is_refused_with_the_numbers() -> None:
+    sample = rendered([30, 3], [20, 5], media=64)
+    need = 2 + 64 + 25 + KEPT + 3
+    assert len(fit(sample, need)) == need
+    with pytest.raises(TooLongError) as caught:
+        fit(sample, need - 1)
+    for said in ("media (64)", "answers (25)", f"need {need} tokens", f"is {need - 1}"):
+        assert said in str(caught.value)
+
+
+def test_a_sample_without_a_label_is_refused_however_short() -> None:
+    sample = Rendered((Piece((1, 2), "fixed"), Piece((3,), "question"), Piece((), "answer")))
+    with pytest.raises(NothingToLearnError, match="none of its 3 tokens"):
+        fit(sample, 100)

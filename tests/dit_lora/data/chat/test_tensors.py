@@ -1,0 +1,90 @@
+"""Tensors put each answer token next to the position that predicts it."""
+
+import random
+
+import pytest
+import torch
+
+from dit_lora.data.chat.rendered import IGNORE, Piece, Rendered
+from dit_lora.data.chat.tensors import bucket_length, to_tensors
+
+SAMPLE = Rendered(
+    (
+        Piece((1, 11), "fixed"),
+        Piece((900, 900, 900), "media"),
+        Piece((12, 13), "question"),
+        Piece((21, 22), "answer"),
+        Piece((14,), "question"),
+        Piece((23, 24, 2), "answer"),
+    ),
+    instruction=(101, 7, 102),
+)
+
+
+def test_every_tensor_of_one_sample() -> None:
+    got = to_tensors(SAMPLE, length=16, answers=7, instruction=5, pad=9)
+    expected = {
+        "input_ids": [1, 11, 900, 900, 900, 12, 13, 21, 22, 14, 23, 24, 2, 9, 9, 9],
+        "labels": [21, 22, 23, 24, 2, IGNORE, IGNORE],
+        "answer_positions": [6, 7, 9, 10, 11, 0, 0],
+        "instruction_ids": [101, 7, 102, 0, 0],
+        "instruction_mask": [1, 1, 1, 0, 0],
+    }
+    assert {name: tensor.tolist() for name, tensor in got.items()} == expected
+    assert {tensor.dtype for tensor in got.values()} == {torch.int64}
+
+
+def test_without_a_q_former_there_is_no_instruction() -> None:
+    got = to_tensors(SAMPLE, length=13, answers=5, instruction=None, pad=0)
+    assert set(got) == {"input_ids", "labels", "answer_positions"}
+
+
+def test_gathered_losses_are_those_of_shifted_labels() -> None:
+    """Against Transformers' own way: labels as long as the tokens, shifted by one."""
+    generator = torch.Generator().manual_seed(4)
+    rng = random.Random(4)
+    for _ in range(20):
+        parts = (
+            ["fixed"] + [rng.choice(["question", "answer", "fixed"]) for _ in range(6)] + ["answer"]
+        )
+        pieces = [
+            Piece(tuple(rng.randrange(50) for _ in range(rng.randint(1, 6))), part)  # type: ignore[arg-type]
+            for part in parts
+        ]
+        sample = Rendered(tuple(pieces))
+        logits = torch.randn(len(sample) + 3, 50, generator=generator, dtype=torch.float64)
+        got = to_tensors(
+            sample, length=len(sample) + 3, answers=sample.answers + 2, instruction=None, pad=0
+        )
+        labels = torch.tensor(sample.labels)
+        expected = torch.nn.functional.cross_entropy(logits[: len(sample) - 1], labels[1:])
+        gathered = logits[got["answer_positions"]]
+        torch.testing.assert_close(
+            torch.nn.functional.cross_entropy(gathered, got["labels"]), expected
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"length": 12}, "13 tokens do not fit into 12"),
+        ({"answers": 4}, "5 answer tokens do not fit into 4"),
+        ({"instruction": 2}, "3 instruction tokens do not fit into 2"),
+    ],
+)
+def test_nothing_is_cut_off(given: dict[str, int], said: str) -> None:
+    sizes = {"length": 13, "answers": 5, "instruction": 3} | given
+    with pytest.raises(ValueError, match=said):
+        to_tensors(SAMPLE, pad=0, **sizes)
+
+
+def test_a_label_on_the_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="first token"):
+        to_tensors(Rendered((Piece((3,), "answer"),)), length=4, answers=4, instruction=None, pad=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step", "length"), [(1, 64, 64), (64, 64, 64), (65, 64, 128), (7, 1, 7), (0, 8, 0)]
+)
+def test_bucket_lengths_are_the_next_multiple(tokens: int, step: int, length: int) -> None:
+    assert bucket_length(tokens, step) == length

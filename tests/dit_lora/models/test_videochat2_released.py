@@ -1,0 +1,336 @@
+"""VideoChat2's released files to a folder that opens and computes; all that does not fit is said."""
+
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+from videochat2_release import (
+    BLOCKS,
+    EXTRA,
+    QFORMER,
+    QUERIES,
+    STAGE_1_ONLY,
+    TEXT,
+    VISION,
+    VOCAB,
+    Tensors,
+    World,
+)
+
+from dit_lora.errors import DitLoraError
+from dit_lora.families.tiny_videochat2 import bert_tokenizer
+from dit_lora.models.videochat2 import convert
+from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    made = World(tmp_path)
+    made.write()
+    return made
+
+
+def test_every_tensor_gets_where_it_belongs(world: World) -> None:
+    """Later files over earlier ones; LoRA as W + 2 B A; and the model computes what it does with these weights."""
+    report = world.convert()
+    expected = world.expected(world.stage1, world.stage2, world.stage3)
+    for name, a in world.stage3.items():
+        if ".lora_A." in name:
+            b = world.stage3[name.replace("lora_A", "lora_B")]
+            module = name.removeprefix("mistral_model.base_model.model.").split(".lora_A")[0]
+            module = module.replace("model.", "model.language_model.", 1)
+            expected[f"{module}.weight"] = expected[f"{module}.weight"] + 2 * (b @ a)
+    found = load_file(world.folder / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert "11 layers merged at scale 2" in report.lora
+    assert not report.fresh
+
+    model = opened(world)
+    assert model.config.legacy
+    reference = VideoChat2ForConditionalGeneration(model.config).eval()
+    reference.load_state_dict(expected, strict=True)
+    assert torch.equal(model(**inputs(model)).logits, reference(**inputs(model)).logits)
+
+
+def opened(world: World) -> Any:
+    return VideoChat2ForConditionalGeneration.from_pretrained(
+        world.folder / "out", dtype=torch.float32
+    ).eval()
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Two rows with different pictures, instructions and words."""
+    generator = torch.Generator().manual_seed(9)
+    media, words = model.config.media_token_id, QUERIES + EXTRA
+    ids = torch.randint(3, VOCAB, (2, 4 + words), generator=generator)
+    ids[:, 0] = 1
+    ids[0, 2 : 2 + words] = ids[1, 1 : 1 + words] = media
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn((2, 2, 3, 16, 16), generator=generator),
+        "instruction_ids": torch.randint(5, 60, (2, 7), generator=generator),
+        "instruction_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3]),
+    }
+
+
+def test_what_is_not_needed_is_named_with_its_reason(world: World) -> None:
+    report = world.convert()
+    unused = {name for names in report.unused.values() for name in names}
+    last = {n for n in world.stage1 if f"blocks.{BLOCKS}." in n}
+    assert unused == {
+        *(f"umt_l16_qformer.pth: {name}" for name in STAGE_1_ONLY | dict.fromkeys(last)),
+        *(
+            f"{file}: qformer.bert.embeddings.position_ids"
+            for file in ("umt_l16_qformer.pth", "stage2.pth", "stage3.pth")
+        ),
+        "stage3.pth: epoch",
+        "stage3.pth: scaler",
+    }
+    assert "  not needed, 7: the captioning head of stage 1" in report.lines()
+    assert sum(report.tensors.values()) == len(load_file(world.folder / "out/model.safetensors"))
+
+
+@pytest.mark.parametrize(("llm", "prompt"), [("llama", "vicuna"), ("phi", "phi3")])
+def test_other_language_models_are_known_by_their_names(
+    llm: str, prompt: str, tmp_path: Path
+) -> None:
+    world = World(tmp_path, llm)
+    world.write()
+    report = world.convert(progress=None)
+    layer = next(name for name in world.stage3 if ".lora_A." in name)
+    b = world.stage3[layer.replace("lora_A", "lora_B")]
+    name = layer.split("base_model.model.")[1].split(".lora_A")[0] + ".weight"
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    merged = found[name.replace("model.", "model.language_model.", 1)]
+    assert torch.equal(merged, world.base[name] + 2 * (b @ world.stage3[layer]))
+    assert torch.equal(found["model.projection.bias"], world.stage3[f"{llm}_proj.bias"])
+    assert opened(world).config.prompt_format == prompt
+    assert f"prompt format: {prompt}" in report.lines()[-1]
+
+
+def test_stage_2_alone_is_not_legacy_and_takes_text_from_stage_1(world: World) -> None:
+    del world.stage2["extra_query_tokens"]
+    world.write()
+    report = world.convert(stages=[world.folder / "stage2.pth"], seed=4)
+    found = load_file(world.folder / "out" / "model.safetensors")
+    expected = world.expected(world.stage1, world.stage2)
+    extra = found.pop("model.extra_query_tokens")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert report.fresh == ("model.extra_query_tokens",)
+    assert extra.shape == (1, EXTRA, QFORMER)
+    assert 0.01 < float(extra.std()) < 0.03
+    assert not opened(world).config.legacy
+    assert report.lora == ""
+
+
+def test_legacy_is_the_callers_to_say(world: World) -> None:
+    world.convert(legacy=False)
+    assert not opened(world).config.legacy
+
+
+def test_a_kept_adapter_computes_what_a_merged_one_does(world: World) -> None:
+    report = world.convert(keep_adapter=True)
+    assert "11 layers kept in adapter/" in report.lora
+    found = load_file(world.folder / "out" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], world.base["lm_head.weight"])
+    model = opened(world)
+    plain = model(**inputs(model)).logits
+    adapted: Any = PeftModel.from_pretrained(model, str(world.folder / "out" / "adapter"))
+    with_adapter = adapted(**inputs(model)).logits
+    (world.folder / "out").rename(world.folder / "kept")
+    world.convert()
+    merged = opened(world)
+    assert not torch.allclose(plain, with_adapter, atol=1e-2)
+    torch.testing.assert_close(merged(**inputs(merged)).logits, with_adapter, atol=1e-4, rtol=1e-4)
+
+
+def test_bf16_weights_are_rounded_once(tmp_path: Path) -> None:
+    world = World(tmp_path, dtype=torch.bfloat16)
+    world.write()
+    report = world.convert()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    before = "mistral_model.base_model.model.lm_head.lora_"
+    a, b = (world.stage3[f"{before}{half}.default.weight"] for half in "AB")
+    exact = world.base["lm_head.weight"].double() + 2 * (b.double() @ a.double())
+    head = found["lm_head.weight"]
+    assert head.dtype == torch.bfloat16
+    assert float((head.double() - exact).abs().max()) <= float(exact.abs().max()) * 2**-8
+    assert (head != world.base["lm_head.weight"]).any()
+    assert found["model.projection.weight"].dtype == torch.float32
+    assert re.search(r"rounding to bfloat16 is off by 0\.\d\d% of the update", report.lora)
+
+
+def test_shards_are_read_as_one(world: World) -> None:
+    lines: list[str] = []
+    world.convert(shard_bytes=60_000, progress=lines.append)
+    files = sorted((world.folder / "out").glob("model-*-of-*.safetensors"))
+    assert len(files) == len(lines) > 2
+    assert all(file.stat().st_size < 80_000 or len(load_file(file)) == 1 for file in files)
+    sharded = opened(world).state_dict()
+    (world.folder / "out").rename(world.folder / "sharded")
+    world.convert()
+    whole = opened(world).state_dict()
+    assert all(torch.equal(sharded[name], tensor) for name, tensor in whole.items())
+
+
+def test_old_folders_of_pickles_are_read(world: World) -> None:
+    """As apply_delta leaves a Vicuna: two .bin files, an index, and the buffers of that time."""
+    (world.folder / "llm" / "model.safetensors").unlink()
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    names = list(world.base)
+    shards = {"a.bin": names[:5], "b.bin": names[5:]}
+    for file, part in shards.items():
+        tensors = {name: world.base[name] for name in part} | (buffers if file == "a.bin" else {})
+        torch.save(tensors, world.folder / "llm" / file)
+    index = {name: file for file, part in shards.items() for name in part}
+    text = '{"weight_map": ' + str(index).replace("'", '"') + "}"
+    (world.folder / "llm" / "pytorch_model.bin.index.json").write_text(text)
+    report = world.convert(keep_adapter=True)
+    found = load_file(world.folder / "out" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], world.base["lm_head.weight"])
+    assert any("inv_freq" in name for names in report.unused.values() for name in names)
+
+
+def test_plain_bert_gets_the_decoder_token(world: World) -> None:
+    tokenizer = bert_tokenizer()
+    plain = type(tokenizer)(vocab={t: i for t, i in tokenizer.get_vocab().items() if t != "[DEC]"})
+    plain.save_pretrained(world.folder / "plain")
+    world.convert(qformer_tokenizer=world.folder / "plain")
+    saved = AutoTokenizer.from_pretrained(world.folder / "out" / "qformer_tokenizer")
+    assert saved.bos_token_id == len(plain) == len(saved) - 1
+    assert saved.truncation_side == "left"
+
+
+def test_all_that_does_not_fit_is_listed_at_once(world: World) -> None:
+    del world.stage1["qformer.bert.encoder.layer.1.output.dense.bias"]
+    del world.stage3["qformer.bert.encoder.layer.1.output.dense.bias"]
+    world.stage3["vision_encoder.encoder.pos_embed"] = torch.zeros(1, 4, VISION)
+    world.stage3["mistral_model.base_model.model.model.embed_tokens.lora_embedding_A.default"] = (
+        torch.zeros(4, VOCAB)
+    )
+    world.stage2["vision_encoder.encoder.class_embedding"] = torch.zeros(VISION)
+    words = "qformer.bert.embeddings.word_embeddings.weight"
+    world.stage3[words] = world.stage3[words][:-1]
+    lora = "mistral_model.base_model.model.model.layers.{}.lora_{}.default.weight"
+    del world.stage3[lora.format("0.self_attn.q_proj", "A")]
+    world.stage3[lora.format("1.mlp.down_proj", "B")] = torch.zeros(5, 4)
+    world.stage3[lora.format("7.mlp.down_proj", "B")] = torch.zeros(5, 4)
+    world.stage3["something.else"] = torch.zeros(1)
+    world.write()
+    with pytest.raises(DitLoraError) as raised:
+        world.convert()
+    rows, columns = world.stage3[words].shape
+    assert sorted(str(raised.value).splitlines()[1:]) == sorted(
+        [
+            "  - stage3.pth: something.else: unknown",
+            "  - stage3.pth: model.vision_encoder.encoder.pos_embed: not of this model",
+            "  - stage2.pth: model.vision_encoder.encoder.class_embedding: not of this model",
+            "  - stage3.pth: model.language_model.embed_tokens.lora_embedding_A.default: not of this model",
+            f"  - stage3.pth: model.{words.replace('bert.', '')}: shape {(rows, columns)}, "
+            f"the config makes {(rows + 1, columns)}",
+            "  - model.qformer.encoder.layer.1.output.dense.bias: missing from every file",
+            "  - LoRA of model.language_model.layers.0.self_attn.q_proj: B without its other half",
+            f"  - LoRA of model.language_model.layers.1.mlp.down_proj: A (4, 48), B (5, 4) for a weight of {(TEXT, 48)}",
+            "  - LoRA of model.language_model.layers.7.mlp.down_proj: the model has no such layer",
+        ]
+    )
+    assert not (world.folder / "out").exists()
+
+
+def test_missing_files_are_listed_at_once(world: World) -> None:
+    (world.folder / "out").mkdir()
+    with pytest.raises(DitLoraError) as raised:
+        world.convert(stages=[], vision=world.folder / "no.pth", llm=world.folder / "nothing")
+    message = str(raised.value)
+    assert "out exists" in message
+    assert "no.pth" in message
+    assert "nothing is no folder of a language model" in message
+    assert "no file of stage 2 or later" in message
+
+
+def test_a_language_model_of_another_kind_is_refused(world: World, tmp_path: Path) -> None:
+    other = World(tmp_path / "other", "llama")
+    with pytest.raises(DitLoraError, match="are of a mistral language model .* is a llama"):
+        world.convert(llm=other.folder / "llm")
+    torch.save(other.stage2, world.folder / "llama2.pth")
+    with pytest.raises(DitLoraError, match="of one language model") as raised:
+        world.convert(stages=[world.folder / "llama2.pth", world.folder / "stage3.pth"])
+    assert "llama2.pth: llama" in str(raised.value)
+
+
+class Code:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, (f"touch {self.marker}",)
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+
+@pytest.mark.parametrize("kind", ["zip", "bare"])
+def test_code_in_a_pickle_is_refused_and_not_run(kind: str, world: World, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    state = {"model": world.stage3, "config": Code(marker)}
+    if kind == "zip":
+        torch.save(state, world.folder / "stage3.pth")
+    else:
+        (world.folder / "stage3.pth").write_bytes(
+            pickle.dumps({"config": Code(marker)}, protocol=2)
+        )
+    with pytest.raises(DitLoraError, match=r"stage3\.pth holds .* not opened") as raised:
+        world.convert()
+    assert "\n" not in str(raised.value)
+    assert ("posix.system" in str(raised.value)) == (kind == "zip")
+    assert not marker.exists()
+
+
+def test_files_that_hold_no_weights_are_refused(world: World) -> None:
+    (world.folder / "stage2.pth").write_bytes((world.folder / "stage2.pth").read_bytes()[:3000])
+    with pytest.raises(DitLoraError, match=r"stage2\.pth"):
+        world.convert()
+    torch.save({"model": {"query_tokens": 3}}, world.folder / "stage2.pth")
+    with pytest.raises(DitLoraError, match=r"no tensors:\n  - query_tokens: int"):
+        world.convert()
+    torch.save([1, 2], world.folder / "stage2.pth")
+    with pytest.raises(DitLoraError, match="no state dict; got a list"):
+        world.convert()
+
+
+def test_what_is_not_finite_is_listed_and_nothing_is_left(world: World) -> None:
+    world.stage3["query_tokens"][0, 0, 0] = float("nan")
+    world.stage3["mistral_proj.bias"][3] = float("inf")
+    world.write()
+    with pytest.raises(DitLoraError) as raised:
+        world.convert(shard_bytes=50_000)
+    assert str(raised.value).splitlines()[1:] == [
+        "  - stage3.pth: model.query_tokens",
+        "  - stage3.pth: model.projection.bias",
+    ]
+    assert not [path for path in world.folder.iterdir() if "out" in path.name]
+
+
+def test_an_interrupted_conversion_leaves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Path] = []
+
+    def interrupted(tensors: Tensors, file: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, file, metadata=metadata)
+        saved.append(file)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.convert(shard_bytes=50_000)
+    assert saved
+    assert not [path for path in world.folder.iterdir() if "out" in path.name]
