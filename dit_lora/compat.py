@@ -49,6 +49,7 @@ TESTED: Mapping[str, Tested] = {
     "av": Tested("14", "18.1.0", 19),
     "triton": Tested("3.6", "3.9.0", 4, required=False),  # the floor is what torch 2.11 pins
     "flash-attn": Tested("2.7", None, 3, required=False),
+    "liger-kernel": Tested("0.8.5", "0.8.5", 1, required=False),
     "bitsandbytes": Tested("0.45", "0.50.2", 1, required=False),
 }
 

@@ -94,6 +94,8 @@ class OptimConfig(Section):
     """Norm that the gradients of all groups without a clip of their own are scaled to; null for none."""
     schedule: Schedule = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr_rate: Decay = 0.0
+    """Share of the learning rate that `linear` and `cosine` fall to."""
 
 
 class TrainConfig(Section):
@@ -141,11 +143,13 @@ class KernelsConfig(Section):
     """Sana's linear attention, with fp32 state."""
     silu_dwconv_glu: KernelMode = "auto"
     """Sana's convolution in the feed-forward, which keeps one activation of three."""
+    liger: KernelMode = "auto"
+    """Liger's RMSNorm, SwiGLU and rotation in language models of Transformers, if liger-kernel is installed."""
     finite_norm: KernelMode = "auto"
     """Gradient norms and their finiteness in one pass over all gradients."""
     attention: str = "auto"
     """`auto` for PyTorch's choice, or one of Diffusers' backends that train: native, _native_flash, flash,
-    _flash_3, ..."""
+    _flash_3, ...; chat models: sdpa, eager, flash_attention_2 or flash_attention_3."""
 
     @field_validator("*", mode="before")
     @classmethod

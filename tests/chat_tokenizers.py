@@ -37,11 +37,11 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     learned.train_from_iterator([_TEXT], trainer)
     state = _state(learned)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += [token for token in state["vocab"] if token not in tokens]
+    tokens += [token for token in state["vocab"] if token not in tokens] + ["▁▁"]
     backend = Tokenizer(
         models.BPE(
             {token: index for index, token in enumerate(tokens)},
-            [tuple(pair) for pair in state["merges"]],
+            [("▁", "▁"), *((pair[0], pair[1]) for pair in state["merges"])],
             unk_token="<unk>",
             byte_fallback=True,
             fuse_unk=True,

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.data.chat.template import MediaText, render_template
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
@@ -138,10 +138,18 @@ class VideoTextCheckpoint:
                 self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds)
             )
         template = ChatTemplate(self.tokenizer, self._template(video=video))
+        if prefix and not answered:
+            # As the beginning of an answer, so that its white space is the template's.
+            begun = replace(conversation.turns[-1], answer=prefix)
+            conversation = replace(conversation, turns=(*conversation.turns[:-1], begun))
         rendered = render_template(
-            template, self.tokenizer, conversation, media, answered=answered, prefix=prefix
+            template, self.tokenizer, conversation, media, answered=answered or bool(prefix)
         )
-        return TimedRendered(rendered.pieces, rendered.instruction, tuple(seconds) if video else ())
+        pieces = rendered.pieces
+        if prefix and not answered:
+            # The last token ends the answer.
+            pieces = (*pieces[:-1], Piece(pieces[-1].ids[:-1], "fixed"))
+        return TimedRendered(pieces, seconds=tuple(seconds) if video else ())
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
         model = AutoModelForImageTextToText.from_pretrained(

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Literal, get_args
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.fuse import liger
 from dit_lora.fuse.attention import require_backend
 from dit_lora.fuse.check import FirstForwards
 from dit_lora.fuse.core import (
@@ -26,10 +28,12 @@ from dit_lora.fuse.core import (
 )
 from dit_lora.fuse.lora import has_lora
 from dit_lora.fuse.registry import FORWARDS, PROCESSORS, WITHOUT_TRITON
+from dit_lora.fuse.transformers_attention import AttentionChoice, require_implementation
 from dit_lora.numerics.switches import Switch, set_model_switches
 from dit_lora_kernels import triton_support
 
 Mode = Literal["auto", "on", "off"]
+_OF_OTHERS = "it is for models of Transformers"
 _ALL = "kernels"
 """The switch of everything that was replaced."""
 
@@ -67,8 +71,8 @@ def fuse(
 
     `ops` gives `auto`, `on` or `off` by name, `auto` where it names none. `auto`: where it applies, the machine
     can run it, and parity holds. `on`: also without a GPU, by its reference; raises if parity does not hold
-    or nothing in the model takes it. `attention` is one of Diffusers' backends that train, or `auto` for
-    PyTorch's own choice. With `check`, the first training forward of each shape is compared with the stock
+    or nothing in the model takes it. `attention` is one of Diffusers' backends that train or, for a model of
+    Transformers, one of its implementations; `auto` is PyTorch's own choice. With `check`, the first training forward of each shape is compared with the stock
     model, values and gradients, before it counts.
 
     Call it after adapters are attached and before hooks, offload, DDP and torch.compile. Raises `DitLoraError` on
@@ -77,17 +81,35 @@ def fuse(
     modes = _modes(ops or {})
     if fusion_of(model) is not None:
         unfuse(model)
-    backend = None if attention == "auto" else require_backend(attention)
-    unavailable = {op: reason for op in OPS if modes[op] == "auto" and (reason := _why_off(op))}
+    backend = None
+    if attention != "auto" and isinstance(model, PreTrainedModel):
+        require_implementation(model, attention)
+    elif attention != "auto":
+        backend = require_backend(attention)
+    unavailable = {op: reason for op in OPS if (reason := _why_off(op, modes[op], model))}
     on = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
     fusion = Fusion({**on, ATTENTION: any(on.values()) or backend is not None}, backend)
     refuse_projection_fusing(model, has_lora)
     _patch(model, fusion)
     _require_asked(model, fusion, modes)
     mark(model, fusion)
-    set_model_switches(model, _switches(fusion, modes))
+    switches = _switches(fusion, modes)
+    if attention != "auto" and isinstance(model, PreTrainedModel):
+        switches += _choose_attention(model, fusion, attention)
+    set_model_switches(model, switches)
     fusion.hooks.append(model.register_forward_pre_hook(FirstForwards(check), with_kwargs=True))
-    return FuseReport(fusion, unavailable)
+    said = {op: reason for op, reason in unavailable.items() if reason != _OF_OTHERS}
+    return FuseReport(fusion, said)
+
+
+def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Switch]:
+    try:
+        choice = AttentionChoice(model, name)
+    except DitLoraError:
+        unfuse(model)
+        raise
+    fusion.hooks.append(choice)
+    return choice.switches(model)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -112,10 +134,21 @@ def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
     return {op: asked.get(op, "auto") for op in OPS}
 
 
-def _why_off(op: str) -> str | None:
-    """Why `auto` leaves this op off on this machine."""
+def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
+    """Why `auto` leaves this op off for this model on this machine; raises where `on` asks for what is not there."""
+    if mode == "off":
+        return None
+    if op == liger.OP:
+        if not isinstance(model, PreTrainedModel):
+            return _OF_OTHERS
+        if missing := liger.why_unavailable():
+            if mode == "on":
+                raise DitLoraError(
+                    f"kernels.{op}: {missing}; pip install 'dit-lora[liger]', or set it to auto"
+                )
+            return missing
     support = triton_support()
-    if op in WITHOUT_TRITON or support.mode == "gpu":
+    if mode == "on" or op in WITHOUT_TRITON or support.mode == "gpu":
         return None
     return f"{support.reason}; `on` runs its reference"
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.whole import set_whole
@@ -26,6 +25,7 @@ OPS = (
     "ada_norm",
     "relu_linear_attention",
     "silu_dwconv_glu",
+    "liger",
 )
 """Ops that can replace part of a model, by their names in `kernels:`."""
 ATTENTION = "attention"
@@ -47,7 +47,7 @@ class Fusion:
     """(op, module, reason) of what an op could have replaced and did not."""
     stock: bool = False
     """Whether everything is as before, whatever else is said."""
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list["Removable"] = field(default_factory=list)
     """Of the model, for as long as it is fused."""
 
     def is_on(self, op: str) -> bool:
@@ -93,6 +93,12 @@ class Fusion:
         reasons = Counter((op, reason) for op, _, reason in self.kept)
         lines += [f"{op}: not in {n} modules: {reason}" for (op, reason), n in reasons.items()]
         return lines
+
+
+class Removable(Protocol):
+    """A hook's handle, or whatever else is undone when the model is."""
+
+    def remove(self) -> None: ...
 
 
 Forward = Callable[..., Any]

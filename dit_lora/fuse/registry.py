@@ -6,6 +6,7 @@ from dit_lora.fuse import (
     cogvideox,
     flux,
     hunyuan_video,
+    liger,
     lora,
     ltx,
     mochi,
@@ -33,6 +34,7 @@ FORWARDS: tuple[ForwardPatch, ...] = (
     *sd3.FORWARDS,
     *hunyuan_video.FORWARDS,
     *mochi.FORWARDS,
+    *liger.FORWARDS,
 )
 PROCESSORS: tuple[ProcessorPatch, ...] = (
     *attention.PROCESSORS,

@@ -53,6 +53,15 @@ class Option:
     chosen: bool
     by_base: bool
 
+    @property
+    def notes(self) -> str:
+        said = {
+            "right": self.right,
+            "chosen": self.chosen,
+            "chosen without the fine-tune": self.by_base,
+        }
+        return " · ".join(words for words, holds in said.items() if holds)
+
 
 @dataclass(frozen=True)
 class Card:

@@ -19,9 +19,10 @@ from dit_lora.data.digest import Digests
 from dit_lora.data.sources import Scan, scan
 from dit_lora.data_config import DataConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families import get_family
+from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.recipe import load_recipe
+from dit_lora.training.chat.audit import audit_conversations
 from dit_lora.training.plan import AUDIT_MEMO
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import quiet_libraries, running
@@ -89,6 +90,13 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
     quiet_libraries()
     recipe = load_recipe(target, overrides)
     checkpoint = get_family(recipe.model.family).open(recipe.model)
+    if recipe.model.family in CHAT_FAMILIES:
+        if encode:
+            raise DitLoraError("--encode: a chat model's samples are not encoded before training")
+        judged, words, notes = audit_conversations(
+            recipe, checkpoint.for_recipe(recipe), progress=True
+        )
+        return Audit(recipe.data.path or "data.sources", merge(judged, words), tuple(notes))
     found = audit_recipe(recipe, checkpoint)
     return with_encodings(found, recipe, checkpoint) if encode else found
 

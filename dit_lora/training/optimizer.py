@@ -31,23 +31,25 @@ def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
         config = given[group]
         kind = config.schedule or optim.schedule
         warmup = optim.warmup_steps if config.warmup_steps is None else config.warmup_steps
-        return config.lr * schedule_factor(kind, step, warmup=warmup, steps=steps)
+        factor = schedule_factor(kind, step, warmup=warmup, steps=steps, least=optim.min_lr_rate)
+        return config.lr * factor
 
     return learning_rate
 
 
-def schedule_factor(kind: str, step: int, *, warmup: int, steps: int) -> float:
+def schedule_factor(kind: str, step: int, *, warmup: int, steps: int, least: float = 0.0) -> float:
     """The share of the peak learning rate at a step counted from 1; the first step is never at zero.
 
-    Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards 0,
-    which they would reach one step after the last.
+    Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards
+    `least`, which they would reach one step after the last.
     """
     if step <= warmup:
         return step / warmup
     if kind == "constant":
         return 1.0
     progress = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
-    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    left = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return least + (1.0 - least) * left
 
 
 def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, float]:

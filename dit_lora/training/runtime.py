@@ -17,7 +17,12 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from tqdm import tqdm
 
 from dit_lora.compat import (
@@ -28,6 +33,7 @@ from dit_lora.compat import (
 )
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed, show
+from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.recipe import dump_recipe
@@ -102,7 +108,10 @@ def _start(recipe: Recipe) -> Runtime:
         gradient_accumulation_steps=recipe.train.accumulate,
         log_with=list(recipe.run.trackers) or None,
         project_config=ProjectConfiguration(project_dir=recipe.run.dir),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=_RANK_0_WORK)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=_RANK_0_WORK),
+            DistributedDataParallelKwargs(find_unused_parameters=_some_idle(recipe)),
+        ],
     )
     _check_launch(accelerator)
     _check_settings(recipe, accelerator)
@@ -112,6 +121,12 @@ def _start(recipe: Recipe) -> Runtime:
     runtime.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
     runtime.say(f"precision: {precision.dtype}: {precision.reason}")
     return runtime
+
+
+def _some_idle(recipe: Recipe) -> bool:
+    """Whether a step may leave what trains without a gradient: a chat model's encoder sees no conversation without media."""
+    groups = recipe.optim.groups
+    return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 
 
 def require_free_folder(runtime: Runtime) -> None:

@@ -106,8 +106,8 @@ def read_at(
     what lies behind the last time is not decoded. Raises `ClipError` if the file cannot be read as far as needed.
     """
     media, times = as_media(media), tuple(seconds)
-    if list(times) != sorted(times):
-        raise ValueError(f"times must be in order; got {times}")
+    if list(times) != sorted(times) or not (times or is_image(media)):
+        raise ValueError(f"a video needs times, in order; got {times}")
     try:
         if is_image(media):
             chosen = [_fitted(_open(media), 1.0, height, width, fit, box)]

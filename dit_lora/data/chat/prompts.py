@@ -96,7 +96,14 @@ def render_prompt(
     `DitLoraError` if a boundary falls into a token (`spans.tokenized`).
     """
     style = PROMPT_FORMATS[name]
-    before, after = [Span(_preface(style, conversation), "fixed")], list[Span]()
+    preface = _preface(style, conversation)
+    if conversation.kind == "text" and not (
+        conversation.turns[0].question or style.media_in_question
+    ):
+        preface = (
+            preface.rstrip()
+        )  # the answer begins with a space; upstream has two, which are one token
+    before, after = [Span(preface, "fixed")], list[Span]()
     if conversation.kind == "text":
         after, before = before, after
     else:

@@ -50,9 +50,10 @@ class VideoChat2Config(PreTrainedConfig):
     `num_frames` is what the checkpoint was trained on.
 
     `media_token_id` fills the positions that the media's tokens take: outside both vocabularies, never embedded.
-    `legacy` is the released weights' arithmetic: LayerNorm eps 1e-12 in the Q-Former and before it, and each BOS
-    token embedded as the constant vector of its own id (in the original an assignment of the id to the embedding).
-    Off: eps 1e-6, and the BOS token's own embedding.
+    `legacy` is the arithmetic that the released weights were trained with: LayerNorm eps 1e-12 in the Q-Former and
+    before it, and each BOS token embedded as the constant vector of its own id (videochat2_it_mistral.py assigns the
+    id to the embedding; its demo and MVBench notebooks embed BOS as any token). Off: eps 1e-6, and the BOS token's
+    own embedding.
     """
 
     model_type = "videochat2"

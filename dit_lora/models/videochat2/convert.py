@@ -236,6 +236,7 @@ def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig
             f"the released files are of a {MODEL_TYPES[kind]} language model ({kind}_proj); {llm} is a "
             f"{text_config.model_type}"
         )
+    text_config.name_or_path = ""  # it says where the folder was
     named, own = text_config.bos_token_id, tokenizer.bos_token_id
     text_config.bos_token_id = own
     return text_config, () if named == own else (f"bos_token_id {named} -> {own}, the tokenizer's",)

@@ -72,7 +72,10 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         )
         self.qformer = VideoChat2QFormer(config.qformer_config, vision_width, config.layer_norm_eps)
         self.projection = nn.Linear(width, config.text_config.hidden_size)
-        self.language_model = AutoModel.from_config(config.text_config)
+        # text_config remembers the dtype that the language model was saved in; all of VideoChat2 has one.
+        self.language_model = AutoModel.from_config(
+            config.text_config, dtype=torch.get_default_dtype()
+        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

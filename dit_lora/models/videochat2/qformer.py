@@ -84,6 +84,8 @@ class VideoChat2QFormerOutput(nn.Module):
 
 
 class VideoChat2QFormerAttention(nn.Module):
+    """An attention branch with its end: what `tokens` find in `context`, added to them and normed."""
+
     def __init__(self, config: dict[str, Any], context_width: int, eps: float, rate: float) -> None:
         super().__init__()
         self.self = VideoChat2QFormerSelfAttention(config, context_width)
@@ -96,6 +98,8 @@ class VideoChat2QFormerAttention(nn.Module):
 
 
 class VideoChat2QFormerIntermediate(nn.Module):
+    """The first half of a feed-forward branch; `VideoChat2QFormerOutput` is its second."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.dense = nn.Linear(config["hidden_size"], config["intermediate_size"])
@@ -144,6 +148,8 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
 
 
 class VideoChat2QFormerEncoder(nn.Module):
+    """The layers, of which every `cross_attention_frequency`-th, from the first, looks at the vision tokens."""
+
     def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
         super().__init__()
         rates = drop_path_rates(config["drop_path_rate"], config["num_hidden_layers"])

@@ -62,6 +62,8 @@ class VideoChat2VisionAttention(nn.Module):
 
 
 class VideoChat2VisionMLP(nn.Module):
+    """Two linear layers with the exact GELU between."""
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
@@ -112,10 +114,9 @@ class VideoChat2VisionEncoder(nn.Module):
         self.config = config
         width, depth = config["hidden_size"], config["num_hidden_layers"]
         self.patch_embed = VideoChat2PatchEmbed(width, config["tubelet_size"], config["patch_size"])
-        # The rates are those of the whole encoder, of which the blocks after the returned one are not built.
-        rates = drop_path_rates(config["drop_path_rate"], depth)[
-            : config["return_index"] + 1 or None
-        ]
+        # The rates are those of all the encoder's blocks; the ones after the returned one are not built.
+        rates = drop_path_rates(config["drop_path_rate"], depth)
+        rates = rates[: depth + config["return_index"] + 1]
         self.blocks = nn.ModuleList(
             VideoChat2VisionBlock(width, config["num_attention_heads"], config["mlp_ratio"], rate)
             for rate in rates

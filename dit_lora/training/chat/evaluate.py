@@ -2,11 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
+
+from tqdm import tqdm
 
 from dit_lora.data.chat import mvbench
 from dit_lora.data.chat.conversation import Turn
@@ -14,12 +18,12 @@ from dit_lora.data.chat.mvbench import Question, named_options
 from dit_lora.errors import DitLoraError, InterruptedRunError, listed
 from dit_lora.files import write_whole
 from dit_lora.training.chat.answering import Answerer, Seen, load_answerer
-from dit_lora.training.samples import bar
 
 PREDICTIONS_FILE = "predictions.jsonl"
 RESULTS_FILE = "results.json"
 MAX_TOKENS = 8
 """The first word decides; the notebook generates 100 and reads no further."""
+_READERS = 4  # threads that decode what is asked next
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,17 @@ def evaluate(
     open_questions = [
         (key, one) for key, one in zip(keys, questions, strict=True) if not book.holds(key)
     ]
+    looked = tqdm(
+        _looked(answerer, open_questions),
+        total=len(open_questions),
+        desc="evaluating",
+        unit="question",
+        disable=quiet,
+        dynamic_ncols=True,
+    )
     try:
-        for key, question in bar("evaluating", "question", quiet)(open_questions):
-            book.add(key, {"id": question.id, **_asked(answerer, question, against_base)})
+        for key, question, seen in looked:
+            book.add(key, _asked(answerer, question, seen, against_base))
     except KeyboardInterrupt as error:
         done = sum(book.holds(key) for key in keys)
         raise InterruptedRunError(
@@ -125,7 +137,7 @@ def evaluate(
     predictions = [book.lines[key] for key in keys]
     results = {
         "setting": setting,
-        **summarize(questions, predictions),
+        **summarize(questions, predictions, compared=against_base),
         "left_out": dict(left_out or {}),
     }
     write_whole(out / RESULTS_FILE, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
@@ -133,31 +145,25 @@ def evaluate(
 
 
 def summarize(
-    questions: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
+    questions: Sequence[Question], predictions: Sequence[Mapping[str, Any]], *, compared: bool
 ) -> dict[str, Any]:
     """Counts and accuracies of each task, and of all: `average` is the mean of the tasks' accuracies.
 
     An accuracy is a share of all questions; `accuracy_read` of those whose video could be read, None where none
     could. The notebook's own average is over questions, which for MVBench, with 200 a task, is the same.
     """
-    by_task: dict[str, list[int]] = {}
-    for at, one in enumerate(questions):
-        by_task.setdefault(one.task, []).append(at)
-    tasks = [
-        {
-            "task": task,
-            **_counted([questions[at] for at in places], [predictions[at] for at in places]),
-        }
-        for task, places in by_task.items()
-    ]
-    total = _counted(questions, predictions)
+    by_task: dict[str, list[tuple[Question, Mapping[str, Any]]]] = {}
+    pairs = list(zip(questions, predictions, strict=True))
+    for one in pairs:
+        by_task.setdefault(one[0].task, []).append(one)
+    tasks = [{"task": task, **_counted(ones, compared)} for task, ones in by_task.items()]
     average: dict[str, Any] = {
         "accuracy": fmean(one["accuracy"] for one in tasks),
         "chance": fmean(one["chance"] for one in tasks),
     }
-    if "base" in total:
+    if compared:
         average["base"] = {"accuracy": fmean(one["base"]["accuracy"] for one in tasks)}
-    return {"average": average, "all": total, "tasks": tasks}
+    return {"average": average, "all": _counted(pairs, compared), "tasks": tasks}
 
 
 def told(results: Mapping[str, Any]) -> list[str]:
@@ -191,11 +197,30 @@ def told(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _asked(answerer: Answerer, question: Question, against_base: bool) -> dict[str, Any]:
-    """The line of predictions.jsonl."""
-    line: dict[str, Any] = {"task": question.task, "answer": question.answer}
+def _looked(
+    answerer: Answerer, questions: Sequence[tuple[str, Question]]
+) -> Iterator[tuple[str, Question, Future[Seen]]]:
+    """Each question in order, its frames read while the model answers those before."""
+    waiting: deque[tuple[str, Question, Future[Seen]]] = deque()
+    pool = ThreadPoolExecutor(_READERS)
     try:
-        seen = answerer.look(question.media, start=question.start, end=question.end)
+        for key, one in questions:
+            seen = pool.submit(answerer.look, one.media, start=one.start, end=one.end)
+            waiting.append((key, one, seen))
+            if len(waiting) > 2 * _READERS:
+                yield waiting.popleft()
+        yield from waiting
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _asked(
+    answerer: Answerer, question: Question, looked: Future[Seen], against_base: bool
+) -> dict[str, Any]:
+    """The line of predictions.jsonl."""
+    line: dict[str, Any] = {"id": question.id, "task": question.task, "answer": question.answer}
+    try:
+        seen = looked.result()
     except DitLoraError as error:
         return line | {"failed": str(error)}
     line["seconds"] = [round(at, 3) for at in seen.seconds]
@@ -213,18 +238,16 @@ def _judged(answerer: Answerer, seen: Seen, question: Question) -> dict[str, Any
     return {"said": said, "named": list(named), "right": question.answer in named}
 
 
-def _counted(
-    questions: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    read = [one for one in predictions if "failed" not in one]
+def _counted(ones: Sequence[tuple[Question, Mapping[str, Any]]], compared: bool) -> dict[str, Any]:
+    read = [line for _, line in ones if "failed" not in line]
     counts: dict[str, Any] = {
-        "questions": len(questions),
-        "failed": len(questions) - len(read),
-        "chance": fmean(1 / len(one.candidates) for one in questions),
-        **_accuracy(read, len(questions)),
+        "questions": len(ones),
+        "failed": len(ones) - len(read),
+        "chance": fmean(1 / len(question.candidates) for question, _ in ones),
+        **_accuracy(read, len(ones)),
     }
-    if any("base" in one for one in predictions):
-        counts["base"] = _accuracy([one["base"] for one in read], len(questions))
+    if compared:
+        counts["base"] = _accuracy([one["base"] for one in read], len(ones))
         counts["only_tuned"] = sum(one["right"] and not one["base"]["right"] for one in read)
         counts["only_base"] = sum(one["base"]["right"] and not one["right"] for one in read)
     return counts

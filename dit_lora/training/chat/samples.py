@@ -11,6 +11,7 @@ from dit_lora.data.chat.conversation import Conversation
 from dit_lora.data.chat.fitting import fit
 from dit_lora.data.chat.frames import latest_seconds
 from dit_lora.data.chat.tensors import bucket_length
+from dit_lora.data.media import Media
 from dit_lora.data.video import ClipError, VideoHeader
 from dit_lora.data_config import DataConfig
 from dit_lora.errors import DitLoraError
@@ -26,6 +27,10 @@ class ChatSamples:
     entries: tuple[ChatEntry, ...]
     rejected: dict[str, str]
     """Why a sample cannot be used, by its id."""
+    media: dict[str, Media]
+    """Of every sample that names one and could be read so far, by its id."""
+    names: tuple[str, ...]
+    """Of all samples, in the order of their files."""
 
     @property
     def digest(self) -> str:
@@ -48,7 +53,9 @@ def find_conversations(
             entries.append(_entry(one, by_id.get(one.id), checkpoint, recipe.chat or ChatConfig()))
         except DitLoraError as error:
             rejected[one.id] = str(error)
-    return ChatSamples(tuple(entries), rejected)
+    media = {one.id: one.media for one in seen if one.media}
+    names = dict.fromkeys([*(one.id for one in found.all), *rejected])
+    return ChatSamples(tuple(entries), rejected, media, tuple(names))
 
 
 def training_set(
@@ -78,7 +85,14 @@ def _entry(
     length = bucket_length(len(rendered), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
     shape = ChatShape(length, *size, conversation.kind)
-    return ChatEntry(conversation, header, shape, rendered.answers, len(rendered.instruction))
+    return ChatEntry(
+        conversation,
+        header,
+        shape,
+        rendered.answers,
+        len(rendered.instruction),
+        sum(piece.dropped for piece in rendered.pieces),
+    )
 
 
 def _latest(conversation: Conversation, header: VideoHeader, frames: int) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from dit_lora.data.cache import entry_key
 from dit_lora.data.digest import Digests
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily
 from dit_lora.training.chat.answers import held_out_loss, write_answers
+from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import find_conversations, training_set
 from dit_lora.training.chat.training_set import ChatSet
 from dit_lora.training.loop import StepResult
@@ -50,9 +51,10 @@ class ChatTask:
             found = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
             digests = Digests(recipe.cache_dir / "digests.json")
             model = self.model_digest(checkpoint, recipe, digests)
+            at_fault = audited(recipe, found, digests)
             if not quiet:
                 digests.save()
-        rejects.add(found.rejected)
+        rejects.add({**found.rejected, **at_fault})
         entries = rejects.without(found.entries, lambda entry: entry.id)
         clips = training_set(entries, checkpoint, recipe)
         runtime.say(_told(clips))
@@ -121,7 +123,9 @@ def _told(clips: ChatSet) -> str:
     kinds = [entry.conversation.kind for entry in clips.entries]
     counts = [f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds]
     answers = sum(entry.answers for entry in clips.entries)
+    shortened = sum(entry.shortened > 0 for entry in clips.entries)
     return (
         f"conversations: {', '.join(counts)}, in {len(clips.rooms)} buckets, the largest {clips.largest[0]}; "
         f"{answers:,} answer tokens to learn"
+        + (f"; the questions of {shortened:,} are shortened" if shortened else "")
     )

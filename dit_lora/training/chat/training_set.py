@@ -70,6 +70,9 @@ class ChatEntry:
     answers: int
     """Tokens that are learned: the same however frames and turns are drawn."""
     instruction: int
+    """Tokens that a Q-Former reads."""
+    shortened: int = 0
+    """Tokens of questions that are left out."""
 
     @property
     def id(self) -> str:

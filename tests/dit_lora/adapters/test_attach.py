@@ -147,12 +147,12 @@ LLAVA: list[tuple[tuple[str, ...], set[str]]] = [
 
 @pytest.mark.parametrize(("targets", "expected"), LLAVA)
 def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
-    targets: tuple[str, ...], expected: set[str], tmp_path: Path
+    targets: tuple[str, ...], expected: set[str]
 ) -> None:
     """And what only exists elsewhere goes there; PEFT's own config says the same."""
     import peft
 
-    model, again = (chat_model("llava", tmp_path).bfloat16() for _ in range(2))
+    model, again = (chat_model("llava").bfloat16() for _ in range(2))
     lora = LoraConfig(rank=4, targets=targets, dropout=0.25)
     report = attach_lora(model, lora, ("v_proj",), seed=0, within=("language_model",))
     assert layers_with_lora(model) == expected
@@ -168,8 +168,8 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
     assert layers_with_lora(again) == expected
 
 
-def test_qwens_vision_blocks_can_be_named(tmp_path: Path) -> None:
-    model = chat_model("qwen", tmp_path)
+def test_qwens_vision_blocks_can_be_named() -> None:
+    model = chat_model("qwen")
     lora = LoraConfig(rank=4, targets=("q_proj", "visual.blocks.1.attn.qkv"))
     attach_lora(model, lora, (), seed=0, within=("language_model",))
     assert layers_with_lora(model) == text_layers("self_attn.q_proj") | {
@@ -177,11 +177,11 @@ def test_qwens_vision_blocks_can_be_named(tmp_path: Path) -> None:
     }
 
 
-def test_within_that_is_not_in_the_model_is_refused(tmp_path: Path) -> None:
+def test_within_that_is_not_in_the_model_is_refused() -> None:
     """Else the adapters would go into its vision tower."""
     with pytest.raises(DitLoraError, match=r"inside these submodules.*\n  - text_model\n  - llm"):
         attach_lora(
-            chat_model("llava", tmp_path),
+            chat_model("llava"),
             LoraConfig(),
             ("q_proj",),
             seed=0,
@@ -189,7 +189,7 @@ def test_within_that_is_not_in_the_model_is_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(DitLoraError, match=r"match no linear layer .*: qq_proj; it has"):
         attach_lora(
-            chat_model("llava", tmp_path),
+            chat_model("llava"),
             LoraConfig(targets=("q_proj", "qq_proj")),
             (),
             seed=0,
@@ -208,7 +208,7 @@ def test_a_head_that_is_the_embedding_too_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llava", "videochat2"])
-def test_fused_lora_is_the_same_chat_model(name: str, tmp_path: Path) -> None:
+def test_fused_lora_is_the_same_chat_model(name: str) -> None:
     from dit_lora.fuse.api import fuse
 
     def step(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -216,7 +216,7 @@ def test_fused_lora_is_the_same_chat_model(name: str, tmp_path: Path) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         return loss.detach(), list(torch.autograd.grad(loss, trained))
 
-    model = chat_model(name, tmp_path)
+    model = chat_model(name)
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
     if name == "videochat2":
         targets = (*targets, "projection")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from chat_adapter_checks import CONNECTOR, NAMES, WITHIN, chat_model, logits, train_a_little
+from chat_adapter_checks import CONNECTOR, WITHIN, chat_model, logits, train_a_little
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_chat_models import mistral
+from tiny_chat_models import MODELS, mistral
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
@@ -30,9 +30,9 @@ from dit_lora.errors import CheckFailedError, DitLoraError
 TARGETS = ("q_proj", "down_proj", "lm_head")
 
 
-def adapted(name: str, folder: Path, **lora: Any) -> tuple[nn.Module, nn.Module]:
+def adapted(name: str, **lora: Any) -> tuple[nn.Module, nn.Module]:
     """A frozen base and the same with an adapter, B still zero."""
-    base = chat_model(name, folder / "base")
+    base = chat_model(name)
     model = copy.deepcopy(base)
     config = LoraConfig(**{"rank": 4, "alpha": 7, **lora})
     attach_lora(model, config, TARGETS, seed=0, within=WITHIN[name])
@@ -58,12 +58,12 @@ def loaded_by_us(base: nn.Module, folder: Path) -> nn.Module:
 LOADERS = [loaded_by_peft, loaded_by_transformers, loaded_by_us]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("load", LOADERS)
 def test_every_loader_gives_the_trained_model_bit_for_bit(
     name: str, load: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
 ) -> None:
-    base, model = adapted(name, tmp_path, dropout=0.5)
+    base, model = adapted(name, dropout=0.5)
     train_a_little(model)
     save_chat_adapter(model.train(), tmp_path / "out", {"base_model": "some/base"})
     before, expected = logits(base, name), logits(model.eval(), name)
@@ -74,7 +74,7 @@ def test_every_loader_gives_the_trained_model_bit_for_bit(
 
 
 def test_the_folder_is_what_peft_itself_writes(tmp_path: Path) -> None:
-    base, model = adapted("llava", tmp_path, targets=("q_proj",), dropout=0.5)
+    base, model = adapted("llava", targets=("q_proj",), dropout=0.5)
     train_a_little(model)
     save_chat_adapter(model, tmp_path / "out", {"base_model": "org/base", "revision": "abc"})
     PeftModel.from_pretrained(base, tmp_path / "out").save_pretrained(tmp_path / "peft")
@@ -97,7 +97,7 @@ def test_the_folder_is_what_peft_itself_writes(tmp_path: Path) -> None:
 
 def test_trained_base_weights_are_beside_the_adapter(tmp_path: Path) -> None:
     """A connector, and a weight under an adapter, which PEFT has renamed."""
-    base, model = adapted("llava", tmp_path)
+    base, model = adapted("llava")
     backbone = GroupConfig(lr=1e-5, modules=("lm_head.*",))
     patterns = {"connector": (CONNECTOR["llava"], "model.image_newline")}
     parameter_groups(model, adapter=1e-4, connector=1e-5, backbone=backbone, patterns=patterns)
@@ -114,9 +114,9 @@ def test_trained_base_weights_are_beside_the_adapter(tmp_path: Path) -> None:
 
 
 def test_base_weights_alone_have_no_peft_config(tmp_path: Path) -> None:
-    model = chat_model("qwen", tmp_path)
+    model = chat_model("qwen")
     base = copy.deepcopy(model)
-    adapter = adapted("qwen", tmp_path)[1]
+    adapter = adapted("qwen")[1]
     train_a_little(adapter)
     save_chat_adapter(adapter, tmp_path, {})  # an earlier run's, which must not stay
     parameter_groups(model, connector=1e-5, patterns={"connector": (CONNECTOR["qwen"],)})
@@ -149,7 +149,7 @@ def test_plain_parameters_train_and_are_stored_and_buffers_are_not(tmp_path: Pat
 
 
 def test_an_adapter_in_half_precision_stays_fp32(tmp_path: Path) -> None:
-    base, model = adapted("mistral", tmp_path)
+    base, model = adapted("mistral")
     train_a_little(model)
     save_chat_adapter(model, tmp_path, {})
     load_chat_adapter(base.bfloat16(), tmp_path)
@@ -160,7 +160,7 @@ def test_an_adapter_in_half_precision_stays_fp32(tmp_path: Path) -> None:
 
 
 def test_unsound_adapters_are_refused_and_the_old_files_stay(tmp_path: Path) -> None:
-    _, model = adapted("mistral", tmp_path)
+    _, model = adapted("mistral")
     with pytest.raises(CheckFailedError, match="every B matrix is zero"):
         save_chat_adapter(model, tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
@@ -176,7 +176,7 @@ def test_unsound_adapters_are_refused_and_the_old_files_stay(tmp_path: Path) -> 
 
 
 def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    _, model = adapted("mistral", tmp_path)
+    _, model = adapted("mistral")
     parameter_groups(model, adapter=1e-4, connector=1e-5, patterns={"connector": ("model.norm.*",)})
     train_a_little(model)
     path = save_chat_adapter(model, tmp_path, {})
@@ -200,7 +200,7 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def test_an_adapter_for_other_layers_is_refused(tmp_path: Path) -> None:
-    _, model = adapted("llava", tmp_path, targets=("model.vision_tower.encoder.layers.0.mlp.fc1",))
+    _, model = adapted("llava", targets=("model.vision_tower.encoder.layers.0.mlp.fc1",))
     train_a_little(model)
     save_chat_adapter(model, tmp_path, {})
     with pytest.raises(DitLoraError, match=r"adapter_config\.json does not fit MistralForCausalLM"):

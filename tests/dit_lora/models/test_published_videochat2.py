@@ -63,9 +63,8 @@ def test_parts_have_the_published_sizes(name: str) -> None:
     trunk = model.model
     text = trunk.language_model.config.hidden_size
     assert counted(trunk.vision_encoder) == vision_count(23)
-    assert (
-        round(vision_count(24) / 1e6) == 303
-    )  # UMT, arXiv 2303.16058, table 9: ViT-L, 304 M with its head
+    # UMT's tables give ViT-L 304 M (arXiv 2303.16058): 24 blocks, and what comes after them.
+    assert 0 < 304e6 - vision_count(24) < 1.5e6
     assert counted(trunk.vision_layernorm) == 2 * 1024
     assert counted(trunk.qformer) == qformer_count()
     assert trunk.query_tokens.shape == (1, 32, 768)

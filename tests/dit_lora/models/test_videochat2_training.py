@@ -13,6 +13,7 @@ from dit_lora.models.videochat2.configuration import QFORMER_DEFAULTS, VideoChat
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.models.videochat2.qformer import (
     VideoChat2QFormerLayer,
+    VideoChat2QFormerOutput,
     VideoChat2QFormerSelfAttention,
 )
 from dit_lora.models.videochat2.vision import (
@@ -51,6 +52,16 @@ def test_a_saved_model_loads_equal(tmp_path: Path) -> None:
     assert all(getattr(loaded.config, key) == getattr(config, key) for key in kept)
     batch = tiny_batch(config)
     assert torch.equal(model(**batch).logits, loaded(**batch).logits)
+
+
+def test_one_dtype_whatever_the_language_model_was_saved_in(tmp_path: Path) -> None:
+    config = tiny_config(text_config={"dtype": "bfloat16"})
+    model = VideoChat2ForConditionalGeneration(config)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = VideoChat2ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
 
 
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
@@ -135,6 +146,19 @@ def test_stochastic_depth_drops_whole_branches_of_samples() -> None:
     kept = dropped.flatten(1).any(1)
     assert abs(kept.float().mean() - 0.75) < 0.03
     torch.testing.assert_close(dropped[kept], branch[kept] / 0.75)
+
+
+def test_stochastic_depth_drops_every_branch_and_no_residual() -> None:
+    """With all branches dropped a vision block returns its input, and a Q-Former branch its normed residual."""
+    torch.manual_seed(0)
+    almost_surely = 1 - 1e-9
+    tokens = torch.randn(2, 5, 20)
+    block = VideoChat2VisionBlock(20, 2, 2.0, almost_surely)
+    assert torch.equal(block.train()(tokens), tokens)
+    assert not torch.equal(block.eval()(tokens), tokens)
+    sizes = QFORMER_DEFAULTS | {"hidden_size": 20, "hidden_dropout_prob": 0.5}
+    output = VideoChat2QFormerOutput(7, sizes, 1e-6, almost_surely).train()
+    assert torch.equal(output(torch.randn(2, 5, 7), tokens), output.LayerNorm(tokens))
 
 
 def test_stochastic_depth_grows_with_depth() -> None:

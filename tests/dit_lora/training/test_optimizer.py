@@ -162,3 +162,13 @@ def test_a_limit_above_the_norm_changes_no_bit() -> None:
     optim = config(adapter=None, shared=None)
     clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=0.6))
     assert torch.equal(groups[0]["params"][0].grad, before)
+
+
+def test_a_schedule_falls_to_its_least_share() -> None:
+    given: dict[str, int] = {"warmup": 2, "steps": 6}
+    for kind in ("linear", "cosine"):
+        plain = [schedule_factor(kind, step, **given) for step in range(1, 9)]
+        raised = [schedule_factor(kind, step, **given, least=0.25) for step in range(1, 9)]
+        assert raised[:2] == plain[:2]  # warm-up is as it was
+        assert raised[2:] == pytest.approx([0.25 + 0.75 * factor for factor in plain[2:]])
+        assert raised[-1] == 0.25

@@ -116,10 +116,7 @@ def test_only_groups_with_wanted_frames_are_decoded(
 
     monkeypatch.setattr(decode, "_forwards", count)
     assert seen(path, [15 / FPS, 17 / FPS, 93 / FPS]) == [15, 17, 93]
-    assert decoded == [*range(10, 20), *range(90, 96)][: len(decoded)] or decoded == [
-        *range(10, 19),
-        *range(90, 95),
-    ]
+    assert decoded == [*range(10, 19), *range(90, 95)]
     near = nearest_frames(MediaFile(path), Instants((0.6, 3.0)), quick=True)
     assert [one.times for one in near] == [1, 1]
 
@@ -157,8 +154,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
             seen(tmp_path / name, [0.0])
     with pytest.raises(ClipError, match=r"gone\.gif: cannot be decoded"):
         seen(tmp_path / "gone.gif", [0.0])
-    with pytest.raises(ValueError, match="in order"):
-        seen(tmp_path / "a.mp4", [1.0, 0.0])
+    for times in ([1.0, 0.0], []):
+        with pytest.raises(ValueError, match="a video needs times, in order"):
+            seen(tmp_path / "a.mp4", times)
 
 
 def test_a_member_of_a_tar_is_read_as_a_file(tmp_path: Path) -> None:
@@ -262,8 +260,10 @@ def test_a_random_box_keeps_the_published_rule(least: float, aspect: float) -> N
     """Area uniform, ratio uniform in its logarithm, before those that do not fit are drawn anew."""
     generator = seed(0)
     boxes = np.array([random_box(generator, least, aspect) for _ in range(3000)])
-    top, left, height, width = boxes.T
     assert boxes.min() >= 0
+    boxes = boxes[(boxes[:, 2:] < 1).all(1)]  # the others are those that no draw fitted in
+    assert len(boxes) > 2500
+    top, left, height, width = boxes.T
     assert (top + height).max() <= 1 + 1e-9
     assert (left + width).max() <= 1 + 1e-9
     area, ratio = height * width, width * aspect / height
@@ -288,4 +288,4 @@ def test_where_no_box_fits_it_is_the_largest_in_the_middle(
 ) -> None:
     expected = Box((1 - height) / 2, (1 - width) / 2, height, width)
     assert random_box(seed(0), 1.0, aspect) == pytest.approx(expected)
-    assert random_box(seed(0), 1.0) == pytest.approx(Box(0, 0, 1, 1), abs=0.14)
+    assert random_box(seed(0), 1.0) == Box(0, 0, 1, 1)

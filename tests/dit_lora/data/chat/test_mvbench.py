@@ -236,7 +236,7 @@ def test_a_folder_of_frames_is_a_video(tmp_path: Path) -> None:
     pixels = read_frames_at(video, seconds, height=6, width=8, fit="cover")
     assert pixels.shape == (4, 3, 6, 8)
     assert pixels.dtype == torch.uint8
-    assert [frame.unique().item() // 30 for frame in pixels] == [1, 1, 4, 7]
+    assert [frame[0].unique().item() // 30 for frame in pixels] == [1, 1, 4, 7]
 
 
 def test_an_empty_folder_of_frames_cannot_be_read(tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""Liger's Triton kernels in language models of Transformers: RMSNorm, SwiGLU's product, rotation of q and k.
+
+Source: linkedin/Liger-Kernel (arXiv 2410.10989), of which the kernels alone are used: its modules replace classes for a
+whole process, and its autograd functions write gradients over what a module returned. Here each is an op that
+leaves its operands alone, known to fake tensors and torch.compile; the stock code runs where it cannot, such as on a
+CPU or where weights and inputs differ in dtype.
+
+Shapes: B batch, L tokens, H heads, D width of a head; (..., W) of any rank.
+"""
+
+from functools import cache, partial
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dit_lora.fuse.core import Forward, ForwardPatch
+from dit_lora_kernels.support import launches
+
+OP = "liger"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROTATION = "apply_rotary_pos_emb"
+_STEMS = {
+    "mistral.modeling_mistral": ("MistralRMSNorm", "MistralMLP", "MistralAttention"),
+    "llama.modeling_llama": ("LlamaRMSNorm", "LlamaMLP", "LlamaAttention"),
+    "qwen2.modeling_qwen2": ("Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention"),
+    "qwen2_5_vl.modeling_qwen2_5_vl": ("Qwen2_5_VLRMSNorm", "Qwen2MLP", "Qwen2_5_VLAttention"),
+    "qwen3.modeling_qwen3": ("Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"),
+    "phi3.modeling_phi3": ("Phi3RMSNorm", "Phi3MLP", "Phi3Attention"),
+}
+"""Of each model its norm, feed-forward and attention."""
+
+
+def why_unavailable() -> str | None:
+    """What is missing here, in a few words; None if nothing is."""
+    return None if find_spec("liger_kernel") else "liger-kernel is not installed"
+
+
+def _fits(*tensors: Tensor) -> bool:
+    first = tensors[0]
+    return (
+        launches(first)
+        and first.dtype in _DTYPES
+        and first.numel() > 0
+        and all(tensor.dtype is first.dtype for tensor in tensors)
+    )
+
+
+@torch.library.custom_op("dit_lora::liger_rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) * weight, rounded before the product as Llama's, and 1 / rms, fp32 (rows,)."""
+    from liger_kernel.ops.rms_norm import rms_norm_forward
+
+    out, _, inverse, *_ = rms_norm_forward(x.contiguous(), weight, eps, 0.0, "llama", None)
+    return out, inverse
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "dit_lora::liger_rms_norm_backward", mutates_args=(), device_types=("cpu", "cuda")
+)
+def _rms_norm_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and, if wanted, of the weight; else an empty tensor."""
+    from liger_kernel.ops.rms_norm import _str_to_casting_mode, rms_norm_backward
+    from liger_kernel.ops.utils import calculate_settings
+
+    width = x.shape[-1]
+    dx, dweight = rms_norm_backward(
+        dout.contiguous(),
+        x.contiguous().view(-1, width),
+        weight,
+        inverse,
+        0.0,
+        _str_to_casting_mode["llama"],
+        *calculate_settings(width),
+        False,  # in place
+        None,
+        of_weight,
+    )
+    return dx, weight.new_empty(0) if dweight is None else dweight
+
+
+@_rms_norm_backward.register_fake
+def _(
+    dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight) if of_weight else weight.new_empty(0)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+    of_weight = ctx.needs_input_grad[1]
+    dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, of_weight)
+    return dx, dweight if of_weight else None, None
+
+
+_rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
+
+
+@torch.library.custom_op("dit_lora::liger_swiglu", mutates_args=(), device_types=("cpu", "cuda"))
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    return swiglu_forward(gate.contiguous(), up.contiguous())[2]
+
+
+@_swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op(
+    "dit_lora::liger_swiglu_backward", mutates_args=(), device_types=("cpu", "cuda")
+)
+def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up; Liger's writes them over its operands, which are copies here."""
+    from liger_kernel.ops.swiglu import swiglu_backward
+
+    copies = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
+    return swiglu_backward(*copies, dout.contiguous())
+
+
+@_swiglu_backward.register_fake
+def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    return _swiglu_backward(dout, *ctx.saved_tensors)
+
+
+_swiglu.register_autograd(_swiglu_gradients, setup_context=_keep_inputs)
+
+
+@torch.library.custom_op("dit_lora::liger_rotation", mutates_args=(), device_types=("cpu", "cuda"))
+def _rotation(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool
+) -> tuple[Tensor, Tensor]:
+    """q and k (B, H, L, D) rotated by tables (1 or B, L, 2 * angles), or, if `back`, the other way."""
+    from liger_kernel.ops.rope import rope_backward, rope_forward
+
+    # The kernel writes over its operands, unless it has to copy them: heads after tokens in memory.
+    copies = (t.transpose(1, 2).clone(memory_format=torch.contiguous_format) for t in (query, key))
+    turned = (rope_backward if back else rope_forward)(
+        *(t.transpose(1, 2) for t in copies), cos, sin
+    )
+    return turned[0], turned[1]
+
+
+@_rotation.register_fake
+def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    q, k = (t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (query, key))
+    return q, k
+
+
+def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[2], inputs[3])
+    ctx.back = inputs[4]
+
+
+def _rotation_gradients(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Any, ...]:
+    return (*_rotation(dquery, dkey, *ctx.saved_tensors, not ctx.back), None, None, None)
+
+
+_rotation.register_autograd(_rotation_gradients, setup_context=_keep_tables)
+
+
+def norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
+    """As `MistralRMSNorm.forward`, (..., W)."""
+    if not _fits(hidden_states, norm.weight):
+        return type(norm).forward(norm, hidden_states)
+    return _rms_norm(hidden_states, norm.weight, norm.variance_epsilon)[0]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, each (..., W)."""
+    return _swiglu(gate, up) if _fits(gate, up) else F.silu(gate) * up
+
+
+def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
+    """As `MistralMLP.forward`, (..., W); adapters on its layers run as they are."""
+    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def phi3_mlp_forward(mlp: Any, hidden_states: Tensor) -> Tensor:
+    """As `Phi3MLP.forward`, whose gate and up are one layer."""
+    return mlp.down_proj(swiglu(*mlp.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+
+
+def attention_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward, in which the rotation alone is another."""
+    return _with_rotation(type(attention).forward)(attention, *args, **kwargs)
+
+
+@cache
+def _with_rotation(stock: Forward) -> Forward:
+    """A copy of the function that sees another `apply_rotary_pos_emb`; its module keeps its own."""
+    assert isinstance(stock, FunctionType)
+    seen = stock.__globals__
+    names = seen | {_ROTATION: partial(_rotate, seen[_ROTATION])}
+    copy = FunctionType(
+        stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
+    )
+    copy.__kwdefaults__ = stock.__kwdefaults__
+    return copy
+
+
+def _rotate(
+    stock: Forward, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    if unsqueeze_dim != 1 or not _fits(query, key, cos, sin) or cos.ndim != 3:
+        return stock(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return _rotation(query, key, cos, sin, False)
+
+
+def _why_no_swiglu(mlp: Any) -> str | None:
+    function: Any = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    probe = torch.linspace(-4, 4, 9)
+    if torch.allclose(function(probe), F.silu(probe)):
+        return None
+    return f"its activation is {type(function).__name__}"
+
+
+def _why_no_rotation(attention: Any) -> str | None:
+    forward = type(attention).forward
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+    return None if _ROTATION in names else "its rotation has another name"
+
+
+def _patches() -> tuple[ForwardPatch, ...]:
+    found = []
+    for module, (norm, mlp, attention) in _STEMS.items():
+        at = f"transformers.models.{module}"
+        forward = phi3_mlp_forward if mlp == "Phi3MLP" else mlp_forward
+        found += [
+            ForwardPatch(f"{at}.{norm}", OP, norm_forward),
+            ForwardPatch(f"{at}.{mlp}", OP, forward, _why_no_swiglu),
+            ForwardPatch(f"{at}.{attention}", OP, attention_forward, _why_no_rotation),
+        ]
+    return tuple(found)
+
+
+FORWARDS = _patches()

@@ -1,0 +1,317 @@
+"""Liger's kernels in language models: the stock model's values and gradients, in Triton's interpreter and fp32.
+
+What only a GPU can show: bf16 (the interpreter computes on its bits), speed, and the kernels for 32,768 rows or more.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_chat_models as tiny
+import torch
+from peft import LoraConfig
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from dit_lora.errors import DitLoraError
+from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.fuse import api, liger
+from dit_lora.fuse.api import fuse, unfuse
+from dit_lora.fuse.core import OPS, fusion_of
+from dit_lora.numerics.switches import find_switch, model_switches
+from dit_lora_kernels import triton_support
+
+pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+interpreted = pytest.mark.skipif(
+    triton_support().mode == "none", reason="neither a GPU nor TRITON_INTERPRET=1"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OFF = dict.fromkeys(OPS, "off")
+ON = OFF | {"liger": "on"}
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, requires_grad=True)
+
+
+def in_fp64(
+    function: Callable[..., Any], inputs: list[torch.Tensor], weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Outputs, and gradients of their weighed sum, of the same numbers."""
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    return results(function, wide, [weight.double() for weight in weights])
+
+
+def results(
+    function: Callable[..., Any], inputs: list[torch.Tensor], weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    made = function(*inputs)
+    outputs = list(made) if isinstance(made, tuple) else [made]
+    loss = sum(((o * w).sum() for o, w in zip(outputs, weights, strict=True)), torch.zeros(()))
+    return [*outputs, *torch.autograd.grad(loss, inputs)]
+
+
+def assert_right(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """fp32 sums of at most 48 terms."""
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 7), (2, 3, 48)])
+def test_the_norm_is_that_of_fp64(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    inputs, weights = [drawn(*shape), drawn(shape[-1])], [drawn(*shape).detach()]
+    kept = [tensor.detach().clone() for tensor in (*inputs, *weights)]
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.dit_lora.liger_rms_norm(x, weight, 1e-5)[0]
+
+    assert_right(results(norm, inputs, weights), in_fp64(rms_norm, inputs, weights))
+    for tensor, before in zip((*inputs, *weights), kept, strict=True):
+        assert torch.equal(tensor, before)
+
+
+@interpreted
+def test_the_product_is_that_of_fp64_and_leaves_its_operands_alone() -> None:
+    """Liger's own autograd function writes the gradients over them."""
+    torch.manual_seed(0)
+    both = drawn(2, 3, 2 * 11)
+    weights = [drawn(2, 3, 11).detach()]
+
+    def product(both: torch.Tensor) -> torch.Tensor:
+        return liger.swiglu(*both.chunk(2, dim=-1))  # as Phi-3's, in rows of both
+
+    def stock(both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    before = both.detach().clone()
+    assert_right(results(product, [both], weights), in_fp64(stock, [both], weights))
+    gate, up = drawn(4, 11), drawn(4, 11)
+    held = [gate.detach().clone(), up.detach().clone()]
+    out = liger.swiglu(gate, up)
+    twice = [torch.autograd.grad(out.sum(), (gate, up), retain_graph=True) for _ in range(2)]
+    torch.testing.assert_close(*twice, rtol=0, atol=0)
+    assert torch.equal(both, before)
+    assert all(torch.equal(t, b) for t, b in zip((gate, up), held, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize("turned", [8, 6])
+@pytest.mark.parametrize("order", ["tokens first", "heads first"])
+def test_the_rotation_is_that_of_fp64(turned: int, order: str) -> None:
+    """Of all channels or, in Phi-3 small, of the first of them; for positions of each sample's own."""
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    query, key = drawn(2, 5, 3, 8), drawn(2, 5, 1, 8)
+    angles = torch.rand(2, 5, turned // 2, device=DEVICE).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotate(function: Callable[..., Any], *tables: torch.Tensor) -> Callable[..., Any]:
+        def run(q: torch.Tensor, k: torch.Tensor) -> Any:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            if order == "heads first":
+                q, k = q.contiguous(), k.contiguous()
+            return function(q, k, *(table.to(q.dtype) for table in tables))
+
+        return run
+
+    def fused(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> Any:
+        return liger._rotate(apply_rotary_pos_emb, q, k, *tables)
+
+    weights = [drawn(2, 3, 5, 8).detach(), drawn(2, 1, 5, 8).detach()]
+    before = query.detach().clone(), key.detach().clone()
+    got = results(rotate(fused, cos, sin), [query, key], weights)
+    assert_right(got, in_fp64(rotate(apply_rotary_pos_emb, cos, sin), [query, key], weights))
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+
+
+@interpreted
+def test_torch_finds_the_ops_right() -> None:
+    """Their fakes, and that no operand is changed."""
+    torch.manual_seed(0)
+    q, k = (drawn(1, 3, heads, 4).transpose(1, 2) for heads in (2, 1))
+    table = torch.rand(1, 3, 4, device=DEVICE)
+    ops = torch.ops.dit_lora
+    for op, args in (
+        (ops.liger_rms_norm, (drawn(3, 5), drawn(5), 1e-5)),
+        (ops.liger_swiglu, (drawn(3, 5), drawn(3, 5))),
+        (ops.liger_rotation, (q, k, table, table, False)),
+    ):
+        torch.library.opcheck(
+            op.default,
+            args,
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+
+
+def small(config: str, model: str, **changes: Any) -> nn.Module:
+    """One layer of any of them, with norms that are not one."""
+    import transformers
+
+    values = {**tiny.TEXT, "num_hidden_layers": 1, **changes}
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**values))
+    for name, parameter in made.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return made.to(DEVICE).eval()
+
+
+SMALL: dict[str, Callable[[], nn.Module]] = {
+    "mistral": lambda: small("MistralConfig", "MistralForCausalLM", head_dim=8),
+    "llama": lambda: small("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": lambda: small("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": lambda: small("Qwen3Config", "Qwen3ForCausalLM", head_dim=8),
+    "phi3": lambda: small("Phi3Config", "Phi3ForCausalLM"),
+}
+BATCH = {
+    "input_ids": torch.tensor([[5, 9, 11, 3], [7, 7, 20, 0]], device=DEVICE),
+    "answer_positions": torch.tensor([[1, 2], [1, 0]], device=DEVICE),
+    "answer_labels": torch.tensor([[11, 3], [20, -100]], device=DEVICE),
+}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    losses = model(**BATCH)
+    (losses * torch.tensor([0.3, 1.7], device=DEVICE)).sum().backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"losses": losses.detach(), **found}
+
+
+@interpreted
+@pytest.mark.parametrize("name", SMALL)
+def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
+    """Trained norms and adapters on gate, up and down get their gradients."""
+    model: Any = with_answer_losses(SMALL[name]())
+    model.requires_grad_(False)
+    targets = ["gate_up_proj" if name == "phi3" else "gate_proj", "down_proj", "o_proj"]
+    model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    for parameter, tensor in model.named_parameters():
+        if "norm" in parameter:
+            tensor.requires_grad_()
+    wanted = gradients(model)
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    report = fuse(model, ON, check=False)
+    assert report.ops == ["liger"]
+    norms = 5 if name == "qwen3" else 3
+    assert len(fusion_of(model).replaced) == norms + 2
+    with torch.profiler.profile() as profile:
+        got = gradients(model)
+    ran = {event.key for event in profile.key_averages()}
+    for op in ("rms_norm", "swiglu", "rotation"):
+        assert f"dit_lora::liger_{op}" in ran, op
+    assert sum("norm" in parameter for parameter in got) == norms
+    assert got.keys() == wanted.keys()
+    for parameter, tensor in wanted.items():
+        torch.testing.assert_close(got[parameter], tensor, rtol=1e-4, atol=1e-5, msg=parameter)
+    with find_switch(model_switches(model), "liger").off():
+        stock = gradients(model)
+    unfuse(model)
+    for again in (stock, gradients(model)):
+        assert all(torch.equal(again[n], tensor) for n, tensor in wanted.items())
+    after = model.state_dict()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[n], tensor) for n, tensor in state.items())
+    assert not any("forward" in m.__dict__ for m in model.modules() if m is not model)
+
+
+@interpreted
+def test_the_first_training_forward_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_answer_losses(SMALL["llama"]())
+    fuse(model, ON)
+    gradients(model)
+    assert fusion_of(model).is_on("liger")
+    unfuse(model)
+    monkeypatch.setattr(liger, "swiglu", lambda gate, up: F.silu(gate[:1]) * up)
+    fuse(model, ON)
+    with pytest.raises(DitLoraError, match="kernel liger differs from its reference at .*mlp"):
+        gradients(model)
+
+
+@interpreted
+def test_another_model_of_the_class_keeps_its_own_code() -> None:
+    from transformers.models.llama import modeling_llama
+
+    before = modeling_llama.apply_rotary_pos_emb
+    model, other = (with_answer_losses(SMALL["llama"]()) for _ in range(2))
+    wanted = gradients(other)
+    fuse(model, ON, check=False)
+    gradients(model)
+    assert modeling_llama.apply_rotary_pos_emb is before
+    assert all(torch.equal(tensor, wanted[n]) for n, tensor in gradients(other).items())
+    assert fusion_of(other) is None
+
+
+@interpreted
+def test_it_runs_on_tensors_without_values() -> None:
+    """As the count of activations does."""
+    model = with_answer_losses(SMALL["mistral"]())
+    fuse(model, ON, check=False)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        weights = {n: fake.from_tensor(t) for n, t in model.state_dict(keep_vars=True).items()}
+    losses = torch.func.functional_call(model, weights, kwargs=BATCH)
+    losses.sum().backward()
+    assert losses.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4)),  # a trained norm under autocast
+        (torch.ones(0, 4), torch.ones(4)),
+        (torch.ones(2, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)),
+    ],
+)
+def test_what_it_cannot_take_runs_the_stock_code(inputs: tuple[torch.Tensor, ...]) -> None:
+    from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+
+    x, weight = inputs
+    norm = MistralRMSNorm(4)
+    norm.weight = nn.Parameter(weight)
+    with torch.no_grad():
+        got, wanted = liger.norm_forward(norm, x), norm(x)
+    assert got.dtype is wanted.dtype
+    assert torch.equal(got, wanted)
+
+
+def test_another_activation_keeps_its_own_code() -> None:
+    model = small("LlamaConfig", "LlamaForCausalLM", hidden_act="gelu")
+    fuse(model, ON, check=False)
+    kept = fusion_of(model).kept
+    assert [(op, name) for op, name, _ in kept] == [("liger", "model.layers.0.mlp")]
+    assert "GELU" in kept[0][2]
+
+
+def test_auto_needs_a_gpu_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SMALL["llama"]()
+    if triton_support().mode != "gpu":
+        report = fuse(model, OFF | {"liger": "auto"})
+        assert report.ops == []
+        assert "`on` runs its reference" in report.unavailable["liger"]
+        assert "liger: off" in str(report)
+        unfuse(model)
+    monkeypatch.setattr(liger, "why_unavailable", lambda: "liger-kernel is not installed")
+    assert (
+        fuse(model, OFF | {"liger": "auto"}).unavailable["liger"] == "liger-kernel is not installed"
+    )
+    with pytest.raises(DitLoraError, match=r"kernels.liger: liger-kernel is not installed; pip"):
+        fuse(model, ON)
+
+
+def test_it_is_not_spoken_of_where_it_has_no_place() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert "liger" not in str(fuse(model))
+    assert "liger" not in fuse(model).unavailable
+    with pytest.raises(DitLoraError, match="nothing that takes liger"):
+        fuse(model, {"liger": "on"})
+    assert api.OPS[-1] == "liger"
