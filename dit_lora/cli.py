@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import dit_lora
+from dit_lora import cli_chat
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
 
 app = typer.Typer(
@@ -110,20 +111,29 @@ def shapes(
     width: Annotated[int, typer.Option(min=16, help="Pixels, even.")] = 96,
     fps: Annotated[float, typer.Option(min=1, max=240)] = 8.0,
     classes: Annotated[bool, typer.Option("--classes", help="One folder a class.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Questions in place of captions; as many images again.")
+    ] = False,
 ) -> None:
     """Write captioned clips of moving shapes (H.264), to try things on; images with --frames 1 or --classes."""
+    from dit_lora.data.chat.shapes import write_conversations
     from dit_lora.data.shapes import write_class_folders, write_shapes
 
+    if chat and (classes or frames == 1):
+        raise DitLoraError("--chat writes clips and images; leave out --classes and --frames 1")
     frames = frames or (1 if classes else 17)
     if frames > 1 and (height % 2 or width % 2):
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
     _make_folder(out)
+    size = {"height": height, "width": width, "frames": frames}
     if classes:
-        size = {"height": height, "width": width, "frames": frames}
         write_class_folders(out, images=clips, fps=fps, **size)
+    elif chat:
+        write_conversations(out, clips=clips, images=clips, fps=fps, **size)
     else:
         write_shapes(out, clips=clips, frames=frames, height=height, width=width, fps=fps)
-    typer.echo(f"wrote {clips} {'images' if frames == 1 else 'clips'} to {out}")
+    what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
+    typer.echo(f"wrote {clips} {what} to {out}")
 
 
 @app.command()
@@ -309,6 +319,9 @@ def cache_prune(
 
     found = prune(target, overrides or [], keep=keep or [])
     typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+
+
+cli_chat.register(app)
 
 
 @app.command()

@@ -9,7 +9,7 @@ Shapes: B batch, L tokens (padded), A answer tokens (padded), F frames, H and W 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data_config import VideoShape
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
-
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """In the order that losses are told apart by."""
@@ -50,8 +49,17 @@ class ChatCheckpoint(Protocol):
     """One opened checkpoint of a chat family."""
 
     path: Path
+    how: Viewing
     fit: Literal["stretch", "cover"]
     """How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
+
+    @property
+    def model_class(self) -> Any:
+        """The class of Transformers' kind that `load_model` loads."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The language model's."""
 
     @property
     def pad_token_id(self) -> int:
@@ -59,6 +67,9 @@ class ChatCheckpoint(Protocol):
 
     def for_recipe(self, recipe: Recipe) -> "ChatCheckpoint":
         """The checkpoint as a recipe trains it; raises if it cannot do what the recipe asks for."""
+
+    def viewing(self, how: Viewing) -> "ChatCheckpoint":
+        """The checkpoint with that much shown to it; raises if its vision encoder cannot take it."""
 
     def model_files(self) -> Sequence[Path]:
         """The files and folders whose contents make the model and its tokens."""

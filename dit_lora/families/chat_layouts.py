@@ -342,7 +342,28 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 
 def in_words(number: int) -> str:
     """A number from 0 to 999 in English, as num2words writes it, which SmolVLM's processor calls."""
-    small = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+    small = [
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
+    ]
     tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
     if number >= 100:
         rest = f" and {in_words(number % 100)}" if number % 100 else ""

@@ -172,7 +172,7 @@ def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
             **_QWEN_VISION,
             "patch_size": 16,
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
+            "deepstack_visual_indexes": [1],
         },
         **_vision_ids(of),
     )

@@ -52,9 +52,19 @@ class VideoChat2Checkpoint:
         if (how.height, how.width) != (size, size):
             raise DitLoraError(
                 f"data.height x data.width is {how.height}x{how.width}; this vision encoder sees {size}x{size}"
-                + (" a tile (chat.tiles)" if how.tiles else "; chat.tiles shows it more of a picture")
+                + (
+                    " a tile (chat.tiles)"
+                    if how.tiles
+                    else "; chat.tiles shows it more of a picture"
+                )
             )
         return replace(self, how=how)
+
+    @property
+    def model_class(self) -> Any:
+        from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
+
+        return VideoChat2ForConditionalGeneration
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -109,9 +119,7 @@ class VideoChat2Checkpoint:
         return replace(rendered, instruction=tuple(ids))
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
-
-        model = VideoChat2ForConditionalGeneration.from_pretrained(
+        model = self.model_class.from_pretrained(
             self.path, dtype=dtype, use_safetensors=True, local_files_only=True
         )
         return with_answer_losses(model.requires_grad_(False))
@@ -124,9 +132,7 @@ class VideoChat2Checkpoint:
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             given["pixel_values"] = scaled
         return given | {
-            name: batch[name]
-            for name in ("instruction_ids", "instruction_mask")
-            if name in batch
+            name: batch[name] for name in ("instruction_ids", "instruction_mask") if name in batch
         }
 
     def losses(

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dit_lora.fuse.core import Forward, ForwardPatch
-from dit_lora_kernels.support import launches
 
 OP = "liger"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,10 +38,15 @@ def why_unavailable() -> str | None:
     return None if find_spec("liger_kernel") else "liger-kernel is not installed"
 
 
+def _runs(tensor: Tensor) -> bool:
+    """Whether kernels run where this is. Triton's interpreter gives them Python's floats, which they do not take."""
+    return tensor.is_cuda
+
+
 def _fits(*tensors: Tensor) -> bool:
     first = tensors[0]
     return (
-        launches(first)
+        _runs(first)
         and first.dtype in _DTYPES
         and first.numel() > 0
         and all(tensor.dtype is first.dtype for tensor in tensors)

@@ -15,7 +15,7 @@ from dit_lora.data.sources import names_of, read_sources, times_of
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
 
-_REMOTE = re.compile(r"data:|file:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
+_REMOTE = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
 _NOT_READ = ("caption_column", "image_column", "caption", "generate")
 
 

@@ -60,7 +60,7 @@ def render_template(
     written = isinstance(bos, str) and text.startswith(bos)
     pieces = tokenized(tokenizer, spans, add_special_tokens=not written)
     rendered = Rendered(tuple(pieces))
-    pass
+    _refuse_stray_media(rendered, tokenizer)
     return rendered
 
 

@@ -9,7 +9,7 @@ Shapes: B batch, L tokens, F frames, H and W pixels, I tokens of the instruction
 whole), Q queries, N vision tokens, D width.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +34,9 @@ class VideoChat2PreTrainedModel(PreTrainedModel):
     config_class = VideoChat2Config
     config: VideoChat2Config
     base_model_prefix = "model"
-    input_modalities = ("image", "video", "text")
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar = ["VideoChat2VisionBlock", "VideoChat2QFormerLayer"]
-    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _no_split_modules = ["VideoChat2VisionBlock", "VideoChat2QFormerLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -58,6 +57,8 @@ class VideoChat2PreTrainedModel(PreTrainedModel):
 
 class VideoChat2Model(VideoChat2PreTrainedModel):
     """The trunk: tokens and pixels to the language model's last hidden state, without the output head."""
+
+    extra_query_tokens: nn.Parameter | None
 
     def __init__(self, config: VideoChat2Config) -> None:
         super().__init__(config)
@@ -97,7 +98,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         if instruction_mask is not None:
             instruction_mask = instruction_mask.repeat_interleave(views.shape[1], dim=0)
         vision = self.vision_layernorm(self.vision_encoder(views.flatten(0, 1)))
-        queries = self.query_tokens
+        queries: torch.Tensor = self.query_tokens
         if self.extra_query_tokens is not None:
             queries = torch.cat([queries, self.extra_query_tokens], dim=1)
         queries = queries.expand(len(vision), -1, -1)
@@ -194,7 +195,9 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
     `attention_mask`.
     """
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    _tied_weights_keys = {  # noqa: RUF012
+        "lm_head.weight": "model.language_model.embed_tokens.weight"
+    }
 
     def __init__(self, config: VideoChat2Config) -> None:
         super().__init__(config)
@@ -254,11 +257,11 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, is_first_iteration: bool | None = False, **kwargs: Any
-    ) -> dict[str, Any]:
+        self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
+    ) -> Any:
         """As Transformers', with the media at the first step only where the cache keeps what they became."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, is_first_iteration=is_first_iteration, **kwargs
+        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            *args, is_first_iteration=is_first_iteration, **kwargs
         )
         if not is_first_iteration and kwargs.get("use_cache", True):
             for name in ("pixel_values", "instruction_ids", "instruction_mask"):

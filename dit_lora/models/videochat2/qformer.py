@@ -48,10 +48,8 @@ class VideoChat2QFormerSelfAttention(nn.Module):
     def __init__(self, config: dict[str, Any], context_width: int) -> None:
         super().__init__()
         width = config["hidden_size"]
-        self.heads, self.dropout_prob = (
-            config["num_attention_heads"],
-            config["attention_probs_dropout_prob"],
-        )
+        self.heads = config["num_attention_heads"]
+        self.dropout_prob = config["attention_probs_dropout_prob"]
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(context_width, width)
         self.value = nn.Linear(context_width, width)
@@ -59,12 +57,12 @@ class VideoChat2QFormerSelfAttention(nn.Module):
     def forward(
         self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        parts = (self.query(tokens), self.key(context), self.value(context))
-        attended = functional.scaled_dot_product_attention(
-            *(part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts),
-            attn_mask=mask,
-            dropout_p=self.dropout_prob if self.training else 0.0,
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query(tokens), self.key(context), self.value(context))
         )
+        dropout = self.dropout_prob if self.training else 0.0
+        attended = functional.scaled_dot_product_attention(query, key, value, mask, dropout)
         return attended.transpose(1, 2).flatten(2)
 
 

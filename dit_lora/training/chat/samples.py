@@ -1,7 +1,7 @@
 """Which conversations a recipe trains on: rendered once to learn their lengths, each put into its bucket."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dit_lora.chat_config import ChatConfig
 from dit_lora.config import Recipe
@@ -42,15 +42,16 @@ def find_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool
 ) -> ChatSamples:
     """Read annotations and headers, and render every conversation; nothing is decoded."""
-    found = read_conversations(data)
+    found, chat = read_conversations(data), recipe.chat or ChatConfig()
     rejected = {problem.file: problem.words for problem in found.problems}
     seen = [one for one in found.all if one.media is not None]
     headers = read_headers([one.media for one in seen if one.media], recipe, quiet=quiet)
     by_id = {one.id: header for one, header in zip(seen, headers, strict=True)}
     entries = []
     for one in bar("rendering conversations", "sample", quiet)(found.all):
+        one = replace(one, system=one.system or chat.system)
         try:
-            entries.append(_entry(one, by_id.get(one.id), checkpoint, recipe.chat or ChatConfig()))
+            entries.append(_entry(one, by_id.get(one.id), checkpoint, chat))
         except DitLoraError as error:
             rejected[one.id] = str(error)
     media = {one.id: one.media for one in seen if one.media}

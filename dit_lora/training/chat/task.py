@@ -1,7 +1,7 @@
 """Chat models as the loop trains them: conversations read live, answers to look at, a PEFT adapter."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,11 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.chat_store import save_chat_adapter
 from dit_lora.adapters.groups import recipe_groups
+from dit_lora.chat_config import ChatConfig
 from dit_lora.config import Recipe
 from dit_lora.data.cache import entry_key
 from dit_lora.data.digest import Digests
-from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily
+from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily, Viewing
 from dit_lora.training.chat.answers import held_out_loss, write_answers
 from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import find_conversations, training_set
@@ -97,9 +98,8 @@ class ChatTask:
         return {f"chat.{key}": value for key, value in chat.items()}
 
     def provenance(self, run: "Run") -> dict[str, Any]:
-        recipe = run.recipe
-        media = {key: getattr(recipe.data, key) for key in ("frames", "height", "width")}
-        return {"media": media, "chat": recipe.model_dump(mode="json")["chat"]}
+        chat = run.recipe.chat or ChatConfig()
+        return {"viewing": asdict(Viewing.of(run.recipe)), "system": chat.system}
 
     def loss_parts(self, run: "Run", result: StepResult) -> dict[str, dict[str, float]]:
         """All samples of a step are of one kind."""

@@ -131,7 +131,7 @@ class ChatSet:
 
     def drawn(self, entry: ChatEntry, draw: int, seed: int) -> Batch:
         """One sample with frames, crop and order of turns by chance, as the recipe's `chat` section has it."""
-        return self._read(entry, draw, generator(seed, "chat", draw))
+        return self._read(entry, draw, draws_of(seed, draw))
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         return []
@@ -234,6 +234,11 @@ class ChatDataset(Dataset):
             found = (self.order.draw_at(position).sample for position in positions)
             self._total = (step, sum(self.clips.entries[index].answers for index in found))
         return self._total[1]
+
+
+def draws_of(seed: int, draw: int) -> torch.Generator:
+    """What frames, crop and order of turns of one coming of a sample are drawn from."""
+    return generator(seed, "chat", draw)
 
 
 def _reordered(

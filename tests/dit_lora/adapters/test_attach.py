@@ -158,6 +158,9 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
     assert layers_with_lora(model) == expected
     assert report.adapted == len(expected)
     assert model.active_adapters() == ["default"]
+    assert type(model) is type(
+        again
+    )  # none of Diffusers' mixins, whose methods have the same names
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)
         assert parameter.dtype is (torch.float32 if ".lora_" in name else torch.bfloat16)

@@ -23,12 +23,35 @@ from dit_lora.numerics.switches import find_switch, model_switches
 from dit_lora_kernels import triton_support
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-interpreted = pytest.mark.skipif(
-    triton_support().mode == "none", reason="neither a GPU nor TRITON_INTERPRET=1"
-)
+interpreted = pytest.mark.usefixtures("kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OFF = dict.fromkeys(OPS, "off")
 ON = OFF | {"liger": "on"}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU as they are; else in Triton's interpreter, with floats and 1/sqrt as a GPU has them."""
+    if DEVICE == "cuda":
+        return
+    if triton_support().mode != "interpreter":
+        pytest.skip("neither a GPU nor TRITON_INTERPRET=1")
+    import numpy as np
+    import triton.language as tl
+    from liger_kernel.ops import rms_norm
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def with_floats(argument: Any) -> Any:
+        if not isinstance(argument, float):
+            return convert(argument)
+        handle = interpreter.TensorHandle(np.array([argument], np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", with_floats)
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: 1 / tl.sqrt(x))  # CUDA has its own
+    monkeypatch.setattr(liger, "_runs", lambda _: True)
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -234,7 +257,7 @@ def test_the_first_training_forward_finds_a_wrong_kernel(monkeypatch: pytest.Mon
     unfuse(model)
     monkeypatch.setattr(liger, "swiglu", lambda gate, up: F.silu(gate[:1]) * up)
     fuse(model, ON)
-    with pytest.raises(DitLoraError, match="kernel liger differs from its reference at .*mlp"):
+    with pytest.raises(DitLoraError, match=r"kernel liger differs from its reference at .*mlp"):
         gradients(model)
 
 

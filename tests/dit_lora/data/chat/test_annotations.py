@@ -243,6 +243,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "out of the root": ({"video": "../a.mp4", "QA": QA}, "train.json#1", "unsafe_path"),
     "elsewhere": ({"video": "/a.mp4", "QA": QA}, "train.json#1", "unsafe_path"),
     "on the net": ({"video": "https://x.org/a.mp4", "QA": QA}, "train.json#1", "remote_media"),
+    "bytes": ({"image": "data:image/png;base64,aa", "QA": QA}, "train.json#1", "remote_media"),
     "in a store": ({"video": "p2:s3://x/a.mp4", "QA": QA}, "train.json#1", "remote_media"),
     "a folder of frames": ({"video": "sub", "QA": QA}, "sub", "frame_folder"),
     "an image for a video": ({"video": "sub/q.JPG", "QA": QA}, "sub/q.JPG", "media_kind"),
@@ -382,7 +383,10 @@ def test_sources_have_names_weights_and_repeats_as_clips_have(root: Path) -> Non
     ("text", "message"),
     [
         ("[]", "train.json holds no record"),
-        ("what\nis it", "none of its 2 records can be used; .* not JSON: column 1: Expecting value"),
+        (
+            "what\nis it",
+            "none of its 2 records can be used; .* not JSON: column 1: Expecting value",
+        ),
         ('{"a": 1}', "none of its 1 records can be used; .* it has none of the keys QA"),
     ],
 )

@@ -105,7 +105,7 @@ def test_only_groups_with_wanted_frames_are_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"x264-params": "keyint=10:scenecut=0:bframes=0"}
-    path = write(tmp_path / "a.mp4", even(), **options)
+    path = write(tmp_path / "a.mkv", [time + 2000 for time in even()], **options)
     decoded: list[int] = []
     whole = decode._forwards
 

@@ -191,6 +191,23 @@ def test_a_caption_follows_the_media_without_a_question() -> None:
     assert not decoded(got, "question", LLAMA)
 
 
+@pytest.mark.parametrize("instruction", ["", "look well"])
+def test_text_has_no_media_turn(instruction: str) -> None:
+    """As videochat2_it_hd_mistral.py: the stripped text alone, after BOS."""
+    one = Conversation("a", "text", None, (Turn("the cat", "a dog", instruction), Turn("b", "c")))
+    text = f"{instruction}  [INST] the cat [/INST] a dog </s> [INST] b [/INST] c </s>".strip()
+    got = render_prompt("mistral", one, LLAMA, MEDIA, 9, [0.5])
+    assert got.ids == [LLAMA.bos_token_id, *LLAMA(text, add_special_tokens=False).input_ids]
+
+
+def test_phi3_strips_questions_and_answers() -> None:
+    bare = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
+    spaced = Conversation("a", "video", None, (Turn(" the cat\n", "\n a dog "), Turn(" b", "c ")))
+    assert render_prompt("phi3", spaced, LLAMA, MEDIA, 2) == render_prompt(
+        "phi3", bare, LLAMA, MEDIA, 2
+    )
+
+
 def test_a_video_marker_inside_a_question_is_text() -> None:
     one = Conversation("a", "video", None, (Turn("is </Video> a <Video> tag?", "the cat"),))
     got = render_prompt("mistral", one, LLAMA, MEDIA, 3, [0.25, 1])

@@ -259,6 +259,22 @@ def test_one_beginning_of_text_whether_or_not_the_template_writes_it() -> None:
     assert render(written, one).ids.count(LLAMA.bos_token_id) == 1
 
 
+def test_the_first_special_token_ends_an_answer() -> None:
+    template = QWEN2_5_VL.replace(
+        "<|im_end|>\n{% endif %}{% endfor %}", "<|im_end|><|end|>{% endif %}{% endfor %}"
+    )
+    case = CASES["qwen2.5-vl"]._replace(template=template)
+    one = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
+    learned = [BYTES.decode(p.ids) for p in render(case, one).pieces if p.part == "answer"]
+    assert learned == ["a dog<|im_end|>", "c<|im_end|>"]
+
+
+def test_a_question_that_the_system_text_quotes_is_found_where_it_is_asked() -> None:
+    one = Conversation("a", "video", None, (Turn("the cat", "a dog"),), system="not the cat")
+    parts = [p.part for p in render(CASES["qwen3-vl"], one).pieces]
+    assert parts.index("media") < parts.index("question")
+
+
 def test_white_space_around_questions_and_answers_is_removed() -> None:
     case = CASES["qwen2.5-vl"]
     bare = Conversation("a", "video", None, (Turn("the cat", "a dog"),))

@@ -75,10 +75,11 @@ def test_random_bytes_lose_no_token() -> None:
     assert [token.id for token in piece.tokens] == list(ids)
 
 
-def test_what_was_left_out_stands_where_it_was() -> None:
-    sample = rendered(LLAMA, less=20)
+@pytest.mark.parametrize("less", [20, 21])
+def test_what_was_left_out_stands_where_it_was(less: int) -> None:
+    sample = rendered(LLAMA, less=less)
     piece = next(p for p in shown_pieces(sample, LLAMA) if p.part == "question")
-    assert piece.dropped == 20
+    assert piece.dropped == less
     before, after = ("".join(token.text for token in half) for half in piece.halves)
     assert QUESTION.startswith(before.strip())
     assert QUESTION.endswith(after)

@@ -1,0 +1,193 @@
+"""The verbs of `dit-lora` for chat models: convert, show, chat, evaluate, export."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dit_lora.errors import DitLoraError
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key.path=value, as for training.", show_default=False)
+]
+Target = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
+Base = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
+
+convert = typer.Typer(help="Make checkpoints of released files.")
+
+
+@convert.command("videochat2")
+def convert_videochat2(
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    llm: Annotated[
+        Path, typer.Option(help="Folder of the language model: Mistral, Vicuna, Phi-3.")
+    ],
+    qformer_tokenizer: Annotated[Path, typer.Option(help="Folder of bert-base-uncased.")],
+    vision: Annotated[Path | None, typer.Option(help="umt_l16_qformer.pth")] = None,
+    stage: Annotated[
+        list[Path] | None,
+        typer.Option(help="videochat2_*_stage2.pth, then _stage3.pth or later; repeatable."),
+    ] = None,
+    legacy: Annotated[
+        bool | None,
+        typer.Option(
+            "--legacy/--no-legacy",
+            help="The released arithmetic: constant BOS, LayerNorm eps 1e-12. Default: with a stage-3 file.",
+        ),
+    ] = None,
+    keep_adapter: Annotated[
+        bool, typer.Option("--keep-adapter", help="Keep stage 3's LoRA beside, not merged.")
+    ] = False,
+) -> None:
+    """Make a VideoChat2 checkpoint; every tensor of every file is placed, or said to be unused and why."""
+    from dit_lora.models.videochat2.convert import convert_videochat2 as run
+    from dit_lora.training.runtime import quiet_libraries
+
+    quiet_libraries()
+    done = run(
+        out,
+        llm=llm,
+        vision=vision,
+        stages=stage or [],
+        qformer_tokenizer=qformer_tokenizer,
+        legacy=legacy,
+        keep_adapter=keep_adapter,
+        progress=lambda line: typer.echo(line, err=True),
+    )
+    for line in done.lines():
+        typer.echo(line)
+
+
+def show(
+    recipe: Annotated[str, typer.Argument(help="A recipe (.yaml) of a chat model.")],
+    overrides: Overrides = None,
+    sample: Annotated[str, typer.Option(help="A sample's id, or its number from 0.")] = "0",
+    draw: Annotated[
+        int | None,
+        typer.Option(min=0, help="As training draws it: random frames, crop, order of turns."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page, with its frames.")] = None,
+) -> None:
+    """Show one training sample as the model gets it: its tokens, and which of them are learned."""
+    from rich.console import Console
+
+    from dit_lora.report.chat_sample_page import write_chat_sample_page
+    from dit_lora.training.chat.show import show_sample
+
+    found = show_sample(recipe, overrides or [], sample, draw)
+    Console().print(found.in_terminal())
+    if html:
+        conversation = found.entry.conversation
+        write_chat_sample_page(
+            html,
+            found.entry.id,
+            found.rendered,
+            found.checkpoint.tokenizer,
+            kind=conversation.kind,
+            frames=found.pixels,
+            seconds=found.seconds,
+            instruction=conversation.turns[0].instruction,
+        )
+
+
+def chat(
+    target: Target,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A question; several are turns of one conversation.")
+    ] = None,
+    video: Annotated[Path | None, typer.Option(help="What it is about.")] = None,
+    image: Annotated[Path | None, typer.Option(help="What it is about.")] = None,
+    model: Base = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="By default as trained.")] = None,
+    instruction: Annotated[
+        str, typer.Option(help="What VideoChat2's Q-Former reads beside the frames.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+) -> None:
+    """Ask a chat model about a video, an image or nothing; without --prompt, line by line until Ctrl-D."""
+    from dit_lora.data.media import MediaFile
+    from dit_lora.training.chat.answering import converse, load_answerer, typed
+
+    if video and image:
+        raise DitLoraError("give --video or --image, one of them")
+    file = video or image
+    if file and not file.is_file():
+        raise DitLoraError(f"no file {file}")
+    answerer = load_answerer(target, model, frames=frames)
+    media = MediaFile(file) if file else None
+    asked = prompt or typed()
+    for answer in converse(answerer, media, asked, instruction=instruction, max_tokens=max_tokens):
+        typer.echo(answer)
+
+
+def evaluate(
+    target: Target,
+    data: Annotated[
+        Path, typer.Option(help="MVBench's folder, or a .json or .jsonl file of questions.")
+    ],
+    media: Annotated[
+        Path | None, typer.Option(help="The videos' folder, where it is not beside the questions.")
+    ] = None,
+    model: Base = None,
+    against: Annotated[
+        Literal["base"] | None, typer.Option(help="Ask the base too, without the fine-tune.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Of each video.")] = None,
+    skip: Annotated[
+        bool, typer.Option("--skip", help="Leave out questions that cannot be asked.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="By default below the run's folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure accuracy at multiple-choice questions, by MVBench's protocol; a second call goes on."""
+    from dit_lora.report.evaluation_page import write_evaluation_page
+    from dit_lora.training.chat.evaluate import EvaluationRequest, evaluate_target, told
+
+    request = EvaluationRequest(
+        target=target,
+        data=data,
+        media=media,
+        model=model,
+        against_base=against == "base",
+        limit=limit,
+        frames=frames,
+        skip=skip,
+        out=out,
+    )
+    done = evaluate_target(request)
+    page = write_evaluation_page(
+        done.out / "evaluation.html",
+        done.results,
+        done.questions,
+        done.predictions,
+        title=str(target),
+    )
+    if as_json:
+        typer.echo(json.dumps(done.results, indent=2))
+        return
+    for line in told(done.results):
+        typer.echo(line)
+    typer.echo(page)
+
+
+def export(
+    target: Annotated[Path, typer.Argument(help="A run's folder, or an adapter's.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+    to: Annotated[
+        Literal["merged"], typer.Option(help="merged: the whole checkpoint, adapter included.")
+    ] = "merged",
+    model: Base = None,
+) -> None:
+    """Write a chat model's adapter in another form."""
+    from dit_lora.training.chat.export import export_merged
+
+    typer.echo(export_merged(target, out, model, lambda line: typer.echo(line, err=True)))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    app.add_typer(convert, name="convert", no_args_is_help=True)
+    for verb in (show, chat, evaluate, export):
+        app.command()(verb)

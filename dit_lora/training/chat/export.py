@@ -1,0 +1,33 @@
+"""A chat model's adapter in other forms."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dit_lora.adapters.merge import merge_adapter
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.training.chat.answering import find_origin
+from dit_lora.training.runtime import quiet_libraries
+
+
+def export_merged(
+    target: Path, out: Path, model: str | None, on_progress: Callable[[str], None]
+) -> Path:
+    """Write the whole checkpoint with the adapter of a run's or an adapter's folder in it."""
+    quiet_libraries()
+    found = find_origin(target, model)
+    if found.adapter is None:
+        raise DitLoraError(f"{target} is no adapter and no run with one; there is nothing to merge")
+    family = found.model.family
+    if family not in CHAT_FAMILIES:
+        raise DitLoraError(
+            f"{target} is of the family {family}; of a diffusion model, fuse the adapter in its pipeline"
+        )
+    checkpoint = get_family(family).open(found.model)
+    return merge_adapter(
+        found.adapter,
+        checkpoint.path,
+        out,
+        model_class=checkpoint.model_class,
+        on_progress=on_progress,
+    )
