@@ -111,6 +111,7 @@ class VideoChat2Checkpoint:
             seconds,
             timestamps=self.how.timestamps,
             answered=answered,
+            prefix=prefix,
         )
         if not self.config.qformer_config["use_text"] or shape is None:
             return rendered

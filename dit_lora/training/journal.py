@@ -159,7 +159,7 @@ def summary(run: "Run", adapter: Path, report: Path) -> str:
     kind = "model" if run.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", f"report:  {report}"]
     base = adapter.with_name(BASE_FILE)
-    if base.exists():
+    if base.exists() and base != adapter:
         lines.insert(
             1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
         )
@@ -167,6 +167,6 @@ def summary(run: "Run", adapter: Path, report: Path) -> str:
         first, last = losses[min(losses)], losses[max(losses)]
         change = 100 * (last / first - 1)
         lines.append(
-            f"loss on held-out noise: {first:.4f} before, {last:.4f} after ({change:+.1f}%)"
+            f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)"
         )
     return "\n".join(lines)

@@ -87,9 +87,10 @@ def render_prompt(
     *,
     timestamps: bool = True,
     answered: bool = True,
+    prefix: str = "",
 ) -> Rendered:
     """The conversation in this format; unless `answered`, a beginning of the same that ends where the last answer
-    would begin.
+    would begin, or go on after `prefix`.
 
     Without a question a caption follows the media at once, as upstream. Text of kind `text` has no media turn (as in
     upstream's HD). The video's frames are said to be at `seconds`, if there are any and `timestamps`. Raises
@@ -115,6 +116,8 @@ def render_prompt(
         last = index == len(conversation.turns) - 1
         opened = style.media_in_question and index == 0 and conversation.kind != "text"
         after += _turn(style, turn, index, opened=opened, answered=answered or not last)
+    if prefix and not answered:
+        after.append(Span(style.answer[0] + prefix, "fixed"))
     before, after = _stripped(before), _stripped(after)
     pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
     pieces += tokenized(tokenizer, after)

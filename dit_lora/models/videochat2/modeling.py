@@ -259,7 +259,10 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
     def prepare_inputs_for_generation(
         self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
     ) -> Any:
-        """As Transformers', with the media at the first step only where the cache keeps what they became."""
+        """As Transformers', with the media at the first step only where the cache keeps what they became.
+
+        Transformers 5.23 drops `pixel_values` itself; 5.0 does not.
+        """
         inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
             *args, is_first_iteration=is_first_iteration, **kwargs
         )

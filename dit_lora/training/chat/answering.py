@@ -52,8 +52,6 @@ class Answerer:
     model: nn.Module
     device: torch.device
     dtype: torch.dtype
-    timestamps: bool = True
-    """Say at which seconds the frames are."""
     system: str = ""
     """Put before every conversation."""
     fit: Literal["stretch", "cover"] | None = None
@@ -103,9 +101,8 @@ class Answerer:
         """What the model answers to the last turn, greedily; what comes after `answer_prefix`, if it has to begin so."""
         # The checkpoint looks at the kind alone; what is shown is in `seen`.
         about = Conversation("question", seen.kind, None, tuple(turns), system=self.system)
-        seconds = seen.seconds if self.timestamps else ()
         rendered = self.checkpoint.render(
-            about, seen.shape, seconds, answered=False, prefix=answer_prefix
+            about, seen.shape, seen.seconds, answered=False, prefix=answer_prefix
         )
         # One autocast, as in training: adapters are fp32.
         mixed = torch.autocast(
@@ -224,7 +221,6 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
         net,
         device,
         dtype,
-        timestamps=how.timestamps,
         system=origin.system,
         made={
             "target": str(target),

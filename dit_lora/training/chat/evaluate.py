@@ -107,10 +107,7 @@ def evaluate(
         raise DitLoraError(
             "--against base needs an adapter or trained weights; this is a base model"
         )
-    # As published: no timestamps, no system text but the benchmark's own, and pictures cropped at the centre,
-    # where they are not cut into tiles.
-    fit: Literal["cover"] | None = None if answerer.checkpoint.how.tiles else "cover"
-    answerer = replace(answerer, timestamps=False, system="", fit=fit)
+    answerer = _as_published(answerer)
     setting = {**answerer.made, "against_base": against_base, "dtype": str(answerer.dtype)}
     book = _Book(out, setting)
     keys = [_key(one) for one in questions]
@@ -195,6 +192,20 @@ def told(results: Mapping[str, Any]) -> list[str]:
     if results.get("left_out"):
         lines.append(f"left out: {len(results['left_out']):,}; {RESULTS_FILE} says why")
     return lines
+
+
+def _as_published(answerer: Answerer) -> Answerer:
+    """With no timestamps, no system text but the benchmark's own, and pictures cropped at the centre.
+
+    A model that is always told when its frames are is told so here too, and tiles are cut as in training.
+    """
+    checkpoint = answerer.checkpoint
+    try:
+        checkpoint = checkpoint.viewing(replace(checkpoint.how, timestamps=False))
+    except DitLoraError:
+        checkpoint = answerer.checkpoint
+    fit: Literal["cover"] | None = None if checkpoint.how.tiles else "cover"
+    return replace(answerer, checkpoint=checkpoint, system="", fit=fit)
 
 
 def _looked(

@@ -23,6 +23,18 @@ from dit_lora.families.chat_layouts import in_words
 SIZES = ((90, 151), (201, 60), (57, 300), (31, 33), (720, 1280), (640, 480))
 
 
+# Frames, size as stored, and what Qwen3VLVideoProcessor's smart_resize gives at 96 x 96 pixels a frame; computed there.
+QWEN3 = [
+    (4, (90, 151), (64, 96)),
+    (4, (201, 60), (160, 32)),
+    (4, (20, 300), (32, 352)),
+    (4, (33, 1000), (32, 512)),
+    (5, (31, 33), (32, 32)),
+    (5, (720, 1280), (64, 128)),
+    (5, (640, 480), (96, 64)),
+]
+
+
 @pytest.fixture
 def draws() -> torch.Generator:
     return torch.Generator().manual_seed(0)
@@ -88,7 +100,7 @@ def test_there_are_as_many_tokens_as_features(
     """The stock model raises where there are not."""
     checkpoint = opened(tiny_checkpoints[variant], frames=5)
     model = checkpoint.load_model(torch.float32)
-    for size in SIZES + tuple(random_sizes(6)):
+    for size in SIZES:
         for kind in ("image", "video"):
             shape = checkpoint.shape(kind, *size)
             assert shape is not None

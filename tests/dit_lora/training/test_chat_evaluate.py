@@ -1,34 +1,20 @@
 """A chat model is asked as published, resumed without loss, and told apart from its base."""
 
-import copy
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import peft
 import pytest
 import torch
-from tiny_chat_models import mistral
+from fake_chat import Say, answerer, questions_about
 from torch import nn
 
-from dit_lora import families
-from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.chat_store import save_chat_adapter
-from dit_lora.adapters.groups import parameter_groups
-from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.data.chat import mvbench
-from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.mvbench import Question
-from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.data.media import MediaFile
-from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families.chat_base import Viewing
-from dit_lora.training.chat import answering
-from dit_lora.training.chat.answering import Answerer, converse, load_answerer, typed
+from dit_lora.training.chat import evaluate as evaluation
 from dit_lora.training.chat.evaluate import (
     PREDICTIONS_FILE,
     EvaluationRequest,
@@ -37,84 +23,10 @@ from dit_lora.training.chat.evaluate import (
     told,
 )
 
-Say = Callable[[nn.Module, str], str]
-HOW = Viewing(frames=4, height=8, width=10)
-
-
-@dataclass
-class Checkpoint:
-    """A chat checkpoint that keeps what it was asked, and says what it is told to."""
-
-    path: Path = Path("nowhere")
-    fit: Any = "stretch"
-    how: Viewing = HOW
-    say: Say = lambda model, question: "A"
-    asked: list[tuple[Conversation, tuple[float, ...], str]] = field(default_factory=list)
-    pixels: list[torch.Tensor | None] = field(default_factory=list)
-
-    def viewing(self, how: Viewing) -> "Checkpoint":
-        return replace(self, how=how)
-
-    def shape(self, kind: Kind, height: int, width: int) -> VideoShape:
-        return VideoShape(
-            self.how.frames if kind == "video" else 1, self.how.height, self.how.width
-        )
-
-    def render(
-        self,
-        conversation: Conversation,
-        shape: VideoShape | None,
-        seconds: Sequence[float] = (),
-        *,
-        answered: bool = True,
-        prefix: str = "",
-    ) -> Rendered:
-        assert not answered
-        self.asked.append((conversation, tuple(seconds), prefix))
-        return Rendered((Piece((7, 9, 11), "fixed"),))
-
-    def answer(
-        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
-    ) -> str:
-        assert torch.is_inference_mode_enabled()
-        self.pixels.append(pixels)
-        return self.say(model, self.asked[-1][0].turns[-1].question)
-
-    def load_model(self, dtype: torch.dtype) -> nn.Module:
-        return mistral().to(dtype)
-
-
-class Net(nn.Module):
-    """A model whose adapter can be seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q = nn.Linear(3, 3, bias=False)
-        config = peft.LoraConfig(target_modules=["q"], init_lora_weights=False)
-        peft.inject_adapter_in_model(config, self)
-
-    def is_tuned(self) -> bool:
-        x = torch.arange(3.0)
-        return not torch.equal(self.q(x), self.q.base_layer(x))
-
-
-def answerer(say: Say = Checkpoint.say, model: nn.Module | None = None) -> Answerer:
-    checkpoint, model = Checkpoint(say=say), model or Net()
-    made = {"target": "run", "weights": "abc"}
-    return Answerer(checkpoint, model, torch.device("cpu"), torch.float32, made=made)
-
 
 @pytest.fixture
 def questions(shape_clips: Path) -> list[Question]:
-    """Two tasks of three and two questions, of 2 and 4 options; the right one is always the second."""
-    clips = [MediaFile(path) for path in sorted(shape_clips.glob("*.mp4"))]
-    tasks = ("Colours", "Shapes", "Colours", "Shapes", "Colours")
-    options = {"Colours": ("red", "green"), "Shapes": ("disc", "square", "star", "none")}
-    return [
-        Question(task, f"mine/{at}", clips[at], f"Question {at}?", options[task], 1)
-        for at, task in enumerate(tasks)
-    ]
+    return questions_about(shape_clips)
 
 
 def scripted(tuned: str, base: str) -> Say:
@@ -173,6 +85,15 @@ def test_questions_are_asked_as_published(questions: list[Question], tmp_path: P
     assert line["seconds"] == list(times)
     expected = mvbench.read_frames_at(questions[1].media, times, height=8, width=10, fit="cover")
     assert torch.equal(pixels, expected)
+
+
+def test_a_model_that_is_always_told_the_times_is_told_them(
+    questions: list[Question], tmp_path: Path
+) -> None:
+    asked = answerer()
+    asked.checkpoint.timed = True
+    evaluate(asked, questions[:1], tmp_path, quiet=True)
+    assert asked.checkpoint.asked[0][1] == (0.0, 0.25, 0.5, 0.875)
 
 
 def test_tiles_are_cut_as_in_training(questions: list[Question], tmp_path: Path) -> None:
@@ -270,214 +191,16 @@ def test_a_base_is_not_compared_with_itself(questions: list[Question], tmp_path:
         evaluate(answerer(model=nn.Linear(1, 1)), questions, tmp_path, against_base=True)
 
 
-def test_turns_are_one_conversation_about_the_same_frames(questions: list[Question]) -> None:
-    asked = replace(answerer(lambda model, question: f"{question}!"), system="Be brief.")
-    said = converse(asked, questions[0].media, ["What?", "Why?"], instruction="Look.")
-    assert list(said) == ["What?!", "Why?!"]
-    (_, _, _), (second, seconds, prefix) = asked.checkpoint.asked
-    assert second.turns == (Turn("What?", "What?!", "Look."), Turn("Why?", "", "Look."))
-    assert (second.system, prefix, second.kind) == ("Be brief.", "", "video")
-    assert seconds == (0.0, 0.25, 0.5, 0.875)
-    first, again = asked.checkpoint.pixels
-    assert first is again
-
-
-def test_a_question_may_be_about_nothing_or_an_image(tmp_path: Path, shape_clips: Path) -> None:
-    from PIL import Image
-
-    Image.new("RGB", (30, 20), (200, 10, 10)).save(tmp_path / "red.png")
-    asked = answerer()
-    asked.ask(None, "Hello?")
-    asked.ask(MediaFile(tmp_path / "red.png"), "What colour?", history=(Turn("Hi", "Hello"),))
-    (text, _, _), (image, seconds, _) = asked.checkpoint.asked
-    assert (text.kind, image.kind, seconds) == ("text", "image", ())
-    assert [turn.question for turn in image.turns] == ["Hi", "What colour?"]
-    assert asked.checkpoint.pixels[0] is None
-    assert asked.checkpoint.pixels[1].shape == (1, 3, 8, 10)
-
-
-def test_typing_ends_with_the_input() -> None:
-    lines = iter(["What?", "  ", " Why? "])
-
-    def read(prompt: str) -> str:
-        for line in lines:
-            return line
-        raise EOFError
-
-    assert list(typed(read)) == ["What?", "Why?"]
-
-
-# --- opening what was trained -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def family(monkeypatch: pytest.MonkeyPatch) -> list[ModelConfig]:
-    """A chat family `fake`, whose checkpoints are folders with a file named fake; what was opened."""
-    opened: list[ModelConfig] = []
-
-    def open_checkpoint(model: ModelConfig) -> Checkpoint:
-        if not (Path(model.path) / "fake").exists():
-            raise DitLoraError(f"{model.path} is no fake")
-        opened.append(model)
-        return Checkpoint(Path(model.path))
-
-    def get_family(name: str) -> Any:
-        return (
-            SimpleNamespace(open=open_checkpoint) if name == "fake" else families.get_family(name)
-        )
-
-    monkeypatch.setattr(answering, "get_family", get_family)
-    monkeypatch.setattr(answering, "CHAT_FAMILIES", {"fake": ""})
-    return opened
-
-
-@dataclass
-class Trained:
-    base: Path
-    adapter: Path
-    made: dict[str, Any]
-    fresh: torch.Tensor
-    """Logits of the base."""
-    tuned: torch.Tensor
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([[1, 5, 9, 33], [1, 60, 2, 7]])).logits
-
-
-@pytest.fixture
-def trained(tmp_path: Path, family: list[ModelConfig]) -> Trained:
-    """An adapter with base weights beside it, and its base."""
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "fake").touch()
-    model = mistral().requires_grad_(False).eval()
-    fresh = logits(copy.deepcopy(model))
-    attach_lora(model, LoraConfig(rank=2), ("q_proj", "down_proj"), seed=0)
-    connector = {"connector": ["model.norm.*", "model.layers.0.self_attn.q_proj.*"]}
-    parameter_groups(model, adapter=1e-4, connector=1e-4, patterns=connector)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    made = {
-        "family": "fake",
-        "base_model": "base",
-        "viewing": {"frames": 6, "height": 8, "width": 10, "timestamps": False},
-        "system": "Be brief.",
-    }
-    save_chat_adapter(model, tmp_path / "run" / "adapter", made)
-    return Trained(base, tmp_path / "run" / "adapter", made, fresh, logits(model))
-
-
-def test_as_base_is_the_base_bit_for_bit_and_leaves_the_fine_tune_as_it_was(
-    trained: Trained,
-) -> None:
-    found = load_answerer(trained.adapter, str(trained.base))
-    assert found.is_tuned
-    assert not found.model.training
-    assert torch.equal(logits(found.model), trained.tuned)
-    assert not torch.equal(trained.tuned, trained.fresh)
-    for _ in range(2):
-        with found.as_base():
-            assert torch.equal(logits(found.model), trained.fresh)
-        assert torch.equal(logits(found.model), trained.tuned)
-    with pytest.raises(ValueError, match="stop"), found.as_base():
-        raise ValueError("stop")
-    assert torch.equal(logits(found.model), trained.tuned)
-
-
-def test_an_adapter_says_how_it_was_trained(trained: Trained) -> None:
-    found = load_answerer(trained.adapter, str(trained.base))
-    assert found.checkpoint.how == Viewing(6, 8, 10, timestamps=False)
-    assert (found.timestamps, found.system) == (False, "Be brief.")
-    assert load_answerer(trained.adapter, str(trained.base), frames=3).checkpoint.how.frames == 3
-    with pytest.raises(
-        DitLoraError, match=r"where its base model \(trained on base\) is; give --model"
-    ):
-        load_answerer(trained.adapter)
-
-
-def test_a_retrained_adapter_is_another_model(trained: Trained) -> None:
-    before = load_answerer(trained.adapter, str(trained.base)).made
-    assert load_answerer(trained.adapter, str(trained.base)).made == before
-    model = mistral().requires_grad_(False)
-    attach_lora(model, LoraConfig(rank=2), ("q_proj",), seed=0)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 1
-    save_chat_adapter(model, trained.adapter, trained.made)
-    assert load_answerer(trained.adapter, str(trained.base)).made != before
-
-
-def recipe_text(model: Path) -> str:
-    values = {
-        "model": {"family": "fake", "path": str(model)},
-        "data": {"path": "talk.json", "frames": 5, "height": 8, "width": 10},
-        "chat": {"timestamps": False, "system": "Be brief."},
-        "train": {"steps": 1},
-        "run": {"dir": "run"},
-    }
-    return json.dumps(values)
-
-
-def test_a_run_knows_its_base(trained: Trained, family: list[ModelConfig]) -> None:
-    run = trained.adapter.parent
-    (run / "config.yaml").write_text(recipe_text(trained.base))
-    for target in (run, trained.adapter):
-        found = load_answerer(target)
-        assert torch.equal(logits(found.model), trained.tuned)
-        assert found.checkpoint.how == Viewing(5, 8, 10, timestamps=False)
-        assert found.system == "Be brief."
-        assert family[-1].path == str(trained.base)
-    elsewhere = trained.base.rename(trained.base.with_name("elsewhere"))
-    load_answerer(run, str(elsewhere))
-    assert family[-1].path == str(elsewhere)
-
-
-def test_a_run_of_the_whole_model_is_opened_itself(
-    trained: Trained, family: list[ModelConfig], tmp_path: Path
-) -> None:
-    run = tmp_path / "full"
-    run.mkdir()
-    (run / "config.yaml").write_text(recipe_text(trained.base))
-    with pytest.raises(DitLoraError, match="holds no result yet"):
-        load_answerer(run)
-    (run / "model").mkdir()
-    (run / "model" / "fake").touch()
-    assert not load_answerer(run).is_tuned
-    assert family[-1].path == str(run / "model")
-    with pytest.raises(DitLoraError, match="--model does not apply"):
-        load_answerer(run, "other")
-
-
-def test_a_checkpoint_is_opened_by_the_family_that_can(trained: Trained, tmp_path: Path) -> None:
-    found = load_answerer(trained.base)
-    assert not found.is_tuned
-    assert found.checkpoint.how == Viewing(4, 8, 10)
-    assert torch.equal(logits(found.model), trained.fresh)
-    with pytest.raises(
-        DitLoraError, match=r"nor a chat model's checkpoint\n  - fake: .* is no fake"
-    ):
-        load_answerer(tmp_path)
-
-
-def test_an_adapter_of_a_diffusion_model_is_refused(trained: Trained, tmp_path: Path) -> None:
-    model = mistral().requires_grad_(False)
-    attach_lora(model, LoraConfig(rank=2), ("q_proj",), seed=0)
-    for parameter in model.parameters():
-        parameter.data += 1
-    save_chat_adapter(model, tmp_path / "other", {"family": "sana", "base_model": "a/b"})
-    with pytest.raises(DitLoraError, match="of the family sana, which answers no questions"):
-        load_answerer(tmp_path / "other")
-
-
 def test_a_target_is_evaluated_from_its_folder(
-    trained: Trained, questions: list[Question], tmp_path: Path
+    questions: list[Question], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (trained.adapter.parent / "config.yaml").write_text(recipe_text(trained.base))
+    asked: list[tuple[Path, str | None, int | None]] = []
+
+    def load(target: Path, model: str | None, *, frames: int | None) -> object:
+        asked.append((target, model, frames))
+        return answerer()
+
+    monkeypatch.setattr(evaluation, "load_answerer", load)
     records = [
         {
             "video": Path(one.media.name).name,
@@ -488,13 +211,39 @@ def test_a_target_is_evaluated_from_its_folder(
         for one in questions
     ]
     clips = Path(questions[0].media.name).parent
-    data = tmp_path / "mine.json"
+    data, run = tmp_path / "mine.json", tmp_path / "run"
     data.write_text(json.dumps([*records, {**records[0], "answer": "blue"}]))
-    request = EvaluationRequest(trained.adapter.parent, data, clips, against_base=True, limit=2)
+    run.mkdir()
+    (run / "config.yaml").touch()
+    request = EvaluationRequest(run, data, clips, model="base", against_base=True, limit=2)
     with pytest.raises(DitLoraError, match=r"--skip\n  - mine/5: its answer 'blue'"):
         evaluate_target(request, quiet=True)
+    assert not asked
     found = evaluate_target(replace(request, skip=True), quiet=True)
-    assert found.out == trained.adapter.parent / "evaluation_mine"
+    assert asked == [(run, "base", None)]  # as many frames as trained
+    assert found.out == run / "evaluation_mine"
     assert found.results["all"]["questions"] == 2
+    assert "base" in found.results["all"]
     assert list(found.results["left_out"]) == ["mine/5"]
-    assert found.results["setting"]["viewing"]["frames"] == 5  # as trained
+
+
+def test_mvbench_is_asked_with_its_number_of_frames(
+    questions: list[Question], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(
+        evaluation,
+        "load_answerer",
+        lambda target, model, *, frames: kept.append(frames) or answerer(),
+    )
+    clip = Path(questions[0].media.name)
+    videos = tmp_path / "video" / "clevrer" / "video_validation"
+    videos.mkdir(parents=True)
+    (videos / clip.name).write_bytes(clip.read_bytes())
+    (tmp_path / "json").mkdir()
+    record = {"video": clip.name, "question": "What?", "candidates": ["x", "y"], "answer": "x"}
+    (tmp_path / "json" / "moving_count.json").write_text(json.dumps([record]))
+    request = EvaluationRequest(Path("nowhere"), tmp_path, out=tmp_path / "out")
+    assert evaluate_target(request, quiet=True).results["tasks"][0]["task"] == "Moving Count"
+    evaluate_target(replace(request, frames=8), quiet=True)
+    assert kept == [16, 8]
