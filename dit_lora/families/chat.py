@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoTokenizer
 
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data.chat.conversation import Conversation, Kind
@@ -80,10 +80,16 @@ class VideoTextCheckpoint:
     tokenizer: Any
     layout: Layout
     how: Viewing
+    fit: Fit
 
     @property
-    def fit(self) -> Fit:
-        return self.layout.fit
+    def model_class(self) -> Any:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
+
+    @property
+    def pad_token_id(self) -> int:
+        found = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if found is None else found
 
     def for_recipe(self, recipe: Recipe) -> "VideoTextCheckpoint":
         refuse_options_of_diffusion(recipe)
@@ -152,7 +158,7 @@ class VideoTextCheckpoint:
         return TimedRendered(pieces, seconds=tuple(seconds) if video else ())
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        model = AutoModelForImageTextToText.from_pretrained(
+        model = self.model_class.from_pretrained(
             self.path, dtype=dtype, use_safetensors=True, local_files_only=True
         )
         return with_answer_losses(model.requires_grad_(False))
@@ -259,7 +265,7 @@ class VideoTextFamily:
         tokenizer = AutoTokenizer.from_pretrained(path)
         layout = LAYOUTS[found](config, path, tokenizer)
         how = Viewing(_FRAMES, layout.native, layout.native)
-        return VideoTextCheckpoint(path, config, tokenizer, layout, how)
+        return VideoTextCheckpoint(path, config, tokenizer, layout, how, layout.fit)
 
     def build_tiny(self, variant: str, out: Path, seed: int) -> None:
         from dit_lora.families.tiny_chat import build_tiny_chat

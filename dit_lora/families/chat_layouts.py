@@ -35,8 +35,8 @@ HALF = (0.5, 0.5, 0.5)
 class Layout(Protocol):
     """How one model type sees pictures."""
 
-    fit: Fit
-    timed: bool
+    fit: ClassVar[Fit]
+    timed: ClassVar[bool]
     """Whether the model is told at which seconds frames are, in words or by positions."""
 
     @property

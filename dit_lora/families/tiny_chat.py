@@ -103,10 +103,11 @@ def build_tiny_chat(variant: str, out: Path, seed: int) -> None:
 def _tokenizer(made: Variant) -> Qwen2Tokenizer:
     """Every byte, and the special tokens; nothing is trained."""
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
+    none: Any = None  # an unknown token would be one more
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,
         merges=[],
-        unk_token=None,
+        unk_token=none,
         pad_token=made.special[0],
         eos_token=made.end,
         extra_special_tokens=made.named,
@@ -179,12 +180,13 @@ def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _smolvlm(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+    pad: dict[str, Any] = {"pad_token_id": text["pad_token_id"]}
     return SmolVLMConfig(
         text_config={**text, "model_type": "llama"},
         vision_config={**_VISION, "image_size": 32, "patch_size": 8},
         scale_factor=2,
         image_token_id=of("<image>"),
-        pad_token_id=text["pad_token_id"],
+        **pad,
     )
 
 
@@ -203,7 +205,7 @@ def _internvl(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfi
     )
 
 
-def _vision_ids(of: Callable[[str], int]) -> dict[str, int]:
+def _vision_ids(of: Callable[[str], int]) -> dict[str, Any]:
     return {
         "vision_start_token_id": of("<|vision_start|>"),
         "vision_end_token_id": of("<|vision_end|>"),
@@ -275,8 +277,12 @@ def _files(
 _SQUARE = {"height": 56, "width": 56}
 _SHORTEST = {"size": {"shortest_edge": 56}, "crop_size": _SQUARE}
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 112 * 112, "patch_size": 14}
-_PADS = tuple(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
-_SMOL = {"max_image_size": {"longest_edge": 32}}
+_PADS = (
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    "<|vision_start|><|video_pad|><|vision_end|>",
+)
+_TILE, _SAMPLING = {"longest_edge": 32}, {"fps": 1, "max_frames": 64}
+_SMOL = {"max_image_size": _TILE}
 VARIANTS: dict[str, Variant] = {
     "llava-next-video": Variant(
         ("<unk>", "<s>", "</s>", "<video>", "<image>"),
@@ -360,15 +366,7 @@ VARIANTS: dict[str, Variant] = {
             ("SmolVLMImageProcessor", {**_SMOL, "size": {"longest_edge": 128}}),
             (
                 "SmolVLMVideoProcessor",
-                {
-                    **_SMOL,
-                    "size": {"longest_edge": 32},
-                    "video_sampling": {
-                        "fps": 1,
-                        "max_frames": 64,
-                        "video_size": {"longest_edge": 32},
-                    },
-                },
+                {**_SMOL, "size": _TILE, "video_sampling": {**_SAMPLING, "video_size": _TILE}},
             ),
             (HALF, HALF),
             image_seq_len=4,

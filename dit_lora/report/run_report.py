@@ -1,9 +1,7 @@
 """The report of a run: what its folder holds, finished or not, as one self-contained page."""
 
-import base64
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +14,8 @@ import yaml
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.report.charts import Bar, Series, bar_chart, line_chart, number, smooth, wants_log
+from dit_lora.report.run_samples import EMBED_LIMIT_BYTES, Sample, find_answers, find_samples
 
-EMBED_LIMIT_BYTES = 64 * 2**20
-"""Videos beyond this many bytes of base64 stay beside the page and are linked."""
 _NONE = "\u2013"
 
 
@@ -58,19 +55,12 @@ class Figure:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The first and the last sample of a prompt, or the only one, each as (label, source)."""
-
-    prompt: str
-    clips: list[tuple[str, str]]
-
-
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` in one rename from whatever the run has written so far."""
     run_dir = Path(run_dir)
     run = read_run(run_dir)
-    samples, linked = _samples(run)
+    prompts = _mapping(run.config.get("validation")).get("prompts") or ()
+    samples, linked = find_samples(run.folder, [str(one) for one in prompts])
     page = _render(run, samples, linked)
     path = run_dir / "report.html"
     try:
@@ -186,6 +176,7 @@ def _render(run: RunFiles, samples: list[Sample], linked: int) -> str:
         charts=_charts(run),
         held_out=bool(run.held_out),
         samples=samples,
+        answers=find_answers(run.folder),
         linked=linked,
         limit_mib=EMBED_LIMIT_BYTES // 2**20,
         events=[_event_row(event) for event in run.events],
@@ -219,7 +210,7 @@ def _figures(run: RunFiles) -> list[Figure]:
 
 
 def _held_out_figure(held_out: Mapping[int, float]) -> Figure:
-    label = "Loss on held-out noise"
+    label = "Held-out loss"
     if not held_out:
         return Figure(label, _NONE, "not measured")
     first, last = min(held_out), max(held_out)
@@ -241,7 +232,11 @@ def _charts(run: RunFiles) -> dict[str, str]:
     """The page's charts by name; those without data are absent."""
     if not run.metrics and not run.held_out:
         return {}
-    charts = {"loss": _loss_chart(run), "by_timestep": _timestep_chart(run)}
+    charts = {
+        "loss": _loss_chart(run),
+        "by_timestep": _parts_chart(run, "loss_by_timestep", "Loss by timestep"),
+        "by_media": _parts_chart(run, "loss_by_media", "Loss by kind of media"),
+    }
     window, norms = _window(run), run.groups("grad_norm_groups")
     name = "all groups" if len(norms) > 1 else "gradient norm"
     norm_lines = _raw_and_smooth(run, "grad_norm", name)
@@ -270,27 +265,27 @@ def _loss_chart(run: RunFiles) -> str:
     lines = _raw_and_smooth(run, "loss", "training")
     if run.held_out:
         steps, losses = zip(*run.held_out.items(), strict=True)
-        lines.append(Series("held-out noise", steps, losses, 1, "dots"))
+        lines.append(Series("held-out", steps, losses, 1, "dots"))
     return _chart(run, "Loss", "loss", lines)
 
 
-def _timestep_chart(run: RunFiles) -> str:
+def _parts_chart(run: RunFiles, key: str, title: str) -> str:
     """Late in the run only: the early steps would blur where the adapter ended up."""
     late = run.metrics[-math.ceil(len(run.metrics) / 4) :] if run.metrics else []
     seen: dict[str, list[float]] = {}
     for line in late:
-        for bucket, loss in _mapping(line.get("loss_by_timestep")).items():
-            seen.setdefault(bucket, []).append(_float(loss))
+        for part, loss in _mapping(line.get(key)).items():
+            seen.setdefault(part, []).append(_float(loss))
     bars = []
-    for bucket, losses in sorted(seen.items(), key=lambda item: (len(item[0]), item[0])):
+    for part, losses in sorted(seen.items(), key=lambda item: (len(item[0]), item[0])):
         finite = [loss for loss in losses if math.isfinite(loss)]
         mean = sum(finite) / len(finite) if finite else math.nan
         count = f"{len(finite):,} step{'' if len(finite) == 1 else 's'}"
-        bars.append(Bar(bucket.replace("-", "\u2013"), mean, count))
+        bars.append(Bar(part.replace("-", "\u2013"), mean, count))
     if not bars:
         return ""
     span = f"mean loss, steps {late[0]['step']:,} to {late[-1]['step']:,}"
-    return bar_chart("Loss by timestep", bars, label=span)
+    return bar_chart(title, bars, label=span)
 
 
 def _raw_and_smooth(run: RunFiles, key: str, name: str) -> list[Series]:
@@ -321,36 +316,6 @@ def _chart(
     last = max([*run.steps, *run.held_out], default=0)
     labels = {"x_label": "step", "y_label": y_label}
     return line_chart(title, series, **labels, x_range=(0, last), log_y=log_y, from_zero=from_zero)
-
-
-def _samples(run: RunFiles) -> tuple[list[Sample], int]:
-    """First and last sample of every prompt, and how many are linked because the page would be too big."""
-    found: dict[int, dict[int, Path]] = {}
-    for path in (run.folder / "samples").glob("step_*/prompt_*.*"):
-        name = f"{path.parent.name}/{path.name}"
-        match = re.fullmatch(r"step_(\d+)/prompt_(\d+)\.(mp4|png)", name)
-        if match:
-            found.setdefault(int(match[2]), {})[int(match[1])] = path
-    prompts = _mapping(run.config.get("validation")).get("prompts") or ()
-    samples, room, linked = [], EMBED_LIMIT_BYTES, 0
-    for index, by_step in sorted(found.items()):
-        clips = []
-        for step in sorted({min(by_step), max(by_step)}):
-            source, cost = _source(by_step[step], run.folder, room)
-            room, linked = room - cost, linked + (cost == 0)
-            clips.append((f"after step {step:,}" if step else "before", source))
-        prompt = prompts[index] if index < len(prompts) else f"prompt {index}"
-        samples.append(Sample(str(prompt), clips))
-    return samples, linked
-
-
-def _source(path: Path, folder: Path, room: int) -> tuple[str, int]:
-    """A data URI and its bytes, or a relative link and 0 where the URI would exceed `room`."""
-    encoded = 4 * math.ceil(path.stat().st_size / 3)
-    if encoded > room:
-        return path.relative_to(folder).as_posix(), 0
-    kind = "image/png" if path.suffix == ".png" else "video/mp4"
-    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode(), encoded
 
 
 def _event_row(event: Mapping[str, Any]) -> list[str]:

@@ -166,7 +166,5 @@ def summary(run: "Run", adapter: Path, report: Path) -> str:
     if len(losses) > 1:
         first, last = losses[min(losses)], losses[max(losses)]
         change = 100 * (last / first - 1)
-        lines.append(
-            f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)"
-        )
+        lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
     return "\n".join(lines)

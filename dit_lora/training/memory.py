@@ -155,9 +155,10 @@ def measure(
 ) -> Needs:
     """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
 
-    `known` holds integers on which the forward depends, such as token ids; others are ones. Counted by autograd's hooks on saved tensors, with fake weights and batch on `device`: the model's own
-    forward, its autocast and its attention as they are. Checkpointing must be off; it is off afterwards.
-    Raises `RuntimeError` where a forward depends on values, which fake tensors do not have.
+    `known` holds integers on which the forward depends, such as token ids; others are ones. Counted by autograd's
+    hooks on saved tensors, with fake weights and batch on `device`: the model's own forward, its autocast and its
+    attention as they are. Checkpointing must be off; it is off afterwards. Raises `RuntimeError` where a forward
+    depends on values, which fake tensors do not have, and what the forward raises of token ids that are ones.
     """
     if device.type == "cpu":
         device = torch.device(
@@ -287,7 +288,8 @@ def _own(run: "Run") -> Advice:
             batch,
             run.runtime.accelerator.device,
         )
-    except RuntimeError as error:  # an op that fake tensors cannot take says so in many classes
+    # What fake tensors cannot take, and token ids that do not fit the media, are told in many classes.
+    except (RuntimeError, ValueError) as error:
         mode = least_memory(run.transformer) if asked == "auto" else asked
         reason = str(error).strip().partition("\n")[0]
         return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)

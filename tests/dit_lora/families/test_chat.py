@@ -132,7 +132,7 @@ def test_connector_and_backbone_hold_all_of_the_vision_side(
     assert all(p.grad is not None and p.grad.any() for p in groups[0]["params"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["video", "text"])
 def test_an_answer_is_the_most_likely_token_each_time(
     folder: Path, kind: Any, draws: torch.Generator
 ) -> None:

@@ -169,6 +169,17 @@ def test_text_alone_needs_no_pixels() -> None:
     )
 
 
+@pytest.mark.parametrize(("legacy", "eps"), [(True, 1e-12), (False, 1e-6)])
+def test_legacy_is_the_eps_of_every_norm_outside_the_vision_blocks(
+    legacy: bool, eps: float
+) -> None:
+    model = tiny_model(tiny_config(legacy=legacy)).model
+    norms = {name: m.eps for name, m in model.named_modules() if isinstance(m, torch.nn.LayerNorm)}
+    blocks = {name for name in norms if name.startswith("vision_encoder.encoder.blocks.")}
+    assert (len(blocks), len(norms)) == (6, 6 + 1 + 1 + 3 * 3 + 2)
+    assert all(value == (1e-6 if name in blocks else eps) for name, value in norms.items())
+
+
 @pytest.mark.parametrize(("frames", "pretrained"), [(1, 1), (4, 4), (8, 4), (3, 2), (2, 5)])
 def test_position_table_is_the_pretrained_one_stretched_in_time(
     frames: int, pretrained: int

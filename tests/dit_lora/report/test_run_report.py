@@ -17,7 +17,7 @@ from html_page import Page
 
 from dit_lora.data.video import write_sample, write_video
 from dit_lora.errors import DitLoraError
-from dit_lora.report import run_report
+from dit_lora.report import run_samples
 from dit_lora.report.run_report import write_report
 
 HOSTILE = '<script>alert("x")</script> & a cat'
@@ -96,7 +96,7 @@ def test_the_headline_figures_are_those_of_the_files(run_dir: Path) -> None:
     assert "kitten-run cogvideox THUDM/CogVideoX-2b" in text
     assert "Steps 20 of 40, not finished" in text
     assert "Training loss 1.100 mean of the last 5" in text  # steps 16 to 20: 1.2 to 1.0
-    assert "Loss on held-out noise 2.500 → 2.000 -20.0%, step 0 to 20" in text
+    assert "Held-out loss 2.500 → 2.000 -20.0%, step 0 to 20" in text
     assert "Seconds per step 0.250 median" in text
     assert "Peak memory 3.75 GiB" in text  # at step 7 alone
 
@@ -180,7 +180,7 @@ def test_images_are_shown_as_images(run_dir: Path, monkeypatch: pytest.MonkeyPat
     decoded = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
     assert decoded == [path.read_bytes() for path in paths]
     assert not page.all("video")
-    monkeypatch.setattr(run_report, "EMBED_LIMIT_BYTES", 1)
+    monkeypatch.setattr(run_samples, "EMBED_LIMIT_BYTES", 1)
     sources = [image["src"] for image in report(run_dir).all("img")]
     assert sources == ["samples/step_000000/prompt_00.png", "samples/step_000020/prompt_00.png"]
 
@@ -191,13 +191,13 @@ def test_videos_beyond_the_limit_are_linked_and_that_is_said(
     """The limit counts base64: the first video fits exactly, the second does not."""
     first = run_dir / "samples" / "step_000000" / "prompt_00.mp4"
     limit = len(base64.b64encode(first.read_bytes()))
-    monkeypatch.setattr(run_report, "EMBED_LIMIT_BYTES", limit)
+    monkeypatch.setattr(run_samples, "EMBED_LIMIT_BYTES", limit)
     page = report(run_dir)
     sources = [video["src"] or "" for video in page.all("video")]
     assert sources[0].startswith("data:")
     assert sources[1] == "samples/step_000020/prompt_00.mp4"
     assert "1 sample is linked, not embedded" in page.text
-    monkeypatch.setattr(run_report, "EMBED_LIMIT_BYTES", limit - 1)
+    monkeypatch.setattr(run_samples, "EMBED_LIMIT_BYTES", limit - 1)
     assert "2 samples are linked, not embedded" in report(run_dir).text
 
 
@@ -294,3 +294,24 @@ def test_a_report_that_cannot_be_written_is_one_line(run_dir: Path) -> None:
     with pytest.raises(DitLoraError, match=r"cannot write .*report\.html"):
         write_report(run_dir)
     assert not (run_dir / ".report.html.partial").exists()
+
+
+def test_a_chat_models_answers_and_losses_by_media_are_shown(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "samples")
+    said = {0: "", 10: "in between", 20: "<b>a disc</b>"}
+    for step, answer in said.items():
+        folder = run_dir / "samples" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        answers = [{"prompt": HOSTILE, "media": "/data/clips/a.mp4", "answer": answer}]
+        (folder / "answers.json").write_text(json.dumps(answers), encoding="utf-8")
+    lines = [metrics_line(step, loss_by_timestep={}) for step in range(1, 21)]
+    for line in lines:
+        line["loss_by_media"] = {"video" if line["step"] % 2 else "image": float(line["step"])}
+    write_lines(run_dir / "metrics.jsonl", lines)
+    page = report(run_dir)
+    text = " ".join(page.text.split())
+    assert "a.mp4 before no words after step 20 <b>a disc</b>" in text
+    assert "in between" not in text
+    assert "/data" not in text  # a page may be shown to others
+    assert "Loss by kind of media" in text
+    assert "Loss by timestep" not in text
