@@ -37,7 +37,10 @@ def convert_videochat2(
         ),
     ] = None,
     keep_adapter: Annotated[
-        bool, typer.Option("--keep-adapter", help="Keep stage 3's LoRA beside, not merged.")
+        bool,
+        typer.Option(
+            "--keep-adapter", help="Keep stage 3's LoRA beside, where merging would round it."
+        ),
     ] = False,
 ) -> None:
     """Make a VideoChat2 checkpoint; every tensor of every file is placed, or said to be unused and why."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -14,6 +14,9 @@ from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
 from dit_lora.data_config import VideoShape
 from dit_lora.numerics.streams import fold, generator
+
+if TYPE_CHECKING:
+    from dit_lora.data.training_set import Reading
 
 LOSS_WEIGHT = "loss_weight"
 """The tensor of a batch, fp32 (B,), that its losses are multiplied by; there only where the data has weights."""
@@ -50,53 +53,6 @@ class Encodings(Protocol):
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """The tensors and what is wrong with them; NaN of shape `spec` where there are none."""
-
-
-class AnyEntry(Protocol):
-    """One sample of a training set."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def shape(self) -> Any:
-        """What it shares with the samples that it may be in a batch with; its `volume` is what memory grows with."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a run reads its training set."""
-
-    sampler: "PositionSampler"
-    seed: int
-    caption_dropout: float
-    quarantine: Quarantine
-    workers: int
-    prefetch: int
-    pin_memory: bool
-
-
-class TrainingSet(Protocol):
-    """What a run trains on."""
-
-    @property
-    def entries(self) -> Sequence[AnyEntry]: ...
-
-    @property
-    def largest(self) -> tuple[Any, Spec]:
-        """The shape with the largest volume, and the tensors of a sample of it."""
-
-    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
-        """Which entry is at each position of a run whose steps take `group` samples."""
-
-    def sample(self, entry: Any, draw: int) -> "Batch":
-        """One sample as a batch of one, whole: nothing of it is dropped; what is wrong with it is in `faults`."""
-
-    def loader(self, how: Reading) -> Iterable["Batch"]:
-        """The micro-batches of the sampler's positions, in its order."""
-
-    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Set aside what is bad of these samples on disk, if anything is there."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +130,7 @@ class EncodedClips:
         """One sample with its own caption, as a batch of one; what is wrong with it is in `faults`."""
         return self.read(entry, entry.text_key, draw)
 
-    def dataset(self, how: Reading) -> "ClipDataset":
+    def dataset(self, how: "Reading") -> "ClipDataset":
         return ClipDataset(
             self,
             seed=how.seed,
@@ -183,7 +139,7 @@ class EncodedClips:
             group=how.sampler.group,
         )
 
-    def loader(self, how: Reading) -> Iterable["Batch"]:
+    def loader(self, how: "Reading") -> Iterable["Batch"]:
         """The micro-batches of the sampler's positions, in its order."""
         return build_loader(
             self.dataset(how),
@@ -279,7 +235,14 @@ class Picker:
         return Pick(entry, text_key, draw)
 
 
-class ClipDataset(Dataset):
+class OrderedDataset(Dataset):
+    """Reads the sample at each position of a run."""
+
+    order: Order
+    seed: int
+
+
+class ClipDataset(OrderedDataset):
     """Reads the sample at each position of a run: which clip, and whether its caption is dropped.
 
     `group` is the number of samples of one optimizer step, which share a bucket.
@@ -367,15 +330,6 @@ class PositionSampler(Sampler[list[int]]):
                 yield list(range(first, first + self.batch_size))
 
 
-class OrderedDataset(Protocol):
-    """Reads the sample at each position of a run."""
-
-    order: Order
-    seed: int
-
-    def __getitem__(self, position: int) -> Any: ...
-
-
 def build_loader(
     dataset: OrderedDataset,
     sampler: PositionSampler,
@@ -383,7 +337,7 @@ def build_loader(
     workers: int,
     pin_memory: bool,
     prefetch: int = 2,
-    source: Any = None,
+    source: Dataset | None = None,
     collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
     """The sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.

@@ -183,7 +183,7 @@ class VideoTextCheckpoint:
         if pixels is not None:
             batch["pixels"] = pixels[None]
         if isinstance(rendered, TimedRendered) and rendered.seconds:
-            batch["seconds"] = torch.tensor([rendered.seconds])
+            batch["seconds"] = torch.tensor([rendered.seconds]) * 2
         device = next(model.parameters()).device
         given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
         generate: Any = model.generate

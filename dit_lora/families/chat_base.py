@@ -48,10 +48,15 @@ class Viewing:
 class ChatCheckpoint(Protocol):
     """One opened checkpoint of a chat family."""
 
-    path: Path
-    how: Viewing
-    fit: Literal["stretch", "cover"]
-    """How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def how(self) -> Viewing: ...
+
+    @property
+    def fit(self) -> Literal["stretch", "cover"]:
+        """How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
 
     @property
     def model_class(self) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.prompts import instruction_text, render_prompt
+from dit_lora.data.chat.prompts import FormatName, instruction_text, render_prompt
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
@@ -79,6 +79,11 @@ class VideoChat2Checkpoint:
         return AutoTokenizer.from_pretrained(self.path / "qformer_tokenizer")
 
     @property
+    def prompt_format(self) -> FormatName:
+        name: FormatName = self.config.prompt_format  # one of these, or its config refuses
+        return name
+
+    @property
     def pad_token_id(self) -> int:
         found = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if found is None else found
@@ -103,7 +108,7 @@ class VideoChat2Checkpoint:
         prefix: str = "",
     ) -> Rendered:
         rendered = render_prompt(
-            self.config.prompt_format,
+            self.prompt_format,
             conversation,
             self.tokenizer,
             self.config.media_token_id,
@@ -115,7 +120,7 @@ class VideoChat2Checkpoint:
         )
         if not self.config.qformer_config["use_text"] or shape is None:
             return rendered
-        text = instruction_text(self.config.prompt_format, conversation)
+        text = instruction_text(self.prompt_format, conversation)
         ids = self.qformer_tokenizer(text, truncation=True, max_length=_MOST_INSTRUCTION).input_ids
         return replace(rendered, instruction=tuple(ids))
 

@@ -248,7 +248,14 @@ def _damaged(what: str, do: Callable[[Stored], None]) -> Fault:
         do(next(TensorCache(cache / "videos").entries()))
 
     expected = Expected("none", "none", same_as="clean")
-    return Fault(what, "cache", "from the start", expected, before_start=before_start)
+    return Fault(
+        what,
+        "cache",
+        "from the start",
+        expected,
+        before_start=before_start,
+        needs=("encoded",),
+    )
 
 
 _BY_NAME = {kind.name: kind for kind in KINDS}

@@ -14,7 +14,7 @@ from dit_lora.faults.world import Arm, Stage, Tensors
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import Switch
 
-_PLACE = "{attention}.to_out.0"
+_PLACE = "{attention}.{out}"
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 

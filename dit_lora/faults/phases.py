@@ -188,6 +188,7 @@ FAULTS: tuple[Fault, ...] = (
         "before the run",
         _refused(_NOT_USABLE, "1 NaN"),
         play=_encoder_gives(torch.nan),
+        needs=("encoded",),
     ),
     Fault(
         "Inf from the VAE",
@@ -195,6 +196,7 @@ FAULTS: tuple[Fault, ...] = (
         "before the run",
         _refused(_NOT_USABLE, "1 Inf"),
         play=_encoder_gives(torch.inf),
+        needs=("encoded",),
     ),
     Fault("a clip that breaks off", "media", "before the run", _refused("02_"), play=_cut_clip),
     Fault(
@@ -204,6 +206,7 @@ FAULTS: tuple[Fault, ...] = (
         Expected("unknown", "report", ("held-out loss",), same_as="clean"),
         _held_out,
         _HELD_OUT,
+        needs=("encoded",),
     ),
     Fault(
         "NaN in a weight while saving",

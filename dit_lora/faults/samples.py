@@ -60,7 +60,7 @@ def _truncate(cache: Path) -> None:
             file.write(bytes([byte ^ 0xFF]))  # of a value: finite, and not what was written
 
 
-_NEEDS = {"latent_logvar": ("posterior",), "prompt_embeds": ("text",)}
+_NEEDS = {"latent_logvar": ("posterior",), "prompt_embeds": ("text",)}  # beside being encoded
 
 
 def cached() -> list[Fault]:
@@ -72,7 +72,7 @@ def cached() -> list[Fault]:
             "from the start",
             Expected("data", "quarantine", (words,), True, None, "without"),
             before_start=_poison(value, tensor, folder, count),
-            needs=_NEEDS.get(tensor, ()),
+            needs=("encoded", *_NEEDS.get(tensor, ())),
         )
         for kind, value, words, count in (
             ("NaN", torch.nan, "1 NaN among", 1),
@@ -92,6 +92,7 @@ def cached() -> list[Fault]:
         "from the start",
         Expected("data", "quarantine", ("digest differs",), True, None, "without"),
         before_start=_truncate,
+        needs=("encoded",),
     )
     return [*faults, bit_flip]
 
@@ -206,6 +207,7 @@ DRAWN: tuple[Fault, ...] = (
         "every time",
         _ALWAYS,
         _in_target(torch.nan, "latent_mean"),
+        needs=("encoded",),
     ),
     Fault(
         "Inf in a latent at every read",
@@ -213,6 +215,7 @@ DRAWN: tuple[Fault, ...] = (
         "every time",
         _ALWAYS,
         _in_target(torch.inf, "latent_mean"),
+        needs=("encoded",),
     ),
     Fault(
         "NaN in a posterior logvar",
@@ -252,6 +255,7 @@ DRAWN: tuple[Fault, ...] = (
         "once",
         _TRANSIENT,
         _in_target(torch.nan, "latent_mean", once=True),
+        needs=("encoded",),
     ),
     Fault(
         "Inf in a text embedding, once",
@@ -285,6 +289,7 @@ DRAWN: tuple[Fault, ...] = (
         "step 3",
         _THIS_DRAW,
         _with_one_draw(torch.nan, "noise"),
+        needs=("encoded",),
     ),
     Fault(
         "Inf in the noise of one draw",
@@ -292,6 +297,7 @@ DRAWN: tuple[Fault, ...] = (
         "step 3",
         _THIS_DRAW,
         _with_one_draw(torch.inf, "noise"),
+        needs=("encoded",),
     ),
     Fault(
         "NaN in a posterior draw",

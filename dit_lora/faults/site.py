@@ -1,10 +1,13 @@
 """Where in each family's tiny checkpoint the faults are put."""
 
+import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dit_lora.data.chat.shapes import write_conversations
 from dit_lora.data.shapes import write_shapes
 from dit_lora.errors import DitLoraError
 
@@ -37,6 +40,32 @@ def _sort_into_classes(folder: Path, frames: int) -> None:
     (folder / "metadata.jsonl").unlink(missing_ok=True)
 
 
+def drop_clip(folder: Path, clip: str) -> None:
+    """Remove a clip and its caption."""
+    for path in folder.rglob(f"{Path(clip).stem}.*"):
+        path.unlink()
+    for listing in folder.glob("metadata.*"):
+        lines = listing.read_text().splitlines()
+        listing.write_text("".join(f"{line}\n" for line in lines if clip not in line))
+
+
+CONVERSATIONS = "conversations.json"
+
+
+def write_chat(folder: Path) -> None:
+    """Three questions about each of the clips."""
+    write_conversations(folder, clips=CLIPS, images=0, frames=9, height=32, width=48, fps=8)
+
+
+def drop_conversation(folder: Path, clip: str) -> None:
+    """Remove a clip and what is asked of it."""
+    (folder / clip).unlink()
+    listing = folder / CONVERSATIONS
+    records = json.loads(listing.read_text("utf-8"))
+    left = [record for record in records if record["video"] != clip]
+    listing.write_text(json.dumps(left), "utf-8")
+
+
 @dataclass(frozen=True)
 class Site:
     """One tiny checkpoint, the data that it trains on, and its modules by name; None where it has none."""
@@ -45,9 +74,25 @@ class Site:
     variant: str
     data: Mapping[str, Any]
     """The recipe's `data` section, without its path."""
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    """Other sections of the recipe that this family needs."""
+    groups: Mapping[str, Any] = field(default_factory=lambda: {"adapter": {"lr": 1e-3}})
+    """`optim.groups`."""
     write_data: Callable[[Path], None] = write_clips
+    drop: Callable[[Path, str], None] = drop_clip
+    """Removes a sample from the data."""
+    listing: str = ""
+    """The file in the folder of data that `data.path` names; empty for the folder."""
+    encoded: bool = True
+    """Whether samples are encoded before training, and noise is drawn for them."""
+    mark: str = "latent_mean"
+    """The tensor of a batch that tells samples apart."""
+    bad: float = math.nan
+    """What makes the loss NaN where a sample's `mark` is full of it."""
     attention: str = "transformer_blocks.1.attn1"
-    """A self-attention with `to_k` and `to_out.0`."""
+    """A self-attention; `key` and `out` are layers of it with an adapter."""
+    key: str = "to_k"
+    out: str = "to_out.0"
     ff: str = "transformer_blocks.0.ff"
     ff_out: str = "transformer_blocks.0.ff.net.2"
     """The last linear layer in `ff`."""
@@ -59,6 +104,12 @@ class Site:
     """The cached tensor of the caption, where it is floating point."""
     posterior: bool = True
     """Whether the VAE gives a distribution."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Of a chat model: modules by what they are."""
+    vision_attention: str | None = None
+    """Of a chat model: a self-attention of its vision encoder."""
+    queries: str | None = None
+    """The parameter of a Q-Former's queries that older trainers began at zero."""
 
     def named(self, template: str) -> str:
         """`{attention}.to_out.0` with this site's names."""
@@ -88,6 +139,73 @@ def _video_dit(variant: str, **changes: Any) -> Site:
         "modulation": "transformer_blocks.1.adaln.linear",
     }
     return Site(**{**given, **changes})
+
+
+def _chat(family: str, variant: str, vision: str, language: str, **changes: Any) -> Site:
+    """`vision` is a layer of the vision encoder, `language` the language model."""
+    given: dict[str, Any] = {
+        "family": family,
+        "variant": variant,
+        "sections": {"chat": {"max_tokens": 448, "length_step": 64, "shuffle_turns": False}},
+        "write_data": write_chat,
+        "drop": drop_conversation,
+        "listing": CONVERSATIONS,
+        "encoded": False,
+        "mark": "labels",
+        "bad": -100.0,
+        "attention": f"{language}.layers.1.self_attn",
+        "key": "k_proj",
+        "out": "o_proj",
+        "ff": f"{vision}.mlp",
+        "ff_out": f"{vision}.mlp.fc2",
+        "modulation": None,
+        "last": f"{language}.norm",
+        "time_proj": None,
+        "text": None,
+        "posterior": False,
+    }
+    return Site(**{**given, **changes})
+
+
+def _experts(vision: str, projection: str, language: str, **others: str) -> dict[str, str]:
+    return {
+        "vision": vision,
+        "projection": projection,
+        "attention": f"{language}.layers.0.self_attn.o_proj",
+        "mlp": f"{language}.layers.0.mlp.down_proj",
+        "head": "lm_head",
+        **others,
+    }
+
+
+def _videochat2(variant: str, **changes: Any) -> Site:
+    vision, language = "model.vision_encoder.encoder.blocks.1", "model.language_model"
+    given: dict[str, Any] = {
+        "data": {"frames": 4, "height": 32, "width": 32},
+        "groups": {"adapter": {"lr": 1e-3}, "connector": {"lr": 1e-4}},
+        "experts": _experts(
+            f"{vision}.attn.proj",
+            "model.projection",
+            language,
+            qformer="model.qformer.encoder.layer.0.crossattention.self.value",
+        ),
+        "vision_attention": f"{vision}.attn",
+        "queries": "model.extra_query_tokens",
+    }
+    return _chat("videochat2", variant, vision, language, **{**given, **changes})
+
+
+def _hugging_face(
+    variant: str, size: int, vision: str, out: str, projection: str, **changes: Any
+) -> Site:
+    """A model of Transformers; `out` is the last layer of the vision encoder's layer `vision`."""
+    language = "model.text_model" if variant == "smolvlm2" else "model.language_model"
+    given: dict[str, Any] = {
+        "data": {"frames": 4, "height": size, "width": size},
+        "ff_out": f"{vision}.{out}",
+        "experts": _experts(f"{vision}.{out}", projection, language),
+    }
+    return _chat("chat", variant, vision, language, **{**given, **changes})
 
 
 _VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
@@ -124,6 +242,42 @@ _EVERY = (
         attention="transformer_blocks.0.attn1",
         modulation="adaln_single.linear",
         time_proj="adaln_single.emb.time_proj",
+    ),
+    _videochat2("videochat2-mistral"),
+    _videochat2("videochat2-vicuna"),
+    _videochat2("videochat2-phi3", key="o_proj"),
+    _videochat2(
+        "videochat2-hd",
+        sections={
+            "chat": {"max_tokens": 448, "length_step": 64, "shuffle_turns": False, "tiles": 2}
+        },
+    ),
+    _hugging_face(
+        "llava-next-video",
+        56,
+        "model.vision_tower.encoder.layers.0",
+        "mlp.fc2",
+        "model.multi_modal_projector.linear_2",
+    ),
+    _hugging_face(
+        "qwen2.5-vl", 56, "model.visual.blocks.1", "mlp.down_proj", "model.visual.merger.mlp.2"
+    ),
+    _hugging_face(
+        "qwen3-vl", 64, "model.visual.blocks.1", "mlp.linear_fc2", "model.visual.merger.linear_fc2"
+    ),
+    _hugging_face(
+        "smolvlm2",
+        32,
+        "model.vision_model.encoder.layers.1",
+        "mlp.fc2",
+        "model.connector.modality_projection.proj",
+    ),
+    _hugging_face(
+        "internvl",
+        56,
+        "model.vision_tower.encoder.layer.1",
+        "mlp.fc2",
+        "model.multi_modal_projector.linear_2",
     ),
 )
 SITES: dict[str, Site] = {site.variant: site for site in _EVERY}

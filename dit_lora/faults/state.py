@@ -10,7 +10,8 @@ from dit_lora.faults.world import Arm, Stage, Tensors
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
-_WHERE = "{attention}.to_k.lora_B.default.weight"
+_WHERE = "{attention}.{key}.lora_B.default.weight"
+_LAYER = "{key}.lora_B.default"
 
 
 def _write(value: float, stage: Stage, tensor: torch.Tensor, rank: int = -1) -> None:
@@ -123,11 +124,11 @@ def _zero_loss(stage: Stage) -> None:
 
 def _two_samples(stage: Stage) -> None:
     """Every sample of one epoch is bad in one micro-batch: the target, and whoever is beside it."""
-    pending = [2]
 
     def change(batch: Tensors, streams: Streams) -> Tensors:
-        if any(stage.is_target(batch)) and pending[0]:
-            batch["latent_mean"] = batch["latent_mean"] * torch.nan
+        is_bad = any(stage.is_target(batch))
+        for row in range(len(batch[stage.site.mark])) if is_bad else ():
+            stage.spoil(batch, row)
         return batch
 
     stage.checkpoint.before.append(change)
@@ -140,8 +141,7 @@ def _weight_and_sample(stage: Stage) -> None:
     def change(batch: Tensors, streams: Streams) -> Tensors:
         for row, is_target in enumerate(stage.is_target(batch)):
             if is_target:
-                batch["latent_mean"] = batch["latent_mean"].clone()
-                batch["latent_mean"][row].view(-1)[5] = torch.nan
+                stage.spoil(batch, row)
         return batch
 
     stage.checkpoint.before.append(change)
@@ -152,14 +152,10 @@ _WITH_EMA = (("train.ema", 0.9),)
 _HUGE = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e38}}))
 
 
-_ROLLED = Expected("weights", "rollback", ("1 NaN",), module="to_k.lora_B.default", same_as="clean")
-_ROLLED_INF = Expected(
-    "weights", "rollback", ("1 Inf",), module="to_k.lora_B.default", same_as="clean"
-)
-_MOMENT = Expected("optimizer", "rollback", module="to_k.lora_B.default", same_as="clean")
-_AVERAGE = Expected(
-    "weights", "rollback", ("moving average",), module="to_k.lora_B.default", same_as="clean"
-)
+_ROLLED = Expected("weights", "rollback", ("1 NaN",), module=_LAYER, same_as="clean")
+_ROLLED_INF = Expected("weights", "rollback", ("1 Inf",), module=_LAYER, same_as="clean")
+_MOMENT = Expected("optimizer", "rollback", module=_LAYER, same_as="clean")
+_AVERAGE = Expected("weights", "rollback", ("moving average",), module=_LAYER, same_as="clean")
 _RETRIED = Expected("transient", "retry", same_as="clean")
 _DIVERGED = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
 FAULTS: tuple[Fault, ...] = (

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from dit_lora.adapters.store import ADAPTER_FILE
 from dit_lora.config import Recipe
 from dit_lora.data.cache import TensorCache
 from dit_lora.data.shards import tombstone
@@ -102,14 +101,19 @@ class Stage:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
     def is_target(self, batch: Tensors) -> list[bool]:
-        """Which rows of a micro-batch are the target's, by its cached latent."""
-        return [torch.equal(row, self._latent) for row in batch["latent_mean"]]
+        """Which rows of a micro-batch are the target's, by the site's mark: a latent, or the answers."""
+        return [torch.equal(row, self._mark) for row in batch[self.site.mark]]
 
     @cached_property
-    def _latent(self) -> torch.Tensor:
+    def _mark(self) -> torch.Tensor:
         clips = self.run.data.clips
         entry = next(entry for entry in clips.entries if entry.id == self.target)
-        return clips.sample(entry, 0).tensors["latent_mean"][0]
+        return clips.sample(entry, 0).tensors[self.site.mark][0]
+
+    def spoil(self, batch: Tensors, row: int) -> None:
+        """Make a row such that its loss is NaN."""
+        batch[self.site.mark] = batch[self.site.mark].clone()
+        batch[self.site.mark][row] = self.site.bad
 
     def before_step(self, step: int, act: Callable[[], None]) -> None:
         """Do something once, at the start of a step on this rank."""
@@ -150,7 +154,7 @@ class World:
             self.family.build_tiny(site.variant, self.model, 0)
             site.write_data(self.clips)
             shutil.copytree(self.clips, self.without)
-            _drop_clip(self.without, self.target)
+            site.drop(self.without, self.target)
         accelerator.wait_for_everyone()
 
     @property
@@ -173,9 +177,15 @@ class World:
         ranks = self.accelerator.num_processes
         values: dict[str, Any] = {
             "model": {"family": self.site.family, "path": str(self.model)},
-            "data": {**self.site.data, "path": str(clips), "cache": str(cache), "workers": 0},
+            **self.site.sections,
+            "data": {
+                **self.site.data,
+                "path": str(clips / self.site.listing),
+                "cache": str(cache),
+                "workers": 0,
+            },
             "lora": {"rank": 4, "alpha": 4},
-            "optim": {"groups": {"adapter": {"lr": 1e-3}}},
+            "optim": {"groups": self.site.groups},
             "train": {
                 "steps": STEPS,
                 "batch_size": 2 // ranks,
@@ -285,20 +295,13 @@ def poisoned_files(seen: Observation) -> list[Path]:
     ]
 
 
-def _drop_clip(folder: Path, clip: str) -> None:
-    """Remove a clip and its caption."""
-    for path in folder.rglob(f"{Path(clip).stem}.*"):
-        path.unlink()
-    for listing in folder.glob("metadata.*"):
-        lines = listing.read_text().splitlines()
-        listing.write_text("".join(f"{line}\n" for line in lines if clip not in line))
-
-
 def _events(folder: Path) -> list[dict[str, Any]]:
     path = folder / "events.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _adapter(folder: Path) -> Tensors | None:
-    path = folder / "adapter" / ADAPTER_FILE
-    return load_file(path) if path.exists() else None
+    """The adapter, and base weights that were trained with it."""
+    files = sorted((folder / "adapter").glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return tensors or None

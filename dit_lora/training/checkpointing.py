@@ -43,7 +43,7 @@ def keeps_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
     With dropout a kept call would not draw again, and all dropout after it would draw other numbers than it did.
     """
-    return is_attention(op) or any(
+    return is_attention(op) and not any(
         kwargs.get(name, args[place] if place < len(args) else 0)
         for place, name in _dropout_arguments(op)
     )

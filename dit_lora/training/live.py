@@ -18,10 +18,10 @@ from dit_lora.data.loader import (
     EncodedClips,
     Pick,
     Picker,
-    Reading,
     build_loader,
     collate,
 )
+from dit_lora.data.training_set import Reading
 from dit_lora.data.video import ClipError
 from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
 from dit_lora.numerics.finite import describe_all

@@ -16,7 +16,8 @@ from tqdm import tqdm
 import dit_lora
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
-from dit_lora.data.loader import Batch, PositionSampler, Reading
+from dit_lora.data.loader import Batch, PositionSampler
+from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.training.checkpoint import (
     damaged_checkpoints,

@@ -15,7 +15,7 @@ from torch import nn
 
 from dit_lora.config import Recipe
 from dit_lora.data.digest import Digests
-from dit_lora.data.loader import TrainingSet
+from dit_lora.data.training_set import TrainingSet
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Trained(Protocol):
     """What the loop knows of a checkpoint."""
 
-    path: Path
+    @property
+    def path(self) -> Path: ...
 
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
-from dit_lora.data.loader import TrainingSet
+from dit_lora.data.training_set import TrainingSet
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError

@@ -140,7 +140,8 @@ def _preface(style: PromptFormat, conversation: Conversation) -> str:
     system = conversation.system
     if system and not system[-1].isspace():
         system += " "  # upstream asserts it
-    text = system + (instruction + style.gap if instruction else "")
+    gap = "" if instruction[-1:].isspace() else style.gap
+    text = system + (instruction + gap if instruction else "")
     return style.system[0] + text + style.system[1] if text else ""
 
 

@@ -136,6 +136,10 @@ class VideoChat2Config(PreTrainedConfig):
             raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", wrong))
 
 
+# Transformers' own loaders, of tokenizers too, read config.json by its model_type.
+AutoConfig.register("videochat2", VideoChat2Config)
+
+
 def filled(
     given: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str
 ) -> dict[str, Any]:

@@ -198,8 +198,8 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     checkpoint's own. Raises `DitLoraError` if `target` is none of these, or does not say where its base is.
     """
     quiet_libraries()
-    adapter = _adapter_of(target)
-    origin = _origin(target, adapter, model)
+    origin = find_origin(target, model)
+    adapter = origin.adapter
     family = origin.model.family
     if family not in CHAT_FAMILIES:
         raise DitLoraError(
@@ -234,10 +234,12 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
 
 
 @dataclass(frozen=True)
-class _Origin:
+class Origin:
     """Where a model is from, and how it was trained."""
 
     model: ModelConfig
+    adapter: Path | None
+    """The folder with what was trained; None of a whole checkpoint."""
     how: Viewing | None = None
     system: str = ""
 
@@ -250,29 +252,33 @@ def _adapter_of(target: Path) -> Path | None:
     return None
 
 
-def _origin(target: Path, adapter: Path | None, model: str | None) -> _Origin:
-    """By the run's recipe, or what its adapter says of its making."""
+def find_origin(target: Path, model: str | None) -> Origin:
+    """By the run's recipe, or what its adapter says of its making; `model` is another base checkpoint.
+
+    Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not say its base.
+    """
+    adapter = _adapter_of(target)
     run = target if adapter in (None, target / "adapter") else target.parent
     if (run / "config.yaml").is_file():
         return _of_run(run, adapter, model)
     if adapter is None:
         if model:
             raise DitLoraError(f"--model does not apply: {target} is a checkpoint, not an adapter")
-        return _Origin(_checkpoint(str(target)))
+        return Origin(_checkpoint(str(target)), None)
     made = read_chat_provenance(adapter)
     path = model or made.get("base_model") or _base_by_peft(adapter)
     if not model and "/" not in path:
         known = f" (trained on {path})" if path else ""
         raise DitLoraError(f"{target} does not say where its base model{known} is; give --model")
     if "family" not in made:
-        return _Origin(_checkpoint(path))
+        return Origin(_checkpoint(path), adapter)
     revision = None if model else made.get("revision")
     base = ModelConfig(family=made["family"], path=path, revision=revision)
     how = Viewing(**made["viewing"]) if "viewing" in made else None
-    return _Origin(base, how, made.get("system", ""))
+    return Origin(base, adapter, how, made.get("system", ""))
 
 
-def _of_run(run: Path, adapter: Path | None, model: str | None) -> _Origin:
+def _of_run(run: Path, adapter: Path | None, model: str | None) -> Origin:
     recipe, whole = load_recipe(run / "config.yaml"), run / "model"
     changes: dict[str, Any] = {}
     if adapter is None:
@@ -284,7 +290,7 @@ def _of_run(run: Path, adapter: Path | None, model: str | None) -> _Origin:
     elif model:
         changes = {"path": model, "revision": None}
     system = recipe.chat.system if recipe.chat else ""
-    return _Origin(recipe.model.model_copy(update=changes), Viewing.of(recipe), system)
+    return Origin(recipe.model.model_copy(update=changes), adapter, Viewing.of(recipe), system)
 
 
 def _digest(adapter: Path) -> str:

@@ -82,18 +82,39 @@ def _entry(
         if conversation.kind == "video" and pixels is not None:
             seconds = _latest(conversation, header, pixels.frames)
     # With the times that take the most digits: no draw of frames makes it longer.
-    rendered = fit(checkpoint.render(conversation, pixels, seconds), chat.max_tokens)
-    length = bucket_length(len(rendered), chat.length_step)
+    begun = _begun(conversation, chat)
+    drawn = [fit(checkpoint.render(one, pixels, seconds), chat.max_tokens) for one in begun]
+    longest, instruction = max(drawn, key=len), len(drawn[0].instruction)
+    if instruction and _is_shuffled(conversation, chat):
+        alone = [replace(conversation, turns=(turn,)) for turn in conversation.turns]
+        instruction = max(len(checkpoint.render(one, pixels, seconds).instruction) for one in alone)
+    length = bucket_length(len(longest), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
     shape = ChatShape(length, *size, conversation.kind)
     return ChatEntry(
         conversation,
         header,
         shape,
-        rendered.answers,
-        len(rendered.instruction),
-        sum(piece.dropped for piece in rendered.pieces),
+        max(one.answers for one in drawn),
+        instruction,
+        sum(piece.dropped for piece in longest.pieces),
     )
+
+
+def _is_shuffled(conversation: Conversation, chat: ChatConfig) -> bool:
+    return chat.shuffle_turns and conversation.independent and len(conversation.turns) > 1
+
+
+def _begun(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
+    """In one order of each length, where the order of turns is drawn.
+
+    The first turn alone makes a difference: its instruction is the conversation's, and a caption asks nothing.
+    """
+    turns = conversation.turns
+    if not _is_shuffled(conversation, chat):
+        return [conversation]
+    firsts = {(turn.instruction, not turn.question): at for at, turn in enumerate(turns)}
+    return [replace(conversation, turns=(*turns[at:], *turns[:at])) for at in firsts.values()]
 
 
 def _latest(conversation: Conversation, header: VideoHeader, frames: int) -> tuple[float, ...]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
 
 from dit_lora.chat_config import ChatConfig
 from dit_lora.data.chat.conversation import Conversation, Kind
@@ -20,13 +19,14 @@ from dit_lora.data.chat.tensors import to_tensors
 from dit_lora.data.loader import (
     LOSS_WEIGHT,
     Batch,
-    Reading,
+    OrderedDataset,
     build_loader,
     draw_number,
 )
 from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
 from dit_lora.data.shards import Spec
+from dit_lora.data.training_set import Reading
 from dit_lora.data.video import ClipError, VideoHeader
 from dit_lora.data_config import VideoShape
 from dit_lora.families.chat_base import ChatCheckpoint
@@ -122,7 +122,7 @@ class ChatSet:
     @property
     def largest(self) -> tuple[ChatShape, Spec]:
         shape = max(self.rooms, key=lambda one: one.volume)
-        tensors = self._tensors(shape, Rendered(()), None)
+        tensors = self._tensors(shape, Rendered(()), None, [0.0] * shape.frames)
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def sample(self, entry: ChatEntry, draw: int) -> Batch:
@@ -162,7 +162,7 @@ class ChatSet:
             pixels = self._pixels(entry, seconds, draws)
         except ClipError as error:
             fault = str(error)
-        tensors = self._tensors(entry.shape, rendered, pixels)
+        tensors = self._tensors(entry.shape, rendered, pixels, seconds)
         return Batch(
             ids=(entry.id,),
             draws=(draw,),
@@ -189,7 +189,11 @@ class ChatSet:
         )
 
     def _tensors(
-        self, shape: ChatShape, rendered: Rendered, pixels: torch.Tensor | None
+        self,
+        shape: ChatShape,
+        rendered: Rendered,
+        pixels: torch.Tensor | None,
+        seconds: Sequence[float],
     ) -> dict[str, torch.Tensor]:
         room = self.rooms[shape]
         tensors = to_tensors(
@@ -202,10 +206,12 @@ class ChatSet:
         if shape.kind != "text":
             empty = (shape.frames, 3, shape.height, shape.width)
             tensors["pixels"] = torch.zeros(empty, dtype=torch.uint8) if pixels is None else pixels
+        if shape.kind == "video":
+            tensors["seconds"] = torch.tensor(seconds)  # some models count positions by them
         return tensors
 
 
-class ChatDataset(Dataset):
+class ChatDataset(OrderedDataset):
     """The sample at each position of a run, weighted so that every answer token of a step counts the same.
 
     A sample's loss is its mean over its answer tokens; times its share of the step's tokens, over all micro-steps and

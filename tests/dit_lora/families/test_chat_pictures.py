@@ -1,5 +1,6 @@
 """Sizes, tensors and tokens of pictures, against the stock processors of Transformers."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import Viewing
 from dit_lora.families.chat_layouts import in_words
+from dit_lora.families.chat_views import patches
 
 # Height and width as stored: even, odd, narrow, wide, smaller than a tile, large.
 SIZES = ((90, 151), (201, 60), (57, 300), (31, 33), (720, 1280), (640, 480))
@@ -190,6 +192,44 @@ def test_llava_images_are_as_large_as_their_canvas_allows(
         assert shape is not None
         found = get_patch_output_size(image, canvas, "channels_first")
         assert (shape.height, shape.width) == tuple(found)
+
+
+def test_patches_hold_neighbours_one_after_the_other(draws: torch.Generator) -> None:
+    """Against a loop; the third frame comes twice."""
+    frames = torch.rand(2, 3, 3, 8, 12, generator=draws)
+    made = patches(frames, side=2, merge=2, frames_per_patch=2)
+    rows = [
+        frames[:, [min(2 * pair, 2), min(2 * pair + 1, 2)], :, y : y + 2, x : x + 2]
+        .transpose(1, 2)
+        .flatten(1)
+        for pair in range(2)
+        for top in range(0, 8, 4)
+        for left in range(0, 12, 4)
+        for y in (top, top + 2)
+        for x in (left, left + 2)
+    ]
+    assert torch.equal(made, torch.stack(rows, dim=1))
+
+
+@pytest.mark.parametrize("variant", ["llava-next-video", "smolvlm2", "internvl"])
+def test_frames_are_normalised_and_nothing_else(
+    variant: str, tiny_checkpoints: dict[str, Path], draws: torch.Generator
+) -> None:
+    checkpoint = opened(tiny_checkpoints[variant])
+    values = json.loads((checkpoint.path / "video_preprocessor_config.json").read_text())
+    shape = checkpoint.shape("video", 480, 640)
+    assert shape is not None
+    size = (2, shape.frames, 3, shape.height, shape.width)
+    pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=draws)
+    mean, std = (
+        torch.tensor(values[name], dtype=torch.float64)[:, None, None]
+        for name in ("image_mean", "image_std")
+    )
+    expected = (pixels.double() / 255 - mean) / std
+    made = checkpoint.inputs({"input_ids": torch.zeros(2, 1, dtype=torch.int64), "pixels": pixels})
+    name = "pixel_values_videos" if variant == "llava-next-video" else "pixel_values"
+    tensor = made[name].reshape(expected.shape)
+    torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=2e-6)
 
 
 def test_frame_counts_are_spelled_as_num2words_does() -> None:

@@ -1,6 +1,7 @@
 """Checkpointing and the count of activations, of models that Transformers' switch is for."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -268,6 +269,32 @@ def test_real_peaks_are_in_the_order_of_the_count(step: ChatStep) -> None:
             step.gradients()
         peaks[mode] = live.most
     assert peaks["none"] > peaks["selective"] >= peaks["full"]
+
+
+class Held(nn.Module):
+    """As a block of Transformers, with a table of its own by name."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x * table
+
+
+class HeldBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.held = Held()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.block.linear.bias
+        for factor in (2, 3):
+            x = self.function(partial(self.held, table=factor * torch.ones(6)), x)
+        return x.sum()
+
+
+def test_what_blocks_are_given_by_name_is_kept() -> None:
+    """x of 5 x 6 before each of two blocks, and x for the bias; a table of 6 for each."""
+    spec: Spec = {"x": (torch.Size((5, 6)), torch.float32)}
+    needs = measure(HeldBlocks(), lambda m, b: m(**b), spec, CPU)
+    assert needs["full"] == 4 * (3 * 30 + 2 * 6)
 
 
 def test_logits_are_counted_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

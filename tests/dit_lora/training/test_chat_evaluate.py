@@ -162,6 +162,9 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
     at_once = evaluate(answerer(say), questions, tmp_path / "b", against_base=True, quiet=True)
     assert resumed.results == at_once.results
     assert resumed.predictions == at_once.predictions
+    third = answerer(say)
+    evaluate(third, questions, tmp_path / "a", against_base=True, quiet=True)
+    assert not third.checkpoint.asked
 
 
 def test_more_questions_or_changed_ones_are_asked_and_others_are_not(

@@ -347,11 +347,11 @@ def test_another_ranks_advice_is_followed(
 
 def test_a_forward_that_cannot_be_counted_is_said(tiny_checkpoints: dict[str, Path]) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
-    for asked, taken in (("auto", "full"), ("none", "none")):
+    reads = lambda _model, batch, _streams: batch["latent_mean"].sum().item()  # noqa: E731
+    mismatch = lambda *_: int("media tokens")  # noqa: E731  # ValueError
+    for asked, taken, losses in (("auto", "full", reads), ("none", "none", mismatch)):
         run, said = stand_in(step, asked)
-        run.checkpoint = SimpleNamespace(
-            losses=lambda _model, batch, _streams: batch["latent_mean"].sum().item()
-        )
+        run.checkpoint = SimpleNamespace(losses=losses)
         choose_checkpointing(run)
         assert is_set(step) == taken
         assert said[0].startswith(f"checkpointing: {taken}: activations could not be counted: ")
