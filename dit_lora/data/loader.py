@@ -126,6 +126,10 @@ class EncodedClips:
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
 
+    def known(self) -> dict[str, torch.Tensor]:
+        """Nothing: what encoders give does not decide a forward's shapes."""
+        return {}
+
     def sample(self, entry: Entry, draw: int) -> "Batch":
         """One sample with its own caption, as a batch of one; what is wrong with it is in `faults`."""
         return self.read(entry, entry.text_key, draw)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from dit_lora.data.cache import Spec
 from dit_lora.data.loader import Batch, PositionSampler
 from dit_lora.data.order import Order
@@ -44,6 +46,9 @@ class TrainingSet(Protocol):
     @property
     def largest(self) -> tuple[Any, Spec]:
         """The shape with the largest volume, and the tensors of a sample of it."""
+
+    def known(self) -> dict[str, torch.Tensor]:
+        """Integers of one sample of the largest shape on which a forward's shapes depend, such as token ids."""
 
     def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
         """Which entry is at each position of a run whose steps take `group` samples."""

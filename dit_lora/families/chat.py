@@ -183,7 +183,7 @@ class VideoTextCheckpoint:
         if pixels is not None:
             batch["pixels"] = pixels[None]
         if isinstance(rendered, TimedRendered) and rendered.seconds:
-            batch["seconds"] = torch.tensor([rendered.seconds]) * 2
+            batch["seconds"] = torch.tensor([rendered.seconds])
         device = next(model.parameters()).device
         given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
         generate: Any = model.generate
@@ -240,7 +240,7 @@ class VideoTextFamily:
                 "model.multi_modal_projector.*",  # LLaVA-NeXT-Video, InternVL
                 "model.image_newline",
                 "model.visual.merger.*",  # Qwen
-                "model.visual.deepstack_merger_list.*",
+                
                 "model.connector.*",  # SmolVLM
             ),
             "backbone": ("model.vision_tower.*", "model.visual.*", "model.vision_model.*"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -80,8 +80,7 @@ class VideoChat2Checkpoint:
 
     @property
     def prompt_format(self) -> FormatName:
-        name: FormatName = self.config.prompt_format  # one of these, or its config refuses
-        return name
+        return cast(FormatName, self.config.prompt_format)  # one of these, or its config refuses
 
     @property
     def pad_token_id(self) -> int:

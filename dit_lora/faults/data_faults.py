@@ -68,13 +68,12 @@ class DataFault(Fault):
 
     def folder(self, world: World, name: str, *changes: Change) -> Path:
         """The good data, changed; written by one rank."""
-        folder = world.root / "data" / name
-        if world.accelerator.is_main_process and not folder.exists():
-            shutil.copytree(world.clips, folder)
+
+        def put(folder: Path) -> None:
             for change in changes:
                 change(folder)
-        world.accelerator.wait_for_everyone()
-        return folder
+
+        return world.copy_data(world.root / "data" / name, put)
 
     @property
     def peers(self) -> tuple["DataFault", ...]:

@@ -111,9 +111,8 @@ def _named(expected: Expected, seen: Observation, target: str, site: Site) -> tu
         return "nothing to tell: what is damaged is passed over", []
     if expected.cause == "refused":
         text = str(seen.error or "")
-        return text.split("\n")[0], [
-            f"not said: {word}" for word in expected.words if word not in text
-        ]
+        words = [site.named(word) for word in expected.words]
+        return text.split("\n")[0], [f"not said: {word}" for word in words if word not in text]
     verdicts = [event["verdict"] for event in seen.events]
     found = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
     if not found:

@@ -1,7 +1,6 @@
 """Faults outside the training step: while clips are encoded, while validating, saving and resuming."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,13 +44,13 @@ def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
 
 def _cut_clip(fault: Fault, world: World) -> Observation:
     """A clip whose file breaks off."""
-    folder = world.root / "cut_clips"
-    if world.accelerator.is_main_process and not folder.exists():
-        shutil.copytree(world.clips, folder)
-        cut = folder / world.target
-        data = cut.read_bytes()
-        cut.write_bytes(data[: len(data) * 2 // 3])
-    world.accelerator.wait_for_everyone()
+
+    def cut(folder: Path) -> None:
+        clip = folder / world.target
+        data = clip.read_bytes()
+        clip.write_bytes(data[: len(data) * 2 // 3])
+
+    folder = world.copy_data(world.root / "cut_clips", cut)
     return world.observe(fault.name, None, clips=folder, fresh_cache=True)
 
 
@@ -64,6 +63,12 @@ def _held_out(stage: Stage) -> None:
         return type(output)(output.losses * torch.nan, output.timesteps)
 
     stage.checkpoint.after.append(change)
+
+
+def _other_conversations(fault: Fault, world: World) -> Observation:
+    """Chat models measure on conversations of their own; here those that they train on."""
+    others = ("validation.conversations", str(world.clips / world.site.listing))
+    return world.observe(fault.name, _held_out, (others,))
 
 
 def _before_save(value: float, rank: int) -> Arm:
@@ -180,6 +185,7 @@ def _refused(*words: str, exit_code: int = 2) -> Expected:
 _ROLLED = Expected("weights", "rollback", same_as="clean")
 _RESUMED = Expected("none", "none", same_as="clean")
 _HELD_OUT = (("validation.held_out_draws", 1),)
+_HELD_OUT_NAN = Expected("unknown", "report", ("held-out loss",), same_as="clean")
 _NOT_USABLE = "the encoder's output is not usable"
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -203,10 +209,18 @@ FAULTS: tuple[Fault, ...] = (
         "a held-out loss that is NaN",
         "validation",
         "before and after",
-        Expected("unknown", "report", ("held-out loss",), same_as="clean"),
+        _HELD_OUT_NAN,
         _held_out,
         _HELD_OUT,
         needs=("encoded",),
+    ),
+    Fault(
+        "a loss of other conversations that is NaN",
+        "validation",
+        "before and after",
+        _HELD_OUT_NAN,
+        play=_other_conversations,
+        needs=("experts",),
     ),
     Fault(
         "NaN in a weight while saving",

@@ -256,6 +256,14 @@ class World:
             fit(run)
             finish(run)
 
+    def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
+        """A copy of the good data, changed; written by one rank, once."""
+        if self.accelerator.is_main_process and not folder.exists():
+            shutil.copytree(self.clips, folder)
+            change(folder)
+        self.accelerator.wait_for_everyone()
+        return folder
+
     def cache(self, name: str) -> Path:
         """A cache of its own, begun with everything that was encoded in the first run."""
         cache, first = self.root / "caches" / name, self.root / "caches" / "reference_0"

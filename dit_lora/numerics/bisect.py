@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from dit_lora.numerics.finite import abs_max, describe_bad, has_values, not_finite
 from dit_lora.numerics.gate import local
-from dit_lora.numerics.labels import IGNORE, label_faults
+from dit_lora.numerics.labels import label_faults
 from dit_lora.numerics.probe import Trace
 from dit_lora.numerics.replay import MicroBatch, Outcome, probe, run
 from dit_lora.numerics.switches import Switch, in_fp32
 from dit_lora.numerics.verdict import Cause, Verdict
+from dit_lora.objectives import IGNORE
 
 # A trained weight this many times above where it started has diverged; LoRA's grow a few times.
 _DIVERGED = 100.0
@@ -102,6 +103,8 @@ def diagnose(
         return case.found(
             "transient", "finite when it was run again: it did not come from the data"
         )
+    if (unlabelled := _unlabelled(case, outcome)) is not None:
+        return unlabelled
     trace = probe(micro_batch, suspects.model)
     case.evidence |= _evidence(outcome, trace)
     verdict = _experiments(case, outcome)
@@ -149,19 +152,34 @@ def _bad_data(case: _Case) -> Verdict | None:
     """Samples whose tensors are not finite, are out of range, or have no label to learn from."""
     batch = case.micro_batch
     faults = dict(batch.faults)
-    labels: dict[str, str] = {}
     for index, sample in enumerate(batch.ids):
         rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
         words = [w for n, row in rows.items() if (w := _describe_row(n, row, case.suspects.limit))]
         if words and sample not in faults:
             faults[sample] = "; ".join(words)
-        if "labels" in rows and (fault := label_faults(rows["labels"], ignore=IGNORE)):
-            labels[sample] = fault
     if faults:
         return case.found("data", _each(faults), sample_ids=tuple(faults))
+    labels = _label_faults(batch)
     if labels and len(labels) == len(batch.ids):
         return case.found("labels", _each(labels), sample_ids=tuple(labels))
     return None
+
+
+def _label_faults(batch: MicroBatch) -> dict[str, str]:
+    """What is wrong with each sample's labels, where the micro-batch has labels."""
+    rows = zip(batch.ids, batch.tensors.get("labels", ()), strict=False)
+    found = {sample: label_faults(row, ignore=IGNORE) for sample, row in rows}
+    return {sample: fault for sample, fault in found.items() if fault}
+
+
+def _unlabelled(case: _Case, outcome: Outcome) -> Verdict | None:
+    """Where each sample has a loss of its own: those without a label are bad, and no other is."""
+    batch = case.micro_batch
+    labels = _label_faults(batch)
+    bad = {sample for sample, loss in zip(batch.ids, outcome.losses, strict=False) if loss != loss}
+    if not labels or len(outcome.losses) != len(batch.ids) or bad != labels.keys():
+        return None
+    return case.found("labels", _each(labels), sample_ids=tuple(labels))
 
 
 def _each(faults: Mapping[str, str]) -> str:

@@ -2,8 +2,7 @@
 
 import torch
 
-IGNORE = -100
-"""Transformers' and torch's index of a token that the loss leaves out."""
+from dit_lora.objectives import IGNORE
 
 
 def label_faults(

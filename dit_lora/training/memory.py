@@ -287,6 +287,10 @@ def _own(run: "Run") -> Advice:
             lambda model, tensors: run.checkpoint.losses(model, tensors, streams),
             batch,
             run.runtime.accelerator.device,
+            known={
+                name: tensor.expand(size, *tensor.shape)
+                for name, tensor in run.data.clips.known().items()
+            },
         )
     # What fake tensors cannot take, and token ids that do not fit the media, are told in many classes.
     except (RuntimeError, ValueError) as error:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-IGNORE = -100
-"""The label of a token that is not learned."""
+from dit_lora.objectives import IGNORE
 
 Part = Literal["fixed", "media", "question", "answer"]
 

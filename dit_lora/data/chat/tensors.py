@@ -2,7 +2,8 @@
 
 import torch
 
-from dit_lora.data.chat.rendered import IGNORE, Rendered
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.objectives import IGNORE
 
 
 def bucket_length(tokens: int, step: int) -> int:

@@ -125,6 +125,14 @@ class ChatSet:
         tensors = self._tensors(shape, Rendered(()), None, [0.0] * shape.frames)
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
+    def known(self) -> dict[str, torch.Tensor]:
+        """Tokens of one sample of the largest shape: models count those that stand for its media."""
+        shape, _ = self.largest
+        entry = next(entry for entry in self.entries if entry.shape == shape)
+        rendered, seconds = self.render(entry, None)
+        tensors = self._tensors(shape, rendered, None, seconds)
+        return {name: tensor for name, tensor in tensors.items() if name != "pixels"}
+
     def sample(self, entry: ChatEntry, draw: int) -> Batch:
         """One sample with the middle frames, whole pictures and turns as they are written; `draw` changes nothing."""
         return self._read(entry, draw, None)

@@ -167,7 +167,8 @@ def test_tiles_are_the_stock_processors_grids(tiny_checkpoints: dict[str, Path])
     stock = SmolVLMImageProcessorPil(
         size={"longest_edge": 128}, max_image_size={"longest_edge": 32}
     )
-    for size in random_sizes(200):
+    squares = [(side, side) for side in range(50, 130, 3)]  # one, or four tiles of the same ratio
+    for size in random_sizes(200) + squares:
         columns, rows = get_optimal_tiled_canvas(size, (56, 56), 1, 4)
         shape = internvl.shape("image", *size)
         assert shape is not None

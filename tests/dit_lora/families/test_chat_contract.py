@@ -1,0 +1,243 @@
+"""The contract of chat families, over every tiny variant: what training and inference both rely on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_cases.chat import (
+    FAMILY_OF,
+    SIDES,
+    ChatSubject,
+    adapted,
+    open_chat,
+    padded,
+)
+from fuse_checks import Values, assert_equal, by
+from peft import PeftModel
+from torch import nn
+
+from dit_lora.adapters.attach import is_lora_a, is_lora_b
+from dit_lora.adapters.chat_store import load_chat_adapter, save_chat_adapter
+from dit_lora.data.chat.rendered import IGNORE
+from dit_lora.families.chat_base import KINDS
+from dit_lora.fuse.api import fuse
+from dit_lora.fuse.core import OPS, fusion_of
+from dit_lora.numerics.streams import Streams
+from dit_lora.training.checkpointing import MODES, set_checkpointing
+
+STREAMS = Streams(0, (0, 1, 2))
+# Parameters of the groups that no answer depends on: the model itself reads an earlier layer's output.
+UNUSED: dict[str, tuple[str, ...]] = {
+    "llava-next-video": ("encoder.layers.1.", "post_layernorm."),
+    "internvl": (),
+}
+
+
+@pytest.fixture(params=FAMILY_OF)
+def subject(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]) -> ChatSubject:
+    return open_chat(request.param, tiny_checkpoints[request.param])
+
+
+def losses(subject: ChatSubject, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return subject.checkpoint.losses(model, batch, STREAMS).losses
+
+
+def test_every_variant_of_every_chat_family_is_under_the_contract() -> None:
+    assert set(SIDES) == set(FAMILY_OF)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_samples_loss_is_the_stock_models_alone_whatever_its_neighbours_and_padding(
+    subject: ChatSubject, kind: Any
+) -> None:
+    model, samples = subject.model(), subject.samples(kind)
+    with torch.no_grad():
+        output = subject.checkpoint.losses(model, padded(samples), STREAMS)
+        wider = losses(subject, model, padded(samples, extra=7, pad=5))
+        swapped = losses(subject, model, padded([samples[2], samples[1], samples[0]]))
+        alone = [_stock_loss(subject, model, one) for one in samples]
+    assert output.losses.dtype is torch.float32
+    assert output.losses.shape == (3,)
+    assert output.timesteps.tolist() == [KINDS.index(kind)] * 3
+    torch.testing.assert_close(output.losses, torch.stack(alone), rtol=2e-5, atol=0)
+    torch.testing.assert_close(wider, output.losses, rtol=2e-5, atol=0)
+    torch.testing.assert_close(swapped.flip(0), output.losses, rtol=2e-5, atol=0)
+    assert len({round(one, 3) for one in output.losses.tolist()}) == 3
+
+
+def _stock_loss(subject: ChatSubject, model: Any, sample: Any) -> torch.Tensor:
+    """By the model's own `labels=`, without padding."""
+    given = subject.checkpoint.inputs(padded([sample]))
+    labels = torch.tensor([sample.rendered.labels])
+    assert (labels != IGNORE).any()
+    return model(**given, labels=labels).loss
+
+
+@pytest.mark.parametrize("kind", ["video", "image"])
+def test_pixels_reach_the_loss_of_their_own_sample_alone(subject: ChatSubject, kind: Any) -> None:
+    model, batch = subject.model(), padded(subject.samples(kind))
+    changed = {**batch, "pixels": batch["pixels"].clone()}
+    changed["pixels"][1, -1] = 255 - changed["pixels"][1, -1]
+    with torch.no_grad():
+        before, after = (losses(subject, model, one) for one in (batch, changed))
+    assert (before[1] - after[1]).abs() > 1e-4
+    torch.testing.assert_close(before[[0, 2]], after[[0, 2]], rtol=1e-5, atol=0)
+
+
+def test_a_gradient_reaches_all_that_trains_and_nothing_frozen(subject: ChatSubject) -> None:
+    model = adapted(subject)
+    for kind in ("video", "image"):  # a part of some connectors is for images alone
+        losses(subject, model, padded(subject.samples(kind))).sum().backward()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    names = [*trained]
+    assert [n for n in names if is_lora_a(n)]
+    assert [n for n in names if is_lora_b(n)]
+    language = subject.family.lora_within
+    assert all(any(part in n.split(".") for part in language) for n in names if ".lora_" in n)
+    assert [n for n, p in model.named_parameters() if n not in trained and p.grad is not None] == []
+    idle = [n for n, p in trained.items() if p.grad is None or not p.grad.any()]
+    unused = UNUSED.get(subject.variant, ())
+    assert [n for n in idle if not any(one in n for one in unused)] == []
+    assert all(p.grad is None or p.grad.isfinite().all() for p in trained.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_prompt_of_training_is_what_answering_feeds_to_generate(
+    subject: ChatSubject, kind: Any
+) -> None:
+    """Tokens, pictures and the logits of the first word of the answer."""
+    model, checkpoint = adapted(subject), subject.checkpoint
+    whole = subject.samples(kind)
+    asked = subject.samples(kind, answered=False)
+    batch = padded(whole, extra=3)
+    head = model.get_output_embeddings()
+    for number, (sample, prompt) in enumerate(zip(whole, asked, strict=True)):
+        ids, begun = sample.rendered.ids, prompt.rendered.ids
+        assert begun == ids[: len(begun)]
+        assert prompt.rendered.instruction == sample.rendered.instruction
+        # Where it ends is the last turn's answer, but for white space that its first token may hold.
+        first = sample.rendered.labels.index(ids[len(begun)], len(begun))
+        assert first == len(begun)
+        with torch.no_grad(), _outputs(head) as learned:
+            losses(subject, model, batch)
+        with _outputs(head) as said:
+            checkpoint.answer(model, prompt.rendered, prompt.media.get("pixels"), 1)
+        row = batch["answer_positions"][number].tolist().index(len(begun) - 1)
+        logits = torch.cat([one.flatten(0, -2) for one in learned])
+        at = number * batch["labels"].shape[1] + row
+        torch.testing.assert_close(logits[at], said[0][0, -1], rtol=1e-4, atol=1e-5)
+
+
+class _outputs:
+    """What a module returns at each call within it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.found: list[torch.Tensor] = []
+        self.hook = module.register_forward_hook(lambda *call: self.found.append(call[-1].detach()))
+
+    def __enter__(self) -> list[torch.Tensor]:
+        return self.found
+
+    def __exit__(self, *_error: object) -> None:
+        self.hook.remove()
+
+
+def test_the_saved_adapter_in_the_stock_model_is_the_trained_model(
+    subject: ChatSubject, tmp_path: Path
+) -> None:
+    """By `PeftModel.from_pretrained` and by `load_adapter`: the same logits, bit for bit."""
+    trained = adapted(subject, base=False).eval()
+    save_chat_adapter(trained, tmp_path, {})
+    stock = subject.checkpoint.model_class.from_pretrained
+    peft_model = PeftModel.from_pretrained(stock(subject.checkpoint.path), tmp_path).eval()
+    loaded = stock(subject.checkpoint.path).eval()
+    loaded.load_adapter(str(tmp_path))
+    given = subject.checkpoint.inputs(padded(subject.samples()))
+    with torch.no_grad():
+        expected = trained(**given).logits
+        assert torch.equal(peft_model(**given).logits, expected)
+        assert torch.equal(loaded(**given).logits, expected)
+        untrained = subject.model()(**given).logits
+    assert (expected - untrained).abs().max() > 0.01
+
+
+def test_base_weights_that_trained_come_back_beside_the_adapter(
+    subject: ChatSubject, tmp_path: Path
+) -> None:
+    trained = adapted(subject).eval()
+    save_chat_adapter(trained, tmp_path, {})
+    loaded = subject.model()
+    load_chat_adapter(loaded, tmp_path)
+    batch = padded(subject.samples())
+    with torch.no_grad():
+        expected = losses(subject, trained, batch)
+        assert torch.equal(losses(subject, loaded, batch), expected)
+        plain = losses(subject, subject.model(), batch)
+    assert (plain - expected).abs().min() > 1e-4
+
+
+def test_bf16_keeps_tables_in_fp32_and_stays_close_to_fp32(subject: ChatSubject) -> None:
+    half, full = subject.model(torch.bfloat16), subject.model()
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    buffers, stored = dict(full.named_buffers()), half.state_dict()
+    for name, buffer in half.named_buffers():
+        expected = buffers[name]
+        if name in stored and expected.is_floating_point():
+            expected = expected.bfloat16()
+        assert buffer.dtype is expected.dtype, name
+        assert torch.equal(buffer, expected), name
+    batch = padded(subject.samples())
+    with torch.no_grad():
+        rounded, exact = (losses(subject, model, batch) for model in (half, full))
+    assert rounded.dtype is torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0)
+
+
+def values(subject: ChatSubject, model: nn.Module, batch: dict[str, torch.Tensor]) -> Values:
+    """Losses of three samples and every gradient; dropout draws the same at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        found = losses(subject, model, batch)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        weights = torch.tensor([1.0, -0.7, 2.3])
+        gradients = torch.autograd.grad(
+            (found * weights).sum(), [*trained.values()], allow_unused=True
+        )
+    pairs = zip(trained, gradients, strict=True)
+    return {"losses": found.detach()} | {n: grad for n, grad in pairs if grad is not None}
+
+
+def test_checkpointing_recomputes_the_same_bits(subject: ChatSubject) -> None:
+    model, batch = adapted(subject).train(), padded(subject.samples())
+    expected = values(subject, model, batch)
+    for mode in MODES:
+        set_checkpointing(model, mode)
+        assert_equal(values(subject, model, batch), expected, 0.0)
+
+
+def test_fused_lora_layers_are_pefts(subject: ChatSubject, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = adapted(subject).train(), padded(subject.samples())
+    expected = values(subject, model, batch)
+    with by("reference", monkeypatch):
+        fuse(model, {op: "on" if op == "lora_linear" else "off" for op in OPS}, check=False)
+        adapters = sum(is_lora_a(name) for name, _ in model.named_parameters())
+        fused = fusion_of(model).used()
+        assert set(fused) == {"lora_linear"}, fusion_of(model).lines()
+        assert str(adapters) in fusion_of(model).lines()[0]
+        assert_equal(values(subject, model, batch), expected, 1e-4)
+
+
+def test_one_seed_gives_the_same_bytes_and_another_gives_others(
+    subject: ChatSubject, tmp_path: Path
+) -> None:
+    def contents(root: Path) -> dict[str, bytes]:
+        files = (path for path in sorted(root.rglob("*")) if path.is_file())
+        return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+    torch.manual_seed(5)
+    subject.family.build_tiny(subject.variant, tmp_path / "again", 0)
+    subject.family.build_tiny(subject.variant, tmp_path / "other", 1)
+    expected, other = contents(subject.checkpoint.path), contents(tmp_path / "other")
+    assert contents(tmp_path / "again") == expected
+    assert {name for name in expected if expected[name] != other[name]} == {"model.safetensors"}
