@@ -126,6 +126,10 @@ class EncodedClips:
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
 
+    def one_of_each_kind(self) -> Sequence[Entry]:
+        """None: every sample uses the whole model."""
+        return ()
+
     def known(self) -> dict[str, torch.Tensor]:
         """Nothing: what encoders give does not decide a forward's shapes."""
         return {}

@@ -47,6 +47,9 @@ class TrainingSet(Protocol):
     def largest(self) -> tuple[Any, Spec]:
         """The shape with the largest volume, and the tensors of a sample of it."""
 
+    def one_of_each_kind(self) -> Sequence[AnyEntry]:
+        """Where samples use different parts of the model, such as its vision encoder: one entry of each kind."""
+
     def known(self) -> dict[str, torch.Tensor]:
         """Integers of one sample of the largest shape on which a forward's shapes depend, such as token ids."""
 

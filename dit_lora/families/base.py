@@ -167,7 +167,7 @@ def local_checkpoint(model: ModelConfig) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        files = ["*.json", "*.safetensors", "*.model", "*.txt"]
+        files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -238,9 +238,8 @@ class VideoTextFamily:
         default_factory=lambda: {
             "connector": (
                 "model.multi_modal_projector.*",  # LLaVA-NeXT-Video, InternVL
-                "model.image_newline",
                 "model.visual.merger.*",  # Qwen
-                
+                "model.visual.deepstack_merger_list.*",
                 "model.connector.*",  # SmolVLM
             ),
             "backbone": ("model.vision_tower.*", "model.visual.*", "model.vision_model.*"),

@@ -190,9 +190,11 @@ class VideoChat2Family:
         "q_proj",
         "k_proj",
         "v_proj",
+        "qkv_proj",  # Phi-3's, of which each is several of the others
         "o_proj",
         "gate_proj",
         "up_proj",
+        "gate_up_proj",
         "down_proj",
         "lm_head",
     )

@@ -89,6 +89,11 @@ def _half_trainables(stage: Stage) -> None:
         parameter.data = parameter.data.half()
 
 
+def _new_token(stage: Stage) -> None:
+    """A tokenizer that has learned a word, and a model that has not: an index beyond the table of embeddings."""
+    stage.checkpoint.tokenizer.add_tokens([_WORD])
+
+
 def _wrong_lora(change: Callable[[torch.Tensor], torch.Tensor], *, from_step: int) -> Arm:
     """The fused LoRA layer goes wrong; PEFT's own is right."""
 
@@ -170,6 +175,7 @@ _OP = Expected("data", "quarantine", ("first nan in the forward",), True, None, 
 _UNLABELLED = Expected(
     "labels", "quarantine", ("labels are -100",), names_target=True, same_as="without"
 )
+_WORD = "disc"  # is said of the target, and of clips beside it
 _FUSED = ("kernel:lora_linear",)
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -249,6 +255,20 @@ FAULTS: tuple[Fault, ...] = (
             exit_code=2,
         ),
         _half_trainables,
+        (("guard.preflight", True),),
+        needs=("experts",),
+    ),
+    Fault(
+        "chat:bad token id",
+        "text",
+        "before the run",
+        Expected(
+            "refused",
+            "refused",
+            (f"02_blue_disc_right.mp4: '{_WORD}' is token", "has embeddings of tokens 0.."),
+            exit_code=2,
+        ),
+        _new_token,
         (("guard.preflight", True),),
         needs=("experts",),
     ),

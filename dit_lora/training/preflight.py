@@ -31,6 +31,7 @@ from dit_lora.numerics.replay import MicroBatch, cuda_devices
 from dit_lora.numerics.replay import run as replay
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.switches import Switch, attention_switches
+from dit_lora.training.chat.training_set import ChatSet
 from dit_lora.training.checkpointing import least_memory_mode
 from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.replay import Place, replayable, sample_losses
@@ -53,11 +54,13 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
     findings = [
         *check_trainables(run.transformer),
         *check_base_weights(run.transformer),
+        *_tokens(run),
     ]
     micro_batch, error = None, None
     try:
-        micro_batch = _first_samples(run)
-        if micro_batch is not None and not any(finding.fatal for finding in findings):
+        if not any(finding.fatal for finding in findings):  # or its first forward may fail at that
+            micro_batch = _first_samples(run)
+        if micro_batch is not None:
             findings += _flow(run, micro_batch)
             findings += _remembered(run, micro_batch)
     except torch.OutOfMemoryError:
@@ -75,6 +78,25 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
     seconds = time.perf_counter() - began
     run.runtime.say(f"guard: {len(findings)} checks before the first step, {seconds:.1f} s")
     return events
+
+
+def _tokens(run: "Run") -> list[Finding]:
+    """No conversation has a token that the model has no embedding of: on a GPU, an assert that ends the process."""
+    clips, model = run.data.clips, run.transformer
+    if not isinstance(clips, ChatSet):
+        return []
+    embedded = model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
+    vocabulary = clips.checkpoint.tokenizer.get_vocab()
+    beyond = {token: name for name, token in vocabulary.items() if token >= embedded}
+    held = []
+    for entry in clips.entries if beyond else ():
+        pieces = clips.render(entry, None)[0].pieces
+        ids = {token for piece in pieces if piece.part != "media" for token in piece.ids}
+        held += [f"{entry.id}: {beyond[token]!r} is token {token}" for token in ids & beyond.keys()]
+    check, words = "tokens are embedded", f"the model has embeddings of tokens 0..{embedded - 1}"
+    if held:
+        return [Finding(check, False, listed(f"{words}, and no others", held), fatal=True)]
+    return [Finding(check, True, words, fatal=False)]
 
 
 def _first_samples(run: "Run") -> MicroBatch | None:
@@ -130,14 +152,18 @@ def _micro_batch(run: "Run", samples: Sequence[Batch]) -> MicroBatch:
 
 
 def _flow(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
-    """Gradients reach what they should, under the policy's autocast: one forward and backward."""
+    """Gradients reach what they should, under the policy's autocast: a forward and backward of each kind of sample."""
     dtype = run.runtime.precision.dtype
     policy = dtype if dtype is torch.bfloat16 else None
     findings: list[Finding] = []
 
+    clips = run.data.clips
+    others = [_micro_batch(run, [clips.sample(one, 0)]) for one in clips.one_of_each_kind()]
+
     def backward() -> None:
         with torch.random.fork_rng(cuda_devices(run.transformer)):
-            micro_batch.forward().losses.mean().backward()
+            for one in (micro_batch, *others):
+                one.forward().losses.mean().backward()
 
     def checked() -> None:
         findings.extend(gradient_flow(run.transformer, backward))

@@ -18,6 +18,7 @@ from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.tensors import to_tensors
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, ChatFamily, Viewing
+from dit_lora.training.chat.task import default_targets
 
 FAMILY_OF = {variant: name for name in CHAT_FAMILIES for variant in get_family(name).tiny_variants}
 """Every tiny variant."""
@@ -112,9 +113,8 @@ def padded(
 def adapted(subject: ChatSubject, *, trained: bool = True, base: bool = True) -> Any:
     """The model with LoRA and, with `base`, connector and backbone training; `trained`: all of it moved a little."""
     model, family = subject.model(), subject.family
-    attach_lora(
-        model, LoraConfig(rank=4, alpha=7), family.lora_targets, seed=0, within=family.lora_within
-    )
+    targets = default_targets(family, model)
+    attach_lora(model, LoraConfig(rank=4, alpha=7), targets, seed=0, within=family.lora_within)
     if base:
         patterns = family.group_patterns
         parameter_groups(model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=patterns)

@@ -79,7 +79,7 @@ class ChatTask:
             attached = attach_lora(
                 model,
                 recipe.lora,
-                family.lora_targets,
+                default_targets(family, model),
                 seed=recipe.train.seed,
                 within=family.lora_within,
             )
@@ -117,6 +117,13 @@ class ChatTask:
 
 
 TASK = ChatTask()
+
+
+def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
+    """Those of the family's targets that the model has: language models of one family differ."""
+    linear = (name for name, one in model.named_modules() if isinstance(one, nn.Linear))
+    there = {name.rpartition(".")[2] for name in linear}
+    return tuple(target for target in family.lora_targets if target in there)
 
 
 def _told(clips: ChatSet) -> str:

@@ -125,6 +125,13 @@ class ChatSet:
         tensors = self._tensors(shape, Rendered(()), None, [0.0] * shape.frames)
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
+    def one_of_each_kind(self) -> Sequence[ChatEntry]:
+        """Where there are several kinds: text uses no vision encoder."""
+        first: dict[Kind, ChatEntry] = {}
+        for entry in self.entries:
+            first.setdefault(entry.shape.kind, entry)
+        return tuple(first.values()) if len(first) > 1 else ()
+
     def known(self) -> dict[str, torch.Tensor]:
         """Tokens of one sample of the largest shape: models count those that stand for its media."""
         shape, _ = self.largest
