@@ -368,33 +368,3 @@ def _launch_options(cmdline: Sequence[str]) -> dict[str, str] | None:
         takes_next = not (equals or glued or name in LAUNCH_FLAGS)
         options[name] = next(tokens, "") if takes_next else value
     return options
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a run will use, and why."""
-
-    what: str
-    choice: str
-    why: str
-
-
-def decisions(env: Environment) -> list[Decision]:
-    """What a run on this environment uses where the recipe leaves it open."""
-    gpu = env.devices[0] if env.devices else None
-    trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
-    device = "cpu", "torch finds no GPU that it can use"
-    dtype = "fp32", "without bf16 instructions a CPU was 10 to 70 times slower in bf16"
-    if gpu:
-        device = f"cuda: {gpu.name}, {gpu.memory_gib} GiB", "torch can use this GPU"
-        dtype = "fp32", "this GPU does not compute in bf16, and fp16 overflows on these models"
-    if gpu and gpu.bf16:
-        dtype = "bf16", "this GPU computes in it; trainable weights are fp32 all the same"
-    return [
-        Decision("device", *device),
-        Decision("dtype", *dtype),
-        Decision("attention", "PyTorch SDPA, cuDNN off", "cuDNN's can give NaN: pytorch#196678"),
-        Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
-        Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
-        Decision("trackers", trackers, "installed; run.trackers chooses among them"),
-    ]

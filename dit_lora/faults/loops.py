@@ -114,7 +114,7 @@ def _observed(loop: ToyLoop, world: World, check: Callable[[ToyLoop], str | None
         error = problem
     finally:
         loop.guard.detach()
-        _forget(loop.accelerator)
+        forget(loop.accelerator)
     empty = world.root / "nothing"
     return Observation(loop.guard.events, error, None, empty, empty, "")
 
@@ -124,7 +124,7 @@ def _not_finite(loop: ToyLoop) -> str | None:
     return f"not finite at the end: {bad}" if bad else None
 
 
-def _forget(accelerator: Accelerator) -> None:
+def forget(accelerator: Accelerator) -> None:
     """The world's accelerator serves every fault; it must not keep this one's model."""
     for prepared in (accelerator._models, accelerator._optimizers, accelerator._schedulers):
         prepared.clear()
@@ -250,7 +250,7 @@ def _fp16_weights(fault: Fault, world: World) -> Observation:
         _toy(world, change=lambda model: model.half())  # type: ignore[arg-type, return-value]
     except DitLoraError as problem:
         error = problem
-    _forget(world.accelerator)
+    forget(world.accelerator)
     empty = world.root / "nothing"
     return Observation([], error, None, empty, empty, "")
 
@@ -283,7 +283,7 @@ def _trainer(fault: Fault, world: World) -> Observation:
     model = callback.guard.suspects.model
     bad = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
     error = CheckFailedError(f"not finite at the end: {bad}") if bad else None
-    _forget(world.accelerator)
+    forget(world.accelerator)
     return Observation(callback.guard.events, error, None, out, Path("/nothing"), "")
 
 

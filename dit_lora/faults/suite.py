@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.errors import DitLoraError
-from dit_lora.faults import chat_steps, data_faults, loops, ops, phases, samples, state
+from dit_lora.faults import chat_data, chat_loops, chat_steps, data_faults, loops, ops, phases, samples, state
 from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.site import DEFAULT, Site, site_of
 from dit_lora.faults.world import World
@@ -37,7 +37,9 @@ def catalog(site: Site) -> list[Fault]:
         *state.FAULTS,
         *ops.FAULTS,
         *phases.FAULTS,
+        *chat_data.FAULTS,
         *chat_steps.FAULTS,
+        *chat_loops.FAULTS,
         *(
             loops.FAULTS if site.variant == DEFAULT else ()
         ),  # foreign loops have models of their own

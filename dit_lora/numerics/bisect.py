@@ -139,6 +139,12 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
         words = f"{owner} {moments[0]}{_others(moments)}"
         cause: Cause = "weights" if is_average else "optimizer"
         return case.found(cause, words, module=_module(moments[0]))
+    bad = {name.split(" ")[0] for name in weights}
+    if any(p.dtype is torch.float16 for n, p in parameters if n in bad):
+        words = f"the trained weight {weights[0]}{_others(weights)}; it is fp16, where AdamW's eps of 1e-8 is 0 "
+        return case.found(
+            "precision", words + "and a gradient of 0 becomes NaN", module=_module(weights[0])
+        )
     if _diverged(case, parameters, trained):
         return case.found("learning_rate", _diverged_words(case), module=_module(weights[0]))
     if len(weights) > len(trained) / 2:

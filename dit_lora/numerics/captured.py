@@ -83,7 +83,7 @@ class CapturedCall:
         # The gradient that came back to a bad output is bad whatever the model does now.
         usable = gradient if self.output_is_finite else None
         weighted = output.float() if usable is None else output.float() * usable.float()
-        losses = weighted.flatten(1).sum(1) if weighted.ndim else weighted[None]
+        losses = weighted.reshape(len(weighted), -1).sum(1) if weighted.ndim else weighted[None]
         return LossOutput(losses, self._timesteps(len(losses)))
 
     @contextmanager

@@ -19,7 +19,6 @@ from dit_lora.compat import (
     TESTED,
     Device,
     Environment,
-    decisions,
     default_launch_config,
     launch_problem,
     package_status,
@@ -29,6 +28,7 @@ from dit_lora.compat import (
     read_launch_config,
     require_compatible,
 )
+from dit_lora.doctor import decisions
 from dit_lora.errors import DitLoraError
 
 ROOT = Path(__file__).parents[2]

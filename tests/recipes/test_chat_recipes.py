@@ -1,6 +1,7 @@
 """The recipes of chat models, at the published sizes: what opens, what trains, and what their headers count."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +10,13 @@ import yaml
 from launching import ROOT
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import GroupConfig, GroupsConfig, Recipe
 from dit_lora.data_config import VideoShape
 from dit_lora.families import CHAT_FAMILIES, chat, get_family
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.recipe import load_recipe
+from dit_lora.training.chat.task import TASK
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 RECIPES = {
@@ -44,9 +45,9 @@ FROZEN = {
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "SmolVLM2-2.2B-Instruct": 2_246_784_880,
 }
-# 2 x 2 linear layers or one; Qwen's norm and merger of 4 patches; LLaVA's row end.
+# Two linear layers; Qwen's norm and its two layers for 4 patches; one layer for 9 patches.
 CONNECTORS = {
-    "LLaVA-NeXT-Video-7B-hf": 1024 * 4096 + 4096 + 4096 * 4096 + 4096 + 4096,
+    "LLaVA-NeXT-Video-7B-hf": 1024 * 4096 + 4096 + 4096 * 4096 + 4096,
     "Qwen2.5-VL-7B-Instruct": 1280 + 5120 * 5120 + 5120 + 5120 * 3584 + 3584,
     "SmolVLM2-2.2B-Instruct": 9 * 1152 * 2048,
 }
@@ -92,7 +93,7 @@ def built(recipe: Recipe, checkpoint: Any) -> Any:
         else:
             config: Any = AutoConfig.from_pretrained(checkpoint.path)
             model = AutoModelForImageTextToText.from_config(config)
-    return model.requires_grad_(False)
+    return model.to(torch.bfloat16).requires_grad_(False)
 
 
 def lora_count(recipe: Recipe, config: str) -> int:
@@ -128,10 +129,9 @@ def test_a_recipe_trains_what_its_header_counts(name: str) -> None:
     model = built(recipe, checkpoint)
     whole = sum(p.numel() for p in model.parameters())
     groups = recipe.optim.groups
+    loaded: Any = SimpleNamespace(load_model=lambda dtype: model)
     with torch.device("meta"):
-        if groups.adapter is not None:
-            attach_lora(model, recipe.lora, family.lora_targets, seed=0, within=family.lora_within)
-        made = recipe_groups(model, groups, family.group_patterns)
+        _, made, _ = TASK.load_trainable(recipe, family, loaded, torch.bfloat16)
     counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in made}
     assert all(p.dtype == torch.float32 for group in made for p in group["params"])
     expected = {"adapter": lora_count(recipe, config)} if groups.adapter else {}
@@ -145,6 +145,9 @@ def test_a_recipe_trains_what_its_header_counts(name: str) -> None:
     assert counts == expected
     assert whole - sum(expected.get(one, 0) for one in ("connector", "backbone")) == FROZEN[config]
     assert said(name) == headed
+    # bf16, and fp32 weight, gradient and two moments.
+    gib = (2 * FROZEN[config] + 16 * sum(expected.values())) / 2**30
+    assert f"# Memory: {gib:.1f} GiB of" in (ROOT / "recipes" / f"{name}.yaml").read_text()
 
 
 def connector_count(name: str, recipe: Recipe, model: Any) -> int:
