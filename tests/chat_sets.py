@@ -1,0 +1,83 @@
+"""Training sets of conversations for tests of how they are read."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dit_lora.config import Recipe
+from dit_lora.data.loader import PositionSampler
+from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.training_set import Reading
+from dit_lora.families import get_family
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.recipe import parse_recipe
+from dit_lora.training.chat.samples import ChatSamples, find_conversations, training_set
+from dit_lora.training.chat.training_set import ChatSet
+
+WATCH = "Watch the video and answer the question, please."
+
+
+def records() -> list[dict[str, Any]]:
+    """About two clips, two images and nothing: of one turn and several, with instructions and without."""
+    asked = [
+        {"i": "Look.", "q": "What colour is it?", "a": "Red."},
+        {"i": WATCH, "q": "Which way does it move, to the left or to the right?", "a": "To the right."},
+        {"i": "", "q": "", "a": "A disc before a dark wall."},
+    ]
+    return [
+        {"video": "clips/00_red_disc_right.mp4", "QA": asked},
+        {"video": "clips/01_green_disc_left.mp4", "QA": asked[1:2]},
+        {"image": "images/00_red_disc_left.png", "QA": asked[:1]},
+        {"image": "images/01_green_disc_right.png", "QA": asked[2:]},
+        {"messages": turns("What is one and one?", "Two.", "And three?", "Four, I think.")},
+        {"messages": turns("What is it?", "Nothing.")},
+    ]
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def write_records(folder: Path, given: Sequence[Any], name: str = "mine.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(list(given)))
+    return path
+
+
+def recipe_of(
+    checkpoint: Path, path: Path, tmp_path: Path, *, family: str = "videochat2", **chat: Any
+) -> Recipe:
+    values: dict[str, Any] = {
+        "model": {"family": family, "path": str(checkpoint)},
+        "data": {"path": str(path), "frames": 4, "height": 32, "width": 32},
+        "chat": {"length_step": 32, "max_tokens": 256, **chat},
+        "optim": {"groups": {"adapter": {"lr": 1e-3}}},
+        "train": {"steps": 4},
+        "run": {"dir": str(tmp_path / "run")},
+    }
+    return parse_recipe(values)
+
+
+def found_in(recipe: Recipe) -> tuple[ChatCheckpoint, ChatSamples]:
+    checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
+    return checkpoint, find_conversations(recipe, checkpoint, recipe.data, quiet=True)
+
+
+def set_of(recipe: Recipe) -> ChatSet:
+    checkpoint, found = found_in(recipe)
+    assert not found.rejected
+    return training_set(found.entries, checkpoint, recipe)
+
+
+def reading(
+    tmp_path: Path, *, size: int = 2, accumulate: int = 1, rank: int = 0, ranks: int = 1, **other: Any
+) -> Reading:
+    steps = other.pop("steps", 12)
+    sampler = PositionSampler(
+        start_step=0, steps=steps, batch_size=size, accumulate=accumulate, rank=rank, ranks=ranks
+    )
+    defaults: dict[str, Any] = {"seed": 3, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
+    quarantine = Quarantine(tmp_path / "quarantine.json")
+    return Reading(sampler, quarantine=quarantine, pin_memory=False, **{**defaults, **other})

@@ -1,0 +1,302 @@
+"""Chat recipes, end to end: they train, resume bit for bit, are asked, evaluated and exported, and learn what is shown."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_runs import (
+    CLIPS,
+    QA,
+    Main,
+    answers_of,
+    common,
+    smokes,
+    state,
+    with_peft,
+    without_dropout,
+    write_data,
+    write_shape_questions,
+    write_small_clips,
+)
+from launching import ROOT
+from runs import lines
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from dit_lora.cli import app
+from dit_lora.data.video import ClipError
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES
+from dit_lora.recipe import load_recipe
+from dit_lora.training.chat import training_set
+from dit_lora.training.chat.answering import load_answerer
+
+VARIANTS = {
+    "videochat2": "videochat2-mistral",
+    "llava_next_video": "llava-next-video",
+    "qwen": "qwen2.5-vl",
+    "smolvlm2": "smolvlm2",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with conversations.json about clips, images and nothing, held_out.json and questions.json."""
+    return write_data(tmp_path_factory.mktemp("chat") / "data")
+
+
+@pytest.fixture
+def videochat2(tiny_checkpoints: dict[str, Path], data: Path, tmp_path: Path) -> list[str]:
+    return common("videochat2", tiny_checkpoints["videochat2-mistral"], data, tmp_path)
+
+
+def test_every_smoke_recipe_of_a_chat_family_is_tried_here() -> None:
+    assert set(VARIANTS) == set(smokes())
+
+
+def test_every_chat_family_has_a_smoke_recipe() -> None:
+    families = {load_recipe(path).model.family for path in smokes().values()}
+    assert families == set(CHAT_FAMILIES)
+
+
+def invoke(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_smoke_recipe_trains_resumes_answers_evaluates_and_exports(
+    name: str, lora_main: Main, tiny_checkpoints: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """2 and 2 resumed steps equal 4, bit for bit, frames and crops by chance, clips, images and text."""
+    base, question = tiny_checkpoints[VARIANTS[name]], "What shape is it?"
+    clip = data / CLIPS[0]
+    args = [
+        *common(name, base, data, tmp_path),
+        "kernels.lora_linear=on",
+        f"validation.prompts=[{question}, Why?]",
+        f"validation.media=[{clip}, null]",
+        f"validation.conversations={data / 'held_out.json'}",
+        "validation.max_answer_tokens=4",
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    lora_main([*args, f"run.dir={whole}", "train.steps=4"])
+    lora_main([*args, f"run.dir={parts}", "train.steps=2"])
+    lora_main([*args, f"run.dir={parts}", "train.steps=4", "train.resume=auto"])
+    assert state(parts, 4) == state(whole, 4)
+    kinds = {kind for one in lines(whole, "metrics.jsonl") for kind in one["loss_by_media"]}
+    assert len(kinds) > 1
+    held_out = [(one["step"], one["held_out_loss"]) for one in lines(whole, "held_out.jsonl")]
+    assert [step for step, _ in held_out] == [0, 4]
+    assert held_out[0][1] != held_out[1][1]
+    assert lines(parts, "held_out.jsonl")[-1]["held_out_loss"] == held_out[1][1]
+    written = json.loads((whole / "samples" / "step_000004" / "answers.json").read_text())
+    assert [one["prompt"] for one in written] == [question, "Why?"]
+
+    said = invoke("chat", whole, "--video", clip, "--prompt", question, "--max-tokens", 4)
+    assert said.rstrip("\n") == written[0]["answer"]
+    invoke("evaluate", whole, "--data", data / "questions.json", "--against", "base")
+    results = json.loads((whole / "evaluation_questions" / "results.json").read_text())
+    assert (results["all"]["questions"], results["all"]["failed"]) == (4, 0)
+    assert results["all"]["base"]["accuracy"] >= 0
+    invoke("export", whole, "--out", tmp_path / "merged")
+    _the_merged_checkpoint_is_the_trained_model(whole, tmp_path / "merged", base, clip)
+
+
+def _the_merged_checkpoint_is_the_trained_model(
+    run: Path, merged: Path, base: Path, clip: Path
+) -> None:
+    from dit_lora.data.chat.conversation import Conversation, Turn
+    from dit_lora.data.media import MediaFile
+
+    logits = []
+    for target in (run, merged, base):
+        found = load_answerer(target, frames=4)
+        found.checkpoint = found.checkpoint.viewing(load_answerer(run).checkpoint.how)
+        seen = found.look(MediaFile(clip))
+        about = Conversation("", "video", None, (Turn("What shape is it?", "A disc.", "Look."),))
+        rendered = found.checkpoint.render(about, seen.shape, seen.seconds)
+        batch = {"input_ids": torch.tensor([rendered.ids]), "seconds": torch.tensor([seen.seconds])}
+        assert seen.pixels is not None
+        batch["pixels"] = seen.pixels[None]
+        if rendered.instruction:
+            batch["instruction_ids"] = torch.tensor([rendered.instruction])
+            batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
+        with torch.no_grad():
+            logits.append(found.model(**found.checkpoint.inputs(batch)).logits)
+    trained, exported, untrained = logits
+    torch.testing.assert_close(exported, trained, rtol=1e-4, atol=1e-4)
+    assert (trained - untrained).abs().max() > 0.01
+
+
+def test_base_groups_train_alone(
+    lora_main: Main, videochat2: list[str], data: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    lora_main([*videochat2, f"run.dir={run}", "train.steps=3", "optim.groups.adapter=null"])
+    assert [path.name for path in (run / "adapter").iterdir()] == ["base_weights.safetensors"]
+    trained = {name.split(".")[1] for name in load_file(run / "adapter/base_weights.safetensors")}
+    assert trained == {
+        "projection",
+        "query_tokens",
+        "extra_query_tokens",
+        "qformer",
+        "vision_encoder",
+        "vision_layernorm",
+    }
+    found = load_answerer(run)
+    assert found.is_tuned
+    invoke("chat", run, "--video", data / CLIPS[0], "--prompt", "What?", "--max-tokens", 2)
+
+
+def test_the_average_of_the_weights_is_what_is_saved(
+    lora_main: Main, videochat2: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    lora_main([*videochat2, f"run.dir={run}", "train.steps=3", "train.ema=0.9"])
+    kept = load_file(run / "checkpoints" / "step_000003" / "trainable.safetensors")
+    saved = load_file(run / "adapter" / "adapter_model.safetensors")
+    name = next(
+        name for name in kept if name.startswith("ema/") and name.endswith("lora_B.default.weight")
+    )
+    short = f"base_model.model.{name.removeprefix('ema/').replace('.default.', '.')}"
+    assert torch.equal(saved[short], kept[name])
+    assert not torch.equal(saved[short], kept[name.removeprefix("ema/")])
+
+
+def test_samples_that_cannot_be_used_are_refused_in_one_list_or_left_out(
+    lora_main: Main, videochat2: list[str], data: Path, tmp_path: Path
+) -> None:
+    records = json.loads((data / "conversations.json").read_text())
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "broken.mp4").write_bytes((data / CLIPS[0]).read_bytes()[:300])
+    shutil.copytree(data, bad, dirs_exist_ok=True)
+    long = {"QA": [{"q": "Tell.", "a": "word " * 300}]}
+    records += [
+        {"video": name, "QA": [{"q": "What?", "a": "It."}]} for name in ("broken.mp4", "gone.mp4")
+    ]
+    (bad / "conversations.json").write_text(json.dumps([*records, {"video": CLIPS[1], **long}]))
+    run = tmp_path / "run"
+    args = [
+        *videochat2,
+        f"data.path={bad / 'conversations.json'}",
+        f"run.dir={run}",
+        "train.steps=2",
+    ]
+    with pytest.raises(DitLoraError) as refused:
+        lora_main(args)
+    for words in ("broken.mp4", "gone.mp4: no such file", f"{CLIPS[1]}#2", "chat.max_tokens is"):
+        assert words in str(refused.value)
+    assert not (run / "metrics.jsonl").exists()
+    lora_main([*args, "data.rejects=skip"])
+    samples = {one for line in lines(run, "metrics.jsonl") for one in line["samples"]}
+    assert len(lines(run, "metrics.jsonl")) == 2
+    assert not samples & {"broken.mp4", "gone.mp4", f"{CLIPS[1]}#2"}
+    assert "broken.mp4" in (run / "report.html").read_text()
+
+
+def test_a_clip_that_breaks_while_it_trains_is_left_out_and_named(
+    lora_main: Main, videochat2: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps go on with other samples, as if it had never been there."""
+    run, read = tmp_path / "run", training_set.read_at
+
+    def broken(media: Any, *rest: Any, **how: Any) -> torch.Tensor:
+        if media.name.endswith(Path(CLIPS[2]).name):
+            raise ClipError(f"{media.name}: cannot be decoded to its end: it broke")
+        return read(media, *rest, **how)
+
+    monkeypatch.setattr(training_set, "read_at", broken)
+    args = [*videochat2, "train.steps=8", "guard.preflight=false", "train.batch_size=1"]
+    lora_main([*args, f"run.dir={run}"])
+    (event,) = lines(run, "events.jsonl")
+    assert event["sample_ids"] == [CLIPS[2]]
+    assert "it broke" in json.dumps(event)
+    assert len(lines(run, "metrics.jsonl")) == 8
+    monkeypatch.undo()
+    assert CLIPS[2] in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_two_ranks_with_half_the_batch_each_train_alike(  # type: ignore[no-untyped-def]
+    launch, lora_main: Main, tiny_checkpoints: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """Same losses, gradient norms and held-out loss, text among the steps, connector and backbone training."""
+    base = without_dropout(tiny_checkpoints["videochat2-mistral"], tmp_path / "base")
+    args = [
+        *common("videochat2", base, data, tmp_path),
+        "train.steps=8",
+        f"validation.conversations={data / 'held_out.json'}",
+    ]
+    done = launch([*args, "train.batch_size=2", f"run.dir={tmp_path / 'two'}"], ranks=2)
+    assert done.returncode == 0, done.stderr
+    lora_main([*args, "train.batch_size=2", "train.accumulate=2", f"run.dir={tmp_path / 'one'}"])
+    one, two = (lines(tmp_path / run, "metrics.jsonl") for run in ("one", "two"))
+    assert {kind for line in one for kind in line["loss_by_media"]} == {"text", "image", "video"}
+    assert [line["samples"] for line in one] == [line["samples"] for line in two]
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-4)
+    held = [
+        line["held_out_loss"]
+        for run in ("one", "two")
+        for line in lines(tmp_path / run, "held_out.jsonl")
+    ]
+    assert held[:2] == pytest.approx(held[2:], rel=1e-4)
+
+
+def overfit(lora_main: Main, args: list[str], folder: Path, run: Path, steps: int) -> None:
+    """Train on folder/qa.json until each answer comes back word for word, by our loader and by PEFT's."""
+    lora_main(
+        [
+            *args,
+            f"data.path={folder / 'qa.json'}",
+            f"run.dir={run}",
+            f"train.steps={steps}",
+            "train.batch_size=8",
+            "train.save_every=1000",
+            "chat.frames=middle",
+            "chat.crop=1",
+            "lora.rank=16",
+            "lora.alpha=32",
+            "optim.schedule=cosine",
+            "optim.groups.adapter.lr=1e-2",
+            "optim.groups.connector.lr=1e-2",
+            "optim.groups.backbone.lr=1e-3",
+            "guard.monitor_every=0",
+        ]
+    )
+    records = json.loads((folder / "qa.json").read_text())
+    expected = [one["a"] for record in records for one in record["QA"]]
+    assert len(expected) == 8
+    assert answers_of(load_answerer(run), folder, records) == expected
+    assert answers_of(with_peft(run), folder, records) == expected
+    # Nothing of it is the base's, and without the picture most of it cannot be known.
+    untrained = load_answerer(run)
+    with untrained.as_base():
+        assert not set(answers_of(untrained, folder, records)) & set(expected)
+
+
+@pytest.mark.slow
+def test_a_tiny_model_overfits_eight_answers_about_moving_shapes(
+    lora_main: Main, videochat2: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "shapes"
+    write_shape_questions(folder)
+    overfit(lora_main, videochat2, folder, tmp_path / "run", steps=90)
+
+
+@pytest.mark.slow
+def test_a_tiny_model_overfits_eight_answers_about_real_clips(
+    lora_main: Main, videochat2: list[str], tmp_path: Path
+) -> None:
+    clips = ROOT.parent / "shared" / "data" / "clips"
+    if not clips.is_dir():
+        pytest.skip(f"no clips in {clips}")
+    write_small_clips(clips, tmp_path / "small", QA)
+    overfit(lora_main, videochat2, tmp_path / "small", tmp_path / "run", steps=120)
