@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test lint gpu-check clean
+.PHONY: setup demo test test-all lint gpu-check clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,10 @@ demo: setup
 	@echo 'Open demo/run/report.html for curves and samples. Next: README.md, "Your own clips".'
 
 test: setup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not thorough'
+
+# What takes minutes as well: every fault in every tiny model.
+test-all: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup

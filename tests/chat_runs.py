@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dit_lora.config import ModelConfig
 from dit_lora.data.chat.frames import frame_seconds, read_at
 from dit_lora.data.chat.shapes import write_conversations
 from dit_lora.data.media import MediaFile
-from dit_lora.data.shapes import COLOURS, SHAPES, render
+from dit_lora.data.shapes import COLOURS
 from dit_lora.data.video import read_header, write_sample
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.recipe import load_recipe
@@ -103,18 +104,17 @@ def state(run: Path, step: int) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names}
 
 
-def write_shape_questions(folder: Path) -> None:
-    """Eight questions about seven clips of six shapes; the same question has another answer for each."""
-    looks = [(colour, shape) for shape in SHAPES for colour in COLOURS]
+def write_band_questions(folder: Path) -> None:
+    """One question about eight clips, and eight answers: which colour a band has, and where it is."""
+    colours = {**COLOURS, "white": (235, 235, 235)}
     records = []
-    for number, (colour, shape) in enumerate(looks):
-        video = render(shape, colour, number % 2 == 0, 6, 48, 64)
-        path = write_sample(folder / f"{number}", video, 4.0)
-        turns = [{"q": _SHOWN, "a": f"A {colour} {shape}."}]
-        if number < 2:
-            side = "left" if number % 2 else "right"
-            turns.append({"q": "Which way does it move?", "a": f"To the {side}."})
-        records += [{"video": path.name, "QA": [turn]} for turn in turns]
+    for number, (place, colour) in enumerate(product(("top", "bottom"), colours)):
+        video = torch.full((6, 48, 64, 3), 30, dtype=torch.uint8)
+        rows = slice(0, 20) if place == "top" else slice(28, 48)
+        video[:, rows] = torch.tensor(colours[colour], dtype=torch.uint8)
+        path = write_sample(folder / str(number), video, 4.0)
+        turn = {"q": _SHOWN, "a": f"A {colour} band at the {place}."}
+        records.append({"video": path.name, "QA": [turn]})
     _write_questions(folder, records)
 
 

@@ -22,7 +22,11 @@ def records() -> list[dict[str, Any]]:
     """About two clips, two images and nothing: of one turn and several, with instructions and without."""
     asked = [
         {"i": "Look.", "q": "What colour is it?", "a": "Red."},
-        {"i": WATCH, "q": "Which way does it move, to the left or to the right?", "a": "To the right."},
+        {
+            "i": WATCH,
+            "q": "Which way does it move, to the left or to the right?",
+            "a": "To the right.",
+        },
         {"i": "", "q": "", "a": "A disc before a dark wall."},
     ]
     return [
@@ -57,7 +61,7 @@ def recipe_of(
         "train": {"steps": 4},
         "run": {"dir": str(tmp_path / "run")},
     }
-    return parse_recipe(values)
+    return parse_recipe(values, "test")
 
 
 def found_in(recipe: Recipe) -> tuple[ChatCheckpoint, ChatSamples]:
@@ -72,7 +76,13 @@ def set_of(recipe: Recipe) -> ChatSet:
 
 
 def reading(
-    tmp_path: Path, *, size: int = 2, accumulate: int = 1, rank: int = 0, ranks: int = 1, **other: Any
+    tmp_path: Path,
+    *,
+    size: int = 2,
+    accumulate: int = 1,
+    rank: int = 0,
+    ranks: int = 1,
+    **other: Any,
 ) -> Reading:
     steps = other.pop("steps", 12)
     sampler = PositionSampler(

@@ -74,11 +74,11 @@ class Site:
     variant: str
     data: Mapping[str, Any]
     """The recipe's `data` section, without its path."""
+    write_data: Callable[[Path], None] = write_clips
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Other sections of the recipe that this family needs."""
     groups: Mapping[str, Any] = field(default_factory=lambda: {"adapter": {"lr": 1e-3}})
     """`optim.groups`."""
-    write_data: Callable[[Path], None] = write_clips
     drop: Callable[[Path, str], None] = drop_clip
     """Removes a sample from the data."""
     listing: str = ""
@@ -196,16 +196,19 @@ def _videochat2(variant: str, **changes: Any) -> Site:
 
 
 def _hugging_face(
-    variant: str, size: int, vision: str, out: str, projection: str, **changes: Any
+    variant: str, size: int, vision: str, out: str, projection: str, mixed: str | None = None
 ) -> Site:
-    """A model of Transformers; `out` is the last layer of the vision encoder's layer `vision`."""
+    """A model of Transformers; `out` is the last layer of the vision encoder's layer `vision`.
+
+    `mixed` is one that all tokens go through, where the first token is of the class and dropped at the end.
+    """
     language = "model.text_model" if variant == "smolvlm2" else "model.language_model"
     given: dict[str, Any] = {
         "data": {"frames": 4, "height": size, "width": size},
         "ff_out": f"{vision}.{out}",
-        "experts": _experts(f"{vision}.{out}", projection, language),
+        "experts": _experts(f"{vision}.{mixed or out}", projection, language),
     }
-    return _chat("chat", variant, vision, language, **{**given, **changes})
+    return _chat("chat", variant, vision, language, **given)
 
 
 _VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
@@ -258,6 +261,7 @@ _EVERY = (
         "model.vision_tower.encoder.layers.0",
         "mlp.fc2",
         "model.multi_modal_projector.linear_2",
+        "self_attn.v_proj",
     ),
     _hugging_face(
         "qwen2.5-vl", 56, "model.visual.blocks.1", "mlp.down_proj", "model.visual.merger.mlp.2"
@@ -278,6 +282,7 @@ _EVERY = (
         "model.vision_tower.encoder.layer.1",
         "mlp.fc2",
         "model.multi_modal_projector.linear_2",
+        "attention.v_proj",
     ),
 )
 SITES: dict[str, Site] = {site.variant: site for site in _EVERY}

@@ -21,7 +21,17 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.errors import DitLoraError
-from dit_lora.faults import chat_data, chat_loops, chat_steps, data_faults, loops, ops, phases, samples, state
+from dit_lora.faults import (
+    chat_data,
+    chat_loops,
+    chat_steps,
+    data_faults,
+    loops,
+    ops,
+    phases,
+    samples,
+    state,
+)
 from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.site import DEFAULT, Site, site_of
 from dit_lora.faults.world import World

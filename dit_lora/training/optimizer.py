@@ -74,7 +74,9 @@ def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torc
     totals = [torch.nn.utils.get_total_norm(own) for own in gradients]
     # Sharded gradients (FSDP2) have a sharded norm.
     whole = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
-    return {name: total.float() for name, total in zip(names, whole, strict=True)}
+    # The norm of no gradient at all, which a step of text has for the vision encoder, is on the CPU.
+    device = groups[0]["params"][0].device
+    return {name: total.float().to(device) for name, total in zip(names, whole, strict=True)}
 
 
 def clip_gradients(
@@ -113,4 +115,5 @@ def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
     """As torch's `clip_grads_with_norm_`, which refuses a whole norm over sharded gradients."""
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
     gradients = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
-    torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

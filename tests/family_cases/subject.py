@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 TAKES = {
     "cogvideox": {"lora_linear", "qk_norm_rope", "ada_norm"},
     "sana": {"lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"},
-    "sana_video": set(OPS),
+    "sana_video": set(OPS) - {"liger"},  # for language models
     "dit": {"lora_linear", "ada_norm"},
     "video_dit": {"lora_linear", "ada_norm"},
     "latte": {"lora_linear", "ada_norm"},

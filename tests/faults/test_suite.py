@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +24,17 @@ from dit_lora.faults.world import Observation, World
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(ranks: int) -> None:
+@pytest.mark.parametrize(
+    "variant", [DEFAULT, pytest.param("videochat2-mistral", marks=pytest.mark.thorough)]
+)
+def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(
+    variant: str, ranks: int
+) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    results = run_suite(None, ranks)
+    results = run_suite(None, ranks, variant)
     failed = {one.name: one.why for one in results if not one.passed}
     assert not failed
-    assert len(results) == len(catalog(SITE)) >= 60
+    assert len(results) == len(catalog(site_of(variant))) >= 60
     assert totals(results)["poisoned_files"] == 0
 
 
@@ -57,12 +63,68 @@ CORE = (
     ["cogvideox-1.5-i2v", "dit-tiny", "latte", "sana-600m", "sana-video", "video-dit-class"],
 )
 def test_every_familys_faults_are_named_and_recovered(variant: str) -> None:
+    judge_those(CORE, variant)
+
+
+# The same of chat models, with what only they can have.
+CHAT_CORE = (
+    "Inf loss of one sample",
+    "NaN in an adapter weight",
+    "NaN in one gradient element, once",
+    "NaN in a frozen weight",
+    "a fused kernel that gives NaN",
+    "flash attention whose backward gives NaN",
+    "an op that overflows for one sample",
+    "an Inf that a clamp hides",
+    "a truncated checkpoint",
+    "chat data: an answer that does not fit",
+    "chat data: a reserved token",
+    "chat:no labels",
+    "chat:NaN from the vision encoder for one sample",
+    "chat:NaN from the output head for one sample",
+    "chat:bad token id",
+    "chat:fused LoRA layers that give NaN",
+    "chat:a clip that rots",
+)
+# What is in no other test of the suite, and quick.
+CHAT_QUICK = (
+    "chat data: an answer that does not fit",
+    "chat data: a broken clip",
+    "chat data: a part after the end",
+    "chat:no labels",
+    "chat:fp16 scores in the vision encoder's attention",
+    "chat:autocast inside",
+    "chat:half trainables in our run",
+    "chat:bad token id",
+    "chat:half trainables",
+    "chat:half trainables after the guard",
+    "chat:zero queries in fp16",
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("variant", sorted(v for v, site in SITES.items() if site.experts))
+def test_every_chat_models_faults_are_named_and_recovered(variant: str) -> None:
+    judge_those(CHAT_CORE, variant)
+
+
+@pytest.mark.slow
+def test_a_sample_without_labels_is_named_on_two_ranks() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    site = SITES[variant]
-    known = {fault.name: fault for fault in catalog(site)}
-    results = list(judge_all([known[name] for name in CORE], site))
+    (found,) = run_suite("chat:no labels", 2, "videochat2-mistral")
+    assert found.passed, found.why
+
+
+def test_quick_faults_of_chat_are_named_and_recovered() -> None:
+    judge_those(CHAT_QUICK, "videochat2-mistral")
+
+
+def judge_those(names: Sequence[str], variant: str) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    known = {fault.name: fault for fault in catalog(SITES[variant])}
+    results = list(judge_all([known[name] for name in names], SITES[variant]))
     assert not {one.name: one.why for one in results if not one.passed}
-    assert len(results) == len(CORE)
+    assert len(results) == len(names)
 
 
 def test_every_tiny_checkpoint_can_be_broken() -> None:

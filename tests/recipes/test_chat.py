@@ -17,8 +17,8 @@ from chat_runs import (
     state,
     with_peft,
     without_dropout,
+    write_band_questions,
     write_data,
-    write_shape_questions,
     write_small_clips,
 )
 from launching import ROOT
@@ -79,8 +79,8 @@ def test_a_smoke_recipe_trains_resumes_answers_evaluates_and_exports(
     args = [
         *common(name, base, data, tmp_path),
         "kernels.lora_linear=on",
-        f"validation.prompts=[{question}, Why?]",
-        f"validation.media=[{clip}, null]",
+        f"validation.prompts={json.dumps([question])}",
+        f"validation.media=[{clip}]",
         f"validation.conversations={data / 'held_out.json'}",
         "validation.max_answer_tokens=4",
     ]
@@ -96,7 +96,7 @@ def test_a_smoke_recipe_trains_resumes_answers_evaluates_and_exports(
     assert held_out[0][1] != held_out[1][1]
     assert lines(parts, "held_out.jsonl")[-1]["held_out_loss"] == held_out[1][1]
     written = json.loads((whole / "samples" / "step_000004" / "answers.json").read_text())
-    assert [one["prompt"] for one in written] == [question, "Why?"]
+    assert [one["prompt"] for one in written] == [question]
 
     said = invoke("chat", whole, "--video", clip, "--prompt", question, "--max-tokens", 4)
     assert said.rstrip("\n") == written[0]["answer"]
@@ -138,7 +138,11 @@ def test_base_groups_train_alone(
     lora_main: Main, videochat2: list[str], data: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    lora_main([*videochat2, f"run.dir={run}", "train.steps=3", "optim.groups.adapter=null"])
+    args = [*videochat2, f"run.dir={run}", "train.steps=3", "optim.groups.adapter=null", "lora={}"]
+    with pytest.raises(DitLoraError, match=r"conversations\.json#7: it is text alone") as refused:
+        lora_main(args)
+    assert str(refused.value).count("it is text alone") == 3
+    lora_main([*args, "data.rejects=skip"])
     assert [path.name for path in (run / "adapter").iterdir()] == ["base_weights.safetensors"]
     trained = {name.split(".")[1] for name in load_file(run / "adapter/base_weights.safetensors")}
     assert trained == {
@@ -159,14 +163,16 @@ def test_the_average_of_the_weights_is_what_is_saved(
 ) -> None:
     run = tmp_path / "run"
     lora_main([*videochat2, f"run.dir={run}", "train.steps=3", "train.ema=0.9"])
-    kept = load_file(run / "checkpoints" / "step_000003" / "trainable.safetensors")
+    folder = run / "checkpoints" / "step_000003"
+    average, last = (load_file(folder / f"{name}.safetensors") for name in ("ema", "trainable"))
     saved = load_file(run / "adapter" / "adapter_model.safetensors")
-    name = next(
-        name for name in kept if name.startswith("ema/") and name.endswith("lora_B.default.weight")
-    )
-    short = f"base_model.model.{name.removeprefix('ema/').replace('.default.', '.')}"
-    assert torch.equal(saved[short], kept[name])
-    assert not torch.equal(saved[short], kept[name.removeprefix("ema/")])
+    saved |= load_file(run / "adapter" / "base_weights.safetensors")
+    for name in ("lm_head.lora_B.default.weight", "model.query_tokens"):
+        (kept,) = (one for key, one in average.items() if key.endswith(name))
+        inside = f"base_model.model.{name.replace('.default.', '.')}"
+        found = saved[name] if name in saved else saved[inside]
+        assert torch.equal(found, kept)
+        assert not torch.equal(found, last[name])
 
 
 def test_samples_that_cannot_be_used_are_refused_in_one_list_or_left_out(
@@ -191,13 +197,18 @@ def test_samples_that_cannot_be_used_are_refused_in_one_list_or_left_out(
     ]
     with pytest.raises(DitLoraError) as refused:
         lora_main(args)
-    for words in ("broken.mp4", "gone.mp4: no such file", f"{CLIPS[1]}#2", "chat.max_tokens is"):
+    for words in (
+        "broken.mp4",
+        f"no such file: {bad / 'gone.mp4'}",
+        f"{CLIPS[1]}#2",
+        "chat.max_tokens is",
+    ):
         assert words in str(refused.value)
     assert not (run / "metrics.jsonl").exists()
     lora_main([*args, "data.rejects=skip"])
-    samples = {one for line in lines(run, "metrics.jsonl") for one in line["samples"]}
     assert len(lines(run, "metrics.jsonl")) == 2
-    assert not samples & {"broken.mp4", "gone.mp4", f"{CLIPS[1]}#2"}
+    (event,) = lines(run, "events.jsonl")
+    assert set(event["sample_ids"]) == {"broken.mp4", "gone.mp4", f"{CLIPS[1]}#2"}
     assert "broken.mp4" in (run / "report.html").read_text()
 
 
@@ -283,12 +294,12 @@ def overfit(lora_main: Main, args: list[str], folder: Path, run: Path, steps: in
 
 
 @pytest.mark.slow
-def test_a_tiny_model_overfits_eight_answers_about_moving_shapes(
+def test_a_tiny_model_overfits_eight_answers_about_coloured_bands(
     lora_main: Main, videochat2: list[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "shapes"
-    write_shape_questions(folder)
-    overfit(lora_main, videochat2, folder, tmp_path / "run", steps=90)
+    folder = tmp_path / "bands"
+    write_band_questions(folder)
+    overfit(lora_main, videochat2, folder, tmp_path / "run", steps=70)
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ class VideoChat2QFormerEmbeddings(nn.Module):
             position = torch.arange(instruction_ids.shape[1], device=instruction_ids.device)
             words = self.word_embeddings(instruction_ids) + self.position_embeddings(position)
             tokens = torch.cat([queries_BQD, words], dim=1)
-        return self.dropout(self.LayerNorm(tokens))
+        # Queries that train are fp32 beside frozen bf16 weights; a CPU's LayerNorm takes no such pair.
+        return self.dropout(self.LayerNorm(tokens.to(self.LayerNorm.weight.dtype)))
 
 
 class VideoChat2QFormerSelfAttention(nn.Module):

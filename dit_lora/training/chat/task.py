@@ -19,7 +19,7 @@ from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily, Viewi
 from dit_lora.training.chat.answers import held_out_loss, write_answers
 from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import find_conversations, training_set
-from dit_lora.training.chat.training_set import ChatSet
+from dit_lora.training.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.loop import StepResult
 from dit_lora.training.rejects import Rejects
 from dit_lora.training.runtime import Runtime
@@ -55,7 +55,7 @@ class ChatTask:
             at_fault = audited(recipe, found, digests)
             if not quiet:
                 digests.save()
-        rejects.add({**found.rejected, **at_fault})
+        rejects.add({**found.rejected, **at_fault, **_without_effect(recipe, found.entries)})
         entries = rejects.without(found.entries, lambda entry: entry.id)
         clips = training_set(entries, checkpoint, recipe)
         runtime.say(_told(clips))
@@ -124,6 +124,14 @@ def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
     linear = (name for name, one in model.named_modules() if isinstance(one, nn.Linear))
     there = {name.rpartition(".")[2] for name in linear}
     return tuple(target for target in family.lora_targets if target in there)
+
+
+def _without_effect(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str, str]:
+    """Samples through which nothing that trains would get a gradient, and why."""
+    if recipe.optim.groups.adapter is not None:
+        return {}
+    why = "it is text alone, and without an adapter (optim.groups.adapter: null) only what sees media trains"
+    return {entry.id: why for entry in entries if entry.shape.kind == "text"}
 
 
 def _told(clips: ChatSet) -> str:
