@@ -22,7 +22,7 @@ from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.families.base import local_checkpoint
-from dit_lora.families.chat_base import Viewing, answered_losses
+from dit_lora.families.chat_base import Viewing, answered_losses, greedy_answer
 from dit_lora.families.chat_layouts import (
     Fit,
     InternVLLayout,
@@ -186,21 +186,7 @@ class VideoTextCheckpoint:
             batch["seconds"] = torch.tensor([rendered.seconds])
         device = next(model.parameters()).device
         given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
-        generate: Any = model.generate
-        with torch.no_grad():
-            # What a checkpoint's generation_config.json has for sampling, and its penalty, is set back.
-            said = generate(
-                **given,
-                attention_mask=torch.ones_like(given["input_ids"]),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                repetition_penalty=1.0,
-            )
-        new = said[0, given["input_ids"].shape[1] :]
-        return self.tokenizer.decode(new, skip_special_tokens=True).strip()
+        return greedy_answer(model, self.tokenizer, given, max_tokens)
 
     def _template(self, *, video: bool) -> str:
         """As the processor finds it: of SmolVLM's videos one of its own, else the processor's, else the tokenizer's."""

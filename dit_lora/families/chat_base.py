@@ -149,3 +149,35 @@ def answered_losses(
     pixels = batch.get("pixels")
     kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
     return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
+
+
+def greedy_answer(
+    model: nn.Module,
+    tokenizer: Any,
+    given: Mapping[str, torch.Tensor],
+    max_tokens: int,
+    *,
+    end: str | None = None,
+) -> str:
+    """What the model says after a prompt (1, L), one likeliest token after the other, until it ends.
+
+    It ends with the checkpoint's own end of text, or with `end` where a prompt's format has another.
+    """
+    generate: Any = model.generate
+    stop = {"stop_strings": [end], "tokenizer": tokenizer} if end else {}
+    with torch.no_grad():
+        # What a checkpoint's generation_config.json has for sampling, and its penalty, is set back.
+        said = generate(
+            **given,
+            **stop,
+            attention_mask=torch.ones_like(given["input_ids"]),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            repetition_penalty=1.0,
+        )
+    new = said[0, given["input_ids"].shape[1] :]
+    answer = tokenizer.decode(new, skip_special_tokens=True).strip()
+    return answer.removesuffix(end).strip() if end else answer

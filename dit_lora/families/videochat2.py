@@ -15,13 +15,13 @@ from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.prompts import FormatName, instruction_text, render_prompt
+from dit_lora.data.chat.prompts import PROMPT_FORMATS, FormatName, instruction_text, render_prompt
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.families.base import local_checkpoint, read_component_config
-from dit_lora.families.chat_base import Viewing, answered_losses
+from dit_lora.families.chat_base import Viewing, answered_losses, greedy_answer
 from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.numerics.streams import Streams
@@ -81,6 +81,11 @@ class VideoChat2Checkpoint:
     @property
     def prompt_format(self) -> FormatName:
         return cast(FormatName, self.config.prompt_format)  # one of these, or its config refuses
+
+    @property
+    def answer_end(self) -> str:
+        """What an answer is learned to end with: a token, or in Vicuna's format text."""
+        return PROMPT_FORMATS[self.prompt_format].answer[1].strip()
 
     @property
     def pad_token_id(self) -> int:
@@ -156,11 +161,7 @@ class VideoChat2Checkpoint:
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
         device = next(model.parameters()).device
         given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
-        generate: Any = model.generate
-        with torch.no_grad():
-            said = generate(**given, max_new_tokens=max_tokens, do_sample=False)
-        new = said[0, len(rendered) :]
-        return self.tokenizer.decode(new, skip_special_tokens=True).strip()
+        return greedy_answer(model, self.tokenizer, given, max_tokens, end=self.answer_end)
 
 
 def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:

@@ -77,6 +77,33 @@ def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatSet) -> None:
     assert {n: (t[0].shape, t.dtype) for n, t in expected.items()} == spec
 
 
+def test_a_bucket_has_room_for_its_longest_answer_wherever_it_stands(
+    media: Path, tiny: Path, tmp_path: Path
+) -> None:
+    said = ["No, it is not.", "Yes, it is, and it always was and will be.", "No."]
+    given = [{"messages": turns(f"Is it {number}?", text)} for number, text in enumerate(said)]
+    clips = set_of(recipe_of(tiny, write_records(media, given), tmp_path, length_step=256))
+    assert len(clips.rooms) == 1
+    for entry in clips.entries:
+        labels = clips.sample(entry, 0).tensors["labels"]
+        assert labels.shape == (1, clips.entries[1].answers)
+        assert (labels != IGNORE).sum() == entry.answers
+
+
+def test_frames_are_of_the_part_that_is_asked_about(
+    media: Path, tiny: Path, tmp_path: Path
+) -> None:
+    part = {"start": 0.5, "end": 1.0, "QA": [{"q": "What?", "a": "It."}]}
+    path = write_records(media, [{"video": "clips/00_red_disc_right.mp4", **part}])
+    clips = set_of(recipe_of(tiny, path, tmp_path))
+    (entry,) = clips.entries
+    assert clips.sample(entry, 0).tensors["seconds"][0].tolist() == [0.5, 0.625, 0.75, 0.875]
+    for draw in range(4):
+        seconds = clips.drawn(entry, draw, 1).tensors["seconds"]
+        assert seconds.min() >= 0.5
+        assert seconds.max() < 1
+
+
 @pytest.mark.parametrize("split", [(4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
 def test_a_steps_mean_of_weighted_losses_is_the_mean_over_its_answer_tokens(
     clips: ChatSet, tmp_path: Path, split: tuple[int, int, int]
