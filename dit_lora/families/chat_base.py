@@ -179,5 +179,6 @@ def greedy_answer(
             repetition_penalty=1.0,
         )
     new = said[0, given["input_ids"].shape[1] :]
-    answer = tokenizer.decode(new, skip_special_tokens=True).strip()
-    return answer.removesuffix(end).strip() if end else answer
+    answer = tokenizer.decode(new, skip_special_tokens=True)
+    # The last token may go on after the end.
+    return (answer.partition(end)[0] if end else answer).strip()

@@ -1,5 +1,6 @@
 """The contract of chat families, over every tiny variant: what training and inference both rely on."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
 from dit_lora.adapters.chat_store import load_chat_adapter, save_chat_adapter
 from dit_lora.data.chat.rendered import IGNORE
-from dit_lora.families.chat_base import KINDS
+from dit_lora.families.chat_base import KINDS, greedy_answer
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.core import OPS, fusion_of
 from dit_lora.numerics.streams import Streams
@@ -128,6 +129,26 @@ def test_the_prompt_of_training_is_what_answering_feeds_to_generate(
         logits = torch.cat([one.flatten(0, -2) for one in learned])
         at = number * batch["labels"].shape[1] + row
         torch.testing.assert_close(logits[at], said[0][0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_an_answer_ends_where_its_format_ends_one(subject: ChatSubject) -> None:
+    """By a text such as Vicuna's ###, wherever tokens begin and end; without one, where the length does."""
+    model, checkpoint = adapted(subject), subject.checkpoint
+    (prompt, *_) = subject.samples("text", answered=False)
+    ids = torch.tensor([prompt.rendered.ids])
+    given = checkpoint.inputs({"input_ids": ids})
+    tokenizer = checkpoint.tokenizer
+    head = model.get_output_embeddings()
+    with Outputs(head) as steps:
+        whole = greedy_answer(model, tokenizer, given, 12)
+    plain = re.search(r"[A-Za-z]{2}", whole)
+    if plain is None:
+        pytest.skip("the random model says no letters")
+    end = plain[0]
+    with Outputs(head) as fewer:
+        ended = greedy_answer(model, tokenizer, given, 12, end=end)
+    assert ended == whole[: whole.index(end)].strip()
+    assert len(fewer) < len(steps)
 
 
 class Outputs:
