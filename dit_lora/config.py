@@ -32,7 +32,7 @@ class ModelConfig(Section):
         if value in ("fp16", "float16"):
             raise ValueError(
                 "fp16 is not offered: bf16-trained checkpoints (CogVideoX-5B, T5) overflow its range of "
-                "65504 and the loss turns NaN; use auto, bf16 or fp32"
+                "65504, and fp16 adapters (VideoChat2) turn NaN in AdamW, whose eps is 0 in it; use auto, bf16 or fp32"
             )
         return value
 

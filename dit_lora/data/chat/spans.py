@@ -35,7 +35,12 @@ def tokenized(
     spans = [span for span in spans if span.text]
     ends = list(accumulate(len(span.text) for span in spans))
     text = "".join(span.text for span in spans)
-    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    encoded = tokenizer(
+        text,
+        add_special_tokens=add_special_tokens,
+        return_offsets_mapping=True,
+        verbose=False,  # of what is too long, chat.max_tokens decides
+    )
     owners = [_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
     tokens = zip(owners, encoded["input_ids"], strict=True)
     # Questions and answers are pieces of their own each; what stands between them is one.
