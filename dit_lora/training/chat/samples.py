@@ -32,11 +32,6 @@ class ChatSamples:
     names: tuple[str, ...]
     """Of all samples, in the order of their files."""
 
-    @property
-    def digest(self) -> str:
-        """Of texts, places, lengths and what the headers say; not of every byte of the media."""
-        return entry_key({"conversations": [_facts(entry) for entry in self.entries]})
-
 
 def find_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool
@@ -57,6 +52,11 @@ def find_conversations(
     media = {one.id: one.media for one in seen if one.media}
     names = dict.fromkeys([*(one.id for one in found.all), *rejected])
     return ChatSamples(tuple(entries), rejected, media, tuple(names))
+
+
+def digest_of(entries: Sequence[ChatEntry]) -> str:
+    """Of texts, places, lengths and what the headers say; not of every byte of the media."""
+    return entry_key({"conversations": [_facts(entry) for entry in entries]})
 
 
 def training_set(

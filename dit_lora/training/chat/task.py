@@ -18,7 +18,7 @@ from dit_lora.data.digest import Digests
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily, Viewing
 from dit_lora.training.chat.answers import held_out_loss, write_answers
 from dit_lora.training.chat.audit import audited
-from dit_lora.training.chat.samples import find_conversations, training_set
+from dit_lora.training.chat.samples import digest_of, find_conversations, training_set
 from dit_lora.training.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.loop import StepResult
 from dit_lora.training.rejects import Rejects
@@ -46,9 +46,8 @@ class ChatTask:
         quiet = not accelerator.is_local_main_process
         rejects = Rejects(runtime)
         held_out = None
-        with (
-            accelerator.local_main_process_first()
-        ):  # the others find headers and digests remembered
+        # The others find headers and digests remembered.
+        with accelerator.local_main_process_first():
             found = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
             digests = Digests(recipe.cache_dir / "digests.json")
             model = self.model_digest(checkpoint, recipe, digests)
@@ -68,7 +67,7 @@ class ChatTask:
             held_out = training_set(
                 rejects.without(others.entries, lambda entry: entry.id), checkpoint, recipe
             )
-        return PreparedChat(clips, found.digest, model, rejects.found, held_out)
+        return PreparedChat(clips, digest_of(entries), model, rejects.found, held_out)
 
     def load_trainable(
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype

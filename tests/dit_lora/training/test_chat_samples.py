@@ -145,8 +145,10 @@ def test_the_digest_changes_with_all_that_is_trained_on(
     data = Path(shutil.copytree(media, tmp_path / "data"))
     given = records()[:2]
     recipe = recipe_of(tiny, write_records(data, given), tmp_path)
-    before = found_in(recipe)[1].digest
-    assert found_in(recipe)[1].digest == before
+    entries = found_in(recipe)[1].entries
+    before = digest_of(entries)
+    assert digest_of(entries[1:]) != before  # one is left out
+    assert digest_of(found_in(recipe)[1].entries) == before
     turn = given[0]["QA"][0]
     if change in ("answer", "question", "instruction"):
         turn[{"answer": "a", "question": "q", "instruction": "i"}[change]] += " Yes."
@@ -164,7 +166,7 @@ def test_the_digest_changes_with_all_that_is_trained_on(
         recipe = parse_recipe(
             {**values, "data": {**values["data"], "path": None, "sources": [source]}}, "test"
         )
-    assert found_in(recipe)[1].digest != before
+    assert digest_of(found_in(recipe)[1].entries) != before
 
 
 def test_turns_are_shuffled_where_they_are_independent_and_nowhere_else(
