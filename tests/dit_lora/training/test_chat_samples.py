@@ -11,6 +11,7 @@ from family_cases.chat import FAMILY_OF, SIDES
 
 from dit_lora.data.chat.shapes import write_conversations
 from dit_lora.recipe import parse_recipe
+from dit_lora.training.chat.samples import digest_of
 from dit_lora.training.chat.training_set import draws_of
 
 
