@@ -98,6 +98,9 @@ def find_adapter(target: Path) -> Path:
     """The adapter file of a run's folder, an adapter's folder or the file itself."""
     candidates = [target, target / ADAPTER_FILE, target / "adapter" / ADAPTER_FILE]
     found = next((path for path in candidates if path.is_file()), None)
+    peft = (target, target / "adapter", target.parent)
+    if found is None and any((path / "adapter_config.json").is_file() for path in peft):
+        raise DitLoraError(f"{target} is a chat model's adapter, which answers: see dit-lora chat")
     if found is None:
         raise DitLoraError(
             f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"

@@ -13,7 +13,7 @@ from dit_lora.config import Recipe
 from dit_lora.data import upkeep
 from dit_lora.data.cache import TensorCache
 from dit_lora.errors import DitLoraError
-from dit_lora.families import get_family
+from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.recipe import load_recipe
 from dit_lora.training.plan import make_plan
@@ -65,6 +65,7 @@ def build(target: str, overrides: Sequence[str]) -> None:
     if not is_recipe(target):
         raise DitLoraError(f"give a recipe (.yaml), whose cache is to be filled; got {target}")
     recipe = load_recipe(target, overrides)
+    _require_cache(recipe)
     if not recipe.data.precompute:
         raise DitLoraError("data.precompute is false: this recipe trains without a cache")
     checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
@@ -105,8 +106,16 @@ def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> Outc
     return _each(target, overrides, "pruning", work)
 
 
+def _require_cache(recipe: Recipe) -> None:
+    if recipe.model.family in CHAT_FAMILIES:
+        raise DitLoraError(
+            f"family {recipe.model.family}: conversations are read as they come; there is nothing to cache"
+        )
+
+
 def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
     """Of the entries that a recipe uses on this machine."""
+    _require_cache(recipe)
     quiet_libraries()
     checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -147,3 +147,28 @@ def test_export_writes_a_checkpoint_that_is_the_tuned_model(
     assert names == {name for file in base.glob("*.safetensors") for name in load_file(file)}
     with pytest.raises(DitLoraError, match="is no adapter and no run with one"):
         invoke("export", base, "--out", tmp_path / "again")
+
+
+def test_verbs_of_diffusion_and_of_chat_send_to_each_other(
+    recipe: Path, adapter: Path, tmp_path: Path
+) -> None:
+    def refused(*arguments: object) -> str:
+        with pytest.raises(DitLoraError) as error:
+            invoke(*arguments)
+        return str(error.value)
+
+    assert "nothing to cache" in refused("cache", "build", recipe)
+    assert "nothing to cache" in refused("cache", "prune", recipe, "--keep", recipe)
+    assert "see dit-lora chat" in refused("sample", adapter, "--prompt", "a disc")
+    assert "--encode: a chat model's samples" in refused("audit", recipe, "--encode")
+    diffusion = tmp_path / "diffusion"
+    diffusion.mkdir()
+    values = yaml.safe_load(recipe.read_text())
+    del values["chat"]
+    values["model"]["family"], values["data"]["fps"] = "cogvideox", 8
+    (diffusion / "config.yaml").write_text(yaml.safe_dump(values))
+    for verb in (
+        ("chat", diffusion, "--prompt", "x"),
+        ("export", diffusion, "--out", tmp_path / "o"),
+    ):
+        assert "cogvideox, which answers no questions; see dit-lora sample" in refused(*verb)

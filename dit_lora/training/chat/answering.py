@@ -201,10 +201,7 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     origin = find_origin(target, model)
     adapter = origin.adapter
     family = origin.model.family
-    if family not in CHAT_FAMILIES:
-        raise DitLoraError(
-            f"{target} is of the family {family}, which answers no questions; see dit-lora sample"
-        )
+    _require_chat(target, family)
     checkpoint: ChatCheckpoint = get_family(family).open(origin.model)
     how = origin.how or checkpoint.how
     checkpoint = checkpoint.viewing(replace(how, frames=frames or how.frames))
@@ -278,8 +275,16 @@ def find_origin(target: Path, model: str | None) -> Origin:
     return Origin(base, adapter, how, made.get("system", ""))
 
 
+def _require_chat(target: Path, family: str) -> None:
+    if family not in CHAT_FAMILIES:
+        raise DitLoraError(
+            f"{target} is of the family {family}, which answers no questions; see dit-lora sample"
+        )
+
+
 def _of_run(run: Path, adapter: Path | None, model: str | None) -> Origin:
     recipe, whole = load_recipe(run / "config.yaml"), run / "model"
+    _require_chat(run, recipe.model.family)
     changes: dict[str, Any] = {}
     if adapter is None:
         if not whole.is_dir():

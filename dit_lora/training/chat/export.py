@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dit_lora.adapters.merge import merge_adapter
 from dit_lora.errors import DitLoraError
-from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.families import get_family
 from dit_lora.training.chat.answering import find_origin
 from dit_lora.training.runtime import quiet_libraries
 
@@ -18,12 +18,7 @@ def export_merged(
     found = find_origin(target, model)
     if found.adapter is None:
         raise DitLoraError(f"{target} is no adapter and no run with one; there is nothing to merge")
-    family = found.model.family
-    if family not in CHAT_FAMILIES:
-        raise DitLoraError(
-            f"{target} is of the family {family}; of a diffusion model, fuse the adapter in its pipeline"
-        )
-    checkpoint = get_family(family).open(found.model)
+    checkpoint = get_family(found.model.family).open(found.model)
     return merge_adapter(
         found.adapter,
         checkpoint.path,
