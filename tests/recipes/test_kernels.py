@@ -27,7 +27,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` takes everything."""
-    monkeypatch.setattr(api, "_why_off", lambda _op: None)
+    monkeypatch.setattr(api, "_why_off", lambda *_: None)
 
 
 def test_a_run_says_what_it_replaced_and_what_it_did_not(
@@ -97,11 +97,11 @@ def test_a_kernel_that_was_switched_off_stays_off_wherever_the_run_goes_on(
     """Where the kernel is there again, and where it is not."""
     args = [*smoke, f"run.dir={tmp_path / 'run'}"]
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_why_off", lambda _op: None)
+        patch.setattr(api, "_why_off", lambda *_: None)
         wrong_row(patch)
         lora_main([*args, "train.steps=1"])
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_why_off", lambda _op: None)
+        patch.setattr(api, "_why_off", lambda *_: None)
         lora_main([*args, "train.steps=2", "train.resume=auto"])
     assert "guard: ada_norm stays off" in capsys.readouterr().err
     lora_main([*args, "train.steps=3", "train.resume=auto"])

@@ -281,7 +281,7 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
         runtime=SimpleNamespace(
             accelerator=SimpleNamespace(device=CPU, num_processes=1), say=said.append
         ),
-        data=SimpleNamespace(clips=SimpleNamespace(largest=(None, specs))),
+        data=SimpleNamespace(clips=SimpleNamespace(largest=(None, specs), known=dict)),
         checkpoint=step.checkpoint,
         transformer=step.transformer,
         optimizer=torch.optim.AdamW(trained),
