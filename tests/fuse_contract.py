@@ -110,7 +110,11 @@ class Contract:
             assert torch.equal(torch.get_rng_state(), drawn)
             unfuse(model)
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+    @pytest.mark.parametrize(
+        "implementation",
+        ["reference", pytest.param("kernel", marks=pytest.mark.thorough)],
+        indirect=True,
+    )
     def test_gradients_of_every_weight(self) -> None:
         model = self.all_trained(self.build())
         expected = self.run(model)

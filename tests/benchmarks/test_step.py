@@ -30,6 +30,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_every_setting_trains_tiny_models_with_the_same_losses(tmp_path: Path) -> None:
     done = run(
         "--models", "tiny", "--device", "cpu", "--steps", "2", "--out", str(tmp_path)

@@ -38,7 +38,9 @@ def finite(out: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "accumulate"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.thorough), (2, 1)]
+)
 def test_one_nan_sample_ruins_every_tensor_without_the_guard_and_none_with_it(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, ranks: int, accumulate: int
 ) -> None:
@@ -60,7 +62,7 @@ def test_one_nan_sample_ruins_every_tensor_without_the_guard_and_none_with_it(
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_healthy_loop_trains_bit_for_bit_the_same_with_the_guard(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, accumulate: int
 ) -> None:

@@ -50,7 +50,9 @@ assert not any(name.startswith("dit_lora") for name in sys.modules)
 """
 
 
-@pytest.mark.parametrize("variant", ["cogvideox-2b", "cogvideox-5b"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param("cogvideox-2b", marks=pytest.mark.thorough), "cogvideox-5b"]
+)
 def test_a_plain_diffusers_script_reproduces_the_trained_transformer(
     lora_main: Main,
     smoke: list[str],
