@@ -96,7 +96,9 @@ def _problems(error: ValidationError) -> Iterator[str]:
         elif problem["type"] == "missing":
             yield f"{name}: missing"
         else:
-            yield f"{name}: {problem['msg'].removeprefix('Value error, ')}; got {problem['input']!r}"
+            words = problem["msg"].removeprefix("Value error, ")
+            # Of what the whole recipe contradicts, the words say what was given.
+            yield f"{name}: {words}; got {problem['input']!r}" if name else words
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:

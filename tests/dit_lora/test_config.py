@@ -194,3 +194,14 @@ def test_a_full_recipe_and_one_of_images_read_back_equal(
     assert recipe.data.frames == 1
     assert "\nlora:" not in path.read_text()
     assert "adapter" not in path.read_text()
+
+
+def test_what_a_recipe_contradicts_as_a_whole_is_said_without_the_whole_recipe(
+    values: dict[str, Any],
+) -> None:
+    values["validation"] = {"prompts": ["a", "b"], "media": ["one.mp4"]}
+    with pytest.raises(DitLoraError) as error:
+        parse_recipe(values, "test")
+    assert str(error.value).endswith(
+        "\n  - validation.media: one file a prompt; got 1 files, 2 prompts"
+    )
