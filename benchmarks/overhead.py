@@ -48,10 +48,11 @@ from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
 from dit_lora.training import loop as training_loop
-from dit_lora.training.checkpoint import optimizer_state, trainable_state
+from dit_lora.training.checkpoint import trainable_state
 from dit_lora.training.journal import Journal, metrics_line
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.optimizer_state import optimizer_state
 from dit_lora.training.runtime import quiet_libraries
 from dit_lora.training.watch import StepWatcher
 

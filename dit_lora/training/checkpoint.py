@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.training.optimizer_state import load_optimizer_state, optimizer_state
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
@@ -143,40 +144,13 @@ def load_checkpoint(
             averages = load((path / _EMA).read_bytes())
             for name, tensor in ema.items():
                 tensor.copy_(averages[name])
-    _load_optimizer(optimizer, load((path / _OPTIMIZER).read_bytes()))
+    load_optimizer_state(optimizer, load((path / _OPTIMIZER).read_bytes()))
     return state["step"], state["guard"]
 
 
 def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The trainable parameters by name."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors as `<group>/<parameter>/<name>`; learning rates follow from the step."""
-    return {
-        f"{prefix}/{name}": value
-        for prefix, parameter in _named(optimizer).items()
-        for name, value in optimizer.state[parameter].items()
-    }
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.Tensor]) -> None:
-    for prefix, parameter in _named(optimizer).items():
-        names = [key.rpartition("/")[2] for key in stored if key.rpartition("/")[0] == prefix]
-        optimizer.state[parameter] = {
-            name: stored[f"{prefix}/{name}"].to(parameter.device) for name in names
-        }
-
-
-def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
-    """Forget tensors, named as `optimizer_state` names them: a parameter starts as on its first step."""
-    for prefix, parameter in _named(optimizer).items():
-        for name in list(optimizer.state.get(parameter, {})):
-            if f"{prefix}/{name}" in names:
-                del optimizer.state[parameter][name]
-        if not optimizer.state.get(parameter, True):
-            del optimizer.state[parameter]
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
@@ -187,14 +161,6 @@ def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
     for path in later:
         shutil.rmtree(path)
     return later
-
-
-def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    return {
-        f"{group['name']}/{name}": parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
 
 
 def _require_same(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -27,13 +27,9 @@ from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import Spike, SpikeDetector
 from dit_lora.numerics.switches import all_switches, find_switch
-from dit_lora.training.checkpoint import (
-    drop_optimizer_state,
-    optimizer_state,
-    remove_checkpoints_after,
-    trainable_state,
-)
+from dit_lora.training.checkpoint import remove_checkpoints_after, trainable_state
 from dit_lora.training.ema import whole_state
+from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
 from dit_lora.training.recovery import GuardState, RunRecovery
 from dit_lora.training.replay import keep_bundle
 from dit_lora.training.runtime import agree

@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dit_lora.config import OptimConfig
 from dit_lora.data.loader import Batch
 from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import (
@@ -26,6 +25,7 @@ from dit_lora.numerics.gate import (
     weights_are_bad,
 )
 from dit_lora.numerics.replay import MicroBatch
+from dit_lora.train_config import OptimConfig
 from dit_lora.training.optimizer import (
     Schedule,
     apply_schedule,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dit_lora.config import OptimConfig
 from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import local
+from dit_lora.train_config import OptimConfig
 
 Groups = Sequence[dict[str, Any]]
 Schedule = Callable[[str, int], float]

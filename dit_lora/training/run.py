@@ -19,12 +19,7 @@ from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, PositionSampler
 from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.training.checkpoint import (
-    damaged_checkpoints,
-    load_checkpoint,
-    optimizer_state,
-    save_checkpoint,
-)
+from dit_lora.training.checkpoint import damaged_checkpoints, load_checkpoint, save_checkpoint
 from dit_lora.training.ema import TrainedEMA, whole_state
 from dit_lora.training.guarding import (
     build_guard,
@@ -41,6 +36,7 @@ from dit_lora.training.journal import Journal, metrics_line, tracker_values
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.optimizer_state import optimizer_state
 from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.replay import sample_losses

@@ -11,11 +11,12 @@ from launching import ROOT
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import GroupConfig, GroupsConfig, Recipe
+from dit_lora.config import Recipe
 from dit_lora.data_config import VideoShape
 from dit_lora.families import CHAT_FAMILIES, chat, get_family
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.recipe import load_recipe
+from dit_lora.train_config import GroupConfig, GroupsConfig
 from dit_lora.training.chat.task import TASK
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"

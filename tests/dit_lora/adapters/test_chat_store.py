@@ -24,8 +24,9 @@ from dit_lora.adapters.chat_store import (
 )
 from dit_lora.adapters.groups import parameter_groups
 from dit_lora.adapters.store import BASE_FILE
-from dit_lora.config import GroupConfig, LoraConfig
+from dit_lora.config import LoraConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
+from dit_lora.train_config import GroupConfig
 
 TARGETS = ("q_proj", "down_proj", "lm_head")
 

@@ -10,9 +10,10 @@ from chat_sets import found_in, recipe_of, records, set_of, write_records
 from family_cases.chat import FAMILY_OF, open_chat
 from torch import nn
 
-from dit_lora.config import GroupsConfig, LoraConfig
+from dit_lora.config import LoraConfig
 from dit_lora.data.chat.shapes import write_conversations
 from dit_lora.data.digest import Digests
+from dit_lora.train_config import GroupsConfig
 from dit_lora.training.chat.task import TASK, _told, _without_effect, default_targets
 from dit_lora.training.optimizer import clip_gradients, gradient_norms
 

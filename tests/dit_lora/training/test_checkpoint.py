@@ -11,14 +11,13 @@ from torch import nn
 from dit_lora.errors import DitLoraError
 from dit_lora.training import checkpoint
 from dit_lora.training.checkpoint import (
-    drop_optimizer_state,
     find_checkpoint,
     load_checkpoint,
     newest_checkpoint,
-    optimizer_state,
     remove_checkpoints_after,
     save_checkpoint,
 )
+from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
 
 IDENTITY = {"lora.rank": 4, "optim.betas": (0.9, 0.95), "lora.targets": None}
 

@@ -11,9 +11,9 @@ from tiny_steps import VARIANTS, TinyStep, tiny_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dit_lora.config import TrainConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.recipe import parse_recipe
+from dit_lora.train_config import TrainConfig
 from dit_lora.training.checkpointing import (
     MODES,
     Mode,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.groups import parameter_groups
-from dit_lora.config import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.optimizer import build_optimizer, clip_gradients, gradient_norms
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.config import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.optimizer import (
     apply_schedule,
     build_optimizer,

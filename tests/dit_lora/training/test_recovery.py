@@ -23,7 +23,8 @@ from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.switches import Switch
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.training import recovery as recovery_module
-from dit_lora.training.checkpoint import drop_optimizer_state, optimizer_state, trainable_state
+from dit_lora.training.checkpoint import trainable_state
+from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
 
 KEYS = {"step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action", "seconds"}
 SAMPLES = [f"{k}.mp4" for k in range(5)]
@@ -70,8 +71,8 @@ class Guarded:
     def __init__(self, path: Path, **guard: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(2, 1)
-        names = [name for name, _ in self.model.named_parameters()]
-        group = {"name": "adapter", "params": list(self.model.parameters()), "param_names": names}
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        group = {"name": "adapter", "params": parameters, "param_names": names}
         self.optimizer = torch.optim.AdamW([group], lr=0.1, fused=True)
         self.files = FakeFiles()
         self.turned_off: list[str] = []

@@ -14,13 +14,14 @@ from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import LoraConfig, ModelConfig, OptimConfig
+from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.data.loader import Batch
 from dit_lora.families import get_family
 from dit_lora.numerics import replay as numerics_replay
 from dit_lora.numerics.gate import Trip
 from dit_lora.numerics.replay import MicroBatch, Outcome
 from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.train_config import OptimConfig
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.watch import StepWatcher
