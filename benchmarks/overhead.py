@@ -47,8 +47,10 @@ from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
+from dit_lora.training import engine as training_engine
 from dit_lora.training import loop as training_loop
 from dit_lora.training.checkpoint import trainable_state
+from dit_lora.training.engine import Replicated
 from dit_lora.training.journal import Journal, metrics_line
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
@@ -148,10 +150,8 @@ def our_loop(
             snapshots.take(result.step)
 
     loop = Loop(
-        accelerator=accelerator,
-        model=prepared,
+        engine=Replicated(accelerator, prepared, prepared_optimizer),
         losses=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
-        optimizer=prepared_optimizer,
         schedule=build_schedule(OPTIM, 1_000_000),
         optim=OPTIM,
         accumulate=1,
@@ -195,13 +195,17 @@ def without_gate() -> Iterator[None]:
     healthy = torch.zeros((), dtype=torch.bool)
     instead: dict[str, Callable[..., Any]] = {
         "Gate": lambda accelerator: OpenGate(),
+        "replayable": lambda losses, model, batch, place: None,
+    }
+    in_engine: dict[str, Callable[..., Any]] = {
         "gated_step": lambda optimizer, bad: optimizer.step(),
         "weights_are_bad": lambda optimizer: healthy,
-        "replayable": lambda losses, model, batch, place: None,
     }
     with ExitStack() as stack:
         for name, function in instead.items():
             stack.enter_context(mock.patch.object(training_loop, name, function))
+        for name, function in in_engine.items():
+            stack.enter_context(mock.patch.object(training_engine, name, function))
         yield
 
 

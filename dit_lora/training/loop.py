@@ -11,27 +11,19 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.data.loader import Batch
-from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import (
     Gate,
     PoisonedStateError,
     Trip,
-    gated_step,
     local,
-    weights_are_bad,
 )
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.train_config import OptimConfig
-from dit_lora.training.optimizer import (
-    Schedule,
-    apply_schedule,
-    clip_gradients,
-    gradient_norms,
-)
+from dit_lora.training.engine import Engine
+from dit_lora.training.optimizer import Schedule, apply_schedule
 from dit_lora.training.replay import LossFunction, Place, forward, replayable
 
 
@@ -99,23 +91,19 @@ class _Step:
 class Loop:
     """What every step needs."""
 
-    accelerator: Accelerator
-    model: nn.Module
+    engine: Engine
     losses: LossFunction
-    optimizer: torch.optim.Optimizer
     schedule: Schedule
     optim: OptimConfig
     accumulate: int
     seed: int
     recovery: Recovery
     watcher: Watcher
-    norms: Norms | None = None
-    """What computes gradient norms; None for PyTorch."""
 
     @cached_property
     def bare(self) -> nn.Module:
         """The model as replays run it, without DDP."""
-        return self.accelerator.unwrap_model(self.model)
+        return self.engine.bare
 
 
 def train(
@@ -132,7 +120,7 @@ def train(
     `batches(step)` gives the micro-batches of the steps after `step`. A step that trips leaves weights and
     optimizer as they were; `loop.recovery` says where to go on, or raises `NonFiniteError` on every rank.
     """
-    loop.model.train()
+    loop.engine.model.train()
     done, control = start_step, None
     while done < steps:
         stream = iter(batches(done))
@@ -155,7 +143,7 @@ def _take(
     loop: Loop, stream: Iterator[Batch], number: int, stop_asked: Callable[[], int]
 ) -> tuple[StepResult | Trip, _Step]:
     began = time.perf_counter()
-    step, gate = _Step(number), Gate(loop.accelerator)
+    step, gate = _Step(number), Gate(loop.engine.accelerator)
     with loop.watcher.forward(number):
         for micro_step in range(loop.accumulate):
             _micro_step(loop, gate, stream, step, micro_step)
@@ -171,15 +159,15 @@ def _micro_step(
     loop: Loop, gate: Gate, stream: Iterator[Batch], step: _Step, micro_step: int
 ) -> None:
     waiting = time.perf_counter()
-    batch = next(stream).to(loop.accelerator.device)
+    accelerator = loop.engine.accelerator
+    batch = next(stream).to(accelerator.device)
     step.data_seconds += time.perf_counter() - waiting
-    place = Place(loop.seed, step.number, micro_step, loop.accelerator.process_index)
+    place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
     step.micro_batches.append(replayable(loop.losses, loop.bare, batch, place))
-    # A module, never a list: a list disables no_sync and all-reduces in every micro-step.
-    with loop.accelerator.accumulate(loop.model):
-        output = forward(loop.losses, loop.model, batch, place)
+    with loop.engine.micro_step():
+        output = forward(loop.losses, loop.engine.model, batch, place)
         gate.losses(output.losses, bad_data=bool(batch.faults))
-        loop.accelerator.backward(output.losses.mean())
+        loop.engine.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
     step.timesteps.append(output.timesteps)
     step.bad_data.append(bool(batch.faults))
@@ -189,17 +177,16 @@ def _update(
     loop: Loop, gate: Gate, number: int
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Clip and step, unless the gate is shut; what comes back is still on the device."""
-    groups = loop.optimizer.param_groups
-    norms = gradient_norms(groups, loop.norms)
+    engine = loop.engine
+    norms = engine.gradient_norms()
     gate.gradients(norms)
     loop.watcher.gradients(number, norms)
-    norm = clip_gradients(groups, norms, loop.optim, loop.watcher.clip)
-    rates = apply_schedule(groups, loop.schedule, number)
+    norm = engine.clip(norms, loop.optim, loop.watcher.clip)
+    rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)
     loop.watcher.before_update(number)
-    gated_step(loop.optimizer, gate.agreed())
+    engine.step(gate.agreed())
     loop.watcher.after_update(number)
-    loop.optimizer.zero_grad(set_to_none=True)
-    return rates, norms, norm, weights_are_bad(loop.optimizer)
+    return rates, norms, norm, engine.weights_are_bad()
 
 
 def _gather(
@@ -222,7 +209,7 @@ def _gather(
         torch.stack(flags).double(),
         known.to(losses.device),
     ]
-    return loop.accelerator.gather(torch.cat(row)[None]).cpu()
+    return loop.engine.accelerator.gather(torch.cat(row)[None]).cpu()
 
 
 def _trip(rows: torch.Tensor, step: _Step, accumulate: int) -> Trip | None:

@@ -21,6 +21,7 @@ from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.training.checkpoint import damaged_checkpoints, load_checkpoint, save_checkpoint
 from dit_lora.training.ema import TrainedEMA, whole_state
+from dit_lora.training.engine import Engine, build_engine
 from dit_lora.training.guarding import (
     build_guard,
     chosen_norms,
@@ -53,9 +54,7 @@ class Run:
     family: Any
     checkpoint: Trained
     data: Prepared
-    model: nn.Module
-    """As Accelerate prepared it."""
-    optimizer: torch.optim.Optimizer
+    engine: Engine
     start_step: int
     journal: Journal | None
     """On the main process alone."""
@@ -68,8 +67,17 @@ class Run:
         return self.runtime.recipe
 
     @property
+    def model(self) -> nn.Module:
+        """What a training forward goes through."""
+        return self.engine.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    @property
     def transformer(self) -> nn.Module:
-        return self.runtime.accelerator.unwrap_model(self.model)
+        return self.engine.bare
 
     @cached_property
     def task(self) -> Task:
@@ -91,9 +99,8 @@ def prepare(
 ) -> Run:
     """Optimizer, device placement and DDP, and the state of `resume_from` if given."""
     recipe = runtime.recipe
-    optimizer = build_optimizer(groups, recipe.optim)
-    model, optimizer = runtime.accelerator.prepare(transformer, optimizer)
-    run = Run(runtime, family, checkpoint, data, model, optimizer, start_step=0, journal=None)
+    engine = build_engine(runtime.accelerator, transformer, build_optimizer(groups, recipe.optim))
+    run = Run(runtime, family, checkpoint, data, engine, start_step=0, journal=None)
     if recipe.train.ema is not None:
         run.ema = TrainedEMA(run.transformer, recipe.train.ema)
     changed: dict[str, Any] = {}
@@ -101,7 +108,7 @@ def prepare(
         run.start_step, changed = load_checkpoint(
             resume_from,
             run.transformer,
-            optimizer,
+            run.optimizer,
             run.identity,
             run.ema.tensors() if run.ema else None,
         )
@@ -242,19 +249,16 @@ def _lora_facts(recipe: Recipe) -> dict[str, Any]:
 def _loop(run: Run) -> Loop:
     recipe = run.recipe
     schedule = build_schedule(recipe.optim, recipe.train.steps)
-
+    run.engine.norms = chosen_norms(run)
     return Loop(
-        accelerator=run.runtime.accelerator,
-        model=run.model,
+        engine=run.engine,
         losses=sample_losses(run.checkpoint),
-        optimizer=run.optimizer,
         schedule=lambda group, step: schedule(group, step) * run.guard.state.lr_scale,
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
         seed=recipe.train.seed,
         recovery=run.guard,
         watcher=run.watcher,
-        norms=chosen_norms(run),
     )
 
 

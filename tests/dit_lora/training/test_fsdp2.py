@@ -30,6 +30,7 @@ from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.checkpoint import trainable_state
+from dit_lora.training.engine import Replicated
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.optimizer_state import optimizer_state
@@ -126,10 +127,8 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
 
     recovery = Recorder(state)
     loop = Loop(
-        accelerator=accelerator,
-        model=model,
+        engine=Replicated(accelerator, model, optimizer),
         losses=losses,
-        optimizer=optimizer,
         schedule=build_schedule(OPTIM, STEPS),
         optim=OPTIM,
         accumulate=ACCUMULATE,

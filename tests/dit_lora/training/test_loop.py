@@ -17,6 +17,7 @@ from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams, integers
 from dit_lora.objectives import LossOutput
 from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.training.engine import Replicated
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.watch import StepWatcher
@@ -78,10 +79,8 @@ def build(
     optim = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=0.1)), clip=clip, weight_decay=0)
     prepared, optimizer = accelerator.prepare(model, build_optimizer([group], optim))
     return Loop(
-        accelerator=accelerator,
-        model=prepared,
+        engine=Replicated(accelerator, prepared, optimizer),
         losses=losses,
-        optimizer=optimizer,
         schedule=build_schedule(optim, 10),
         optim=optim,
         accumulate=accumulate,
@@ -122,8 +121,8 @@ def fake(loop: Loop) -> FakeRecovery:
 
 def state_of(loop: Loop) -> list[torch.Tensor]:
     """Weights, and what AdamW keeps of them."""
-    inner = loop.optimizer.optimizer  # type: ignore[attr-defined]
-    weights = list(loop.model.parameters())
+    inner = loop.engine.optimizer.optimizer
+    weights = list(loop.engine.model.parameters())
     moments = [t for p in weights for t in inner.state.get(p, {}).values()]
     return [tensor.detach().clone() for tensor in [*weights, *moments]]
 
@@ -148,7 +147,7 @@ def test_gradients_reach_the_optimizer_clipped_and_are_reported_unclipped(
 ) -> None:
     loop = build(clip=0.01)
     seen = []
-    inner = loop.optimizer.optimizer  # type: ignore[attr-defined]
+    inner = loop.engine.optimizer.optimizer
     step = inner.step
 
     def spy(*arguments: Any) -> None:
@@ -207,7 +206,7 @@ def test_a_bad_loss_leaves_weights_and_moments_and_the_step_is_taken_again(value
 
     def spy(*arguments: Any) -> int:
         states.append(state_of(loop))
-        assert all(p.grad is None for p in loop.model.parameters())
+        assert all(p.grad is None for p in loop.engine.model.parameters())
         return recover(*arguments)
 
     fake(loop).recover = spy  # type: ignore[method-assign]
@@ -296,10 +295,10 @@ def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
 def test_a_weight_that_goes_bad_in_the_update_trips_in_the_same_step() -> None:
     """A moment went bad in memory: no loss and no gradient shows it."""
     loop = build()
-    inner = loop.optimizer.optimizer  # type: ignore[attr-defined]
+    inner = loop.engine.optimizer.optimizer
 
     def poison(result: StepResult) -> None:
-        inner.state[next(iter(loop.model.parameters()))]["exp_avg"].view(-1)[0] = torch.nan
+        inner.state[next(iter(loop.engine.model.parameters()))]["exp_avg"].view(-1)[0] = torch.nan
 
     seen: list[int] = []
     with pytest.raises(TrippedError):
@@ -328,11 +327,13 @@ def test_the_watcher_bounds_a_groups_gradients_before_the_recipes_clip(
 ) -> None:
     loop = build(clip=None)
     monkeypatch.setattr(loop.watcher, "clip", lambda group: {"adapter": 0.25}[group])
-    inner = loop.optimizer.optimizer  # type: ignore[attr-defined]
+    inner = loop.engine.optimizer.optimizer
     step, seen = inner.step, []
 
     def spy(*arguments: Any) -> None:
-        seen.append(torch.nn.utils.get_total_norm([p.grad for p in loop.model.parameters()]).item())
+        seen.append(
+            torch.nn.utils.get_total_norm([p.grad for p in loop.engine.model.parameters()]).item()
+        )
         step(*arguments)
 
     monkeypatch.setattr(inner, "step", spy)
@@ -357,7 +358,7 @@ def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
 
     for name in ("forward", "gradients", "clip", "before_update", "after_update"):
         note(loop.watcher, name)
-    note(loop.optimizer.optimizer, "step")  # type: ignore[attr-defined]
+    note(loop.engine.optimizer.optimizer, "step")
     run(loop, 1, batches(2))
     assert order == ["forward", "gradients", "clip", "before_update", "step", "after_update"]
 

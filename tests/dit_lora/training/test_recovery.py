@@ -76,9 +76,8 @@ class Guarded:
         self.optimizer = torch.optim.AdamW([group], lr=0.1, fused=True)
         self.files = FakeFiles()
         self.turned_off: list[str] = []
-        name = "attention:flash"
-        turn_off = partial(self.turned_off.append, name)
-        switch = Switch(name, "attention_backend", nullcontext, turn_off, "math")
+        turn_off = partial(self.turned_off.append, "attention:flash")
+        switch = Switch("attention:flash", "attention_backend", nullcontext, turn_off, "math")
         quarantine = Quarantine(path / "quarantine.jsonl")
         self.recovery = recovery_module.RunRecovery(
             suspects=Suspects(

@@ -22,6 +22,7 @@ from dit_lora.numerics.gate import Trip
 from dit_lora.numerics.replay import MicroBatch, Outcome
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.train_config import OptimConfig
+from dit_lora.training.engine import Replicated
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.watch import StepWatcher
@@ -104,10 +105,8 @@ def tripped(
         return output
 
     loop = Loop(
-        accelerator=accelerator,
-        model=model,
+        engine=Replicated(accelerator, model, optimizer),
         losses=losses,
-        optimizer=optimizer,
         schedule=build_schedule(OPTIM, 3),
         optim=OPTIM,
         accumulate=accumulate,

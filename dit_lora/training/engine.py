@@ -1,0 +1,136 @@
+"""How a step is spread over ranks: what differs between replicated weights, sharded ones and DeepSpeed.
+
+The loop, the gate, recovery and checkpoints are the same for all of them.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from dit_lora.fuse.norms import Norms
+from dit_lora.numerics.gate import gated_step, weights_are_bad
+from dit_lora.train_config import OptimConfig
+from dit_lora.training.checkpoint import trainable_state
+from dit_lora.training.optimizer import clip_gradients, gradient_norms
+from dit_lora.training.optimizer_state import load_optimizer_state, optimizer_state
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Engine(Protocol):
+    """One way of spreading a step over ranks. Collective, but for what is said to be this rank's own."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    """What a training forward goes through."""
+    optimizer: Any
+    """Its groups have names, learning rates and parameters."""
+    norms: Norms | None
+    """What computes gradient norms; None for PyTorch."""
+
+    @property
+    def bare(self) -> nn.Module:
+        """The model with its own names, as replays, sampling and saving use it."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether a forward of `bare` needs every rank: then all run the same one at the same time."""
+
+    def micro_step(self) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-step; gradients meet in a step's last one."""
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+    def gradient_norms(self) -> dict[str, torch.Tensor]:
+        """Each group's gradient norm over all ranks, fp32 on the device; not finite if any element is not."""
+
+    def clip(
+        self,
+        norms: Tensors,
+        optim: OptimConfig,
+        adaptive: Callable[[str], float | None],
+    ) -> torch.Tensor:
+        """Scale gradients to their clips; the norm over all groups before that."""
+
+    def step(self, bad: torch.Tensor) -> None:
+        """Take the optimizer's step unless `bad`, and drop the gradients."""
+
+    def weights_are_bad(self) -> torch.Tensor:
+        """Whether a trained weight of this rank is not finite, a bool scalar on the device."""
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """Trained weights and optimizer state by name, live; of what is sharded, this rank's part."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained weights by name, whole."""
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state by name as `optimizer_state` has it, whole."""
+
+    def load(self, weights: Tensors, moments: Tensors) -> None:
+        """Put whole tensors in the place of this rank's own."""
+
+
+@dataclass
+class Replicated:
+    """Every rank holds the whole model: one process, or DDP."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    norms: Norms | None = None
+    lockstep: ClassVar[bool] = False
+
+    @property
+    def bare(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.model)
+
+    def micro_step(self) -> AbstractContextManager[Any]:
+        # A module, never a list: a list disables no_sync and all-reduces in every micro-step.
+        return self.accelerator.accumulate(self.model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def gradient_norms(self) -> dict[str, torch.Tensor]:
+        return gradient_norms(self.optimizer.param_groups, self.norms)
+
+    def clip(
+        self,
+        norms: Tensors,
+        optim: OptimConfig,
+        adaptive: Callable[[str], float | None],
+    ) -> torch.Tensor:
+        return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
+
+    def step(self, bad: torch.Tensor) -> None:
+        gated_step(self.optimizer, bad)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def weights_are_bad(self) -> torch.Tensor:
+        return weights_are_bad(self.optimizer)
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        return {**trainable_state(self.bare), **optimizer_state(self.optimizer)}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return trainable_state(self.bare)
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        return optimizer_state(self.optimizer)
+
+    def load(self, weights: Tensors, moments: Tensors) -> None:
+        with torch.no_grad():
+            for name, tensor in trainable_state(self.bare).items():
+                tensor.copy_(weights[name])
+        load_optimizer_state(self.optimizer, moments)
+
+
+def build_engine(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Engine:
+    """The engine that the launch asks for."""
+    return Replicated(accelerator, *accelerator.prepare(model, optimizer))
