@@ -1,14 +1,46 @@
-"""Command lines and environments for recipes that run in processes of their own."""
+"""Command lines and environments for recipes that run in processes of their own, and ranks forked from a server.
 
+A process that starts from nothing imports torch, Diffusers, Transformers and PEFT for seven seconds. A rank that
+`Ranks` starts is forked from a server which has imported them, and differs from one of torchrun's in this alone:
+imports happened before, and all ranks share one hash seed. It has a session, an environment and a stdin of its own.
+"""
+
+import importlib.util
+import multiprocessing
 import os
+import pickle
+import runpy
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "recipes" / "lora.py"
+_PRELOADED = [
+    "pytest",
+    "dit_lora.faults.suite",
+    "dit_lora.report.run_report",
+    "dit_lora.training.diffusion",
+    "dit_lora.training.precompute",
+    "dit_lora.families.cogvideox",
+    "dit_lora.fuse.api",
+]
+_GRACE = 5.0
+"""Seconds that the other ranks have to end after one has failed, before they are killed."""
 
 
 def launch_command(args: list[str], ranks: int = 1) -> list[str]:
+    """recipes/lora.py as users start it: by `accelerate launch`, or by torchrun on several ranks."""
     if ranks == 1:
         config = str(ROOT / "accelerate_configs" / "cpu.yaml")
         head = ["accelerate.commands.launch", "--quiet", "--config_file", config]
@@ -20,3 +52,236 @@ def launch_command(args: list[str], ranks: int = 1) -> list[str]:
 def launch_environment() -> dict[str, str]:
     own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # as users run it
     return {**own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Ranks:
+    """`body` in as many forked processes, each with torchrun's environment; none of it for one process.
+
+    Use `Script` for a body as users run it, and `on_ranks` for a function.
+    """
+
+    def __init__(
+        self, body: Callable[[], None], count: int = 1, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.body = body
+        self._temporary = tempfile.TemporaryDirectory(prefix="ranks_")
+        self._folder = Path(self._temporary.name)
+        for stream in ("stdout", "stderr"):
+            (self._folder / stream).touch()
+        self._store, common = _rendezvous(count)
+        _ensure_server()
+        self.processes: list[BaseProcess] = []
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+            environment = {
+                **launch_environment(),
+                **(common | own if common else {}),
+                **(env or {}),
+            }
+            process = multiprocessing.get_context("forkserver").Process(
+                target=_rank, args=(body, self._folder, environment)
+            )
+            process.start()
+            self.processes.append(process)
+
+    def poll(self) -> int | None:
+        """The code of the first rank that failed; 0 when all ended well; None while they run."""
+        codes = [process.exitcode for process in self.processes]
+        failed = next((code for code in codes if code), None)
+        return failed if failed or None in codes else 0
+
+    def send_signal(self, number: int) -> None:
+        """To the ranks, and not to what they started."""
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid or 0, number)
+
+    def kill(self) -> None:
+        """kill -9 for the ranks and for all that they started."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+
+    def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Wait for all of them; when one fails the others are ended, as torchrun does."""
+        try:
+            if not self._ended(timeout):
+                raise subprocess.TimeoutExpired(
+                    str(self.body), timeout, stderr=self._said("stderr")
+                )
+            if self.poll():
+                self.send_signal(signal.SIGTERM)
+                self._ended(_GRACE, all_of_them=True)
+            code = self.poll()
+        finally:
+            self.kill()
+        return subprocess.CompletedProcess(
+            str(self.body), code or 0, self._said("stdout"), self._said("stderr")
+        )
+
+    def _ended(self, seconds: float, *, all_of_them: bool = False) -> bool:
+        """Wait until all ended or one failed."""
+        until = time.monotonic() + seconds
+        while running := [p.sentinel for p in self.processes if p.exitcode is None]:
+            left = until - time.monotonic()
+            if self.poll() and not all_of_them:
+                return True
+            if left < 0:
+                return False
+            wait(running, left)
+        return True
+
+    def _said(self, stream: str) -> str:
+        return (self._folder / stream).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, or `-m` and a module, run as `__main__` with its arguments."""
+
+    command: tuple[str, ...]
+
+    def __call__(self) -> None:
+        module = self.command[0] == "-m"
+        sys.argv = list(self.command[module:])
+        if module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def started(
+    args: Sequence[object],
+    ranks: int = 1,
+    *,
+    script: Path = SCRIPT,
+    env: Mapping[str, str] | None = None,
+) -> Ranks:
+    """recipes/lora.py, or another script, in forked processes: `.wait()`, or `.send_signal()` and `.kill()`."""
+    return Ranks(Script((str(script), *map(str, args))), ranks, env)
+
+
+def forked(command: Sequence[str], **_options: Any) -> subprocess.CompletedProcess[str]:
+    """In place of `subprocess.run`, of `python` or torchrun and a module: the same in forked processes."""
+    python, *words = command
+    assert python == sys.executable
+    ranks = 1
+    if words[:2] == ["-m", "torch.distributed.run"]:
+        assert words[2:4] == ["--standalone", "--nproc_per_node"]
+        ranks, words = int(words[4]), words[5:]
+    assert words[0] == "-m", words
+    done = Ranks(Script(tuple(words)), ranks).wait()
+    sys.stderr.write(done.stderr)
+    return done
+
+
+def on_ranks(
+    count: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """What a module's function returns on each of `count` gloo ranks; it has to make the process group.
+
+    Arguments and results are pickled. The ranks are asserted to have been as many.
+    """
+    with tempfile.TemporaryDirectory(prefix="results_") as folder:
+        done = Ranks(_Call.of(function, args, Path(folder)), count, env).wait(timeout)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
+    processes = [number for number, _ in found]
+    assert processes == [count] * count, f"{count} ranks were asked for; they saw {processes}"
+    return [result for _, result in found]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a function of a file, which is imported under the name that pytest gave it."""
+
+    module: str
+    file: str
+    function: str
+    args: bytes
+    results: Path
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], results: Path) -> Self:
+        name, file = function.__module__, function.__code__.co_filename
+        return cls(name, file, function.__qualname__, pickle.dumps(args), results)
+
+    def __call__(self) -> None:
+        from accelerate import PartialState
+        from torch import distributed
+
+        if self.module not in sys.modules:
+            spec = importlib.util.spec_from_file_location(self.module, self.file)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[self.module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[self.module])
+        result = getattr(sys.modules[self.module], self.function)(*pickle.loads(self.args))
+        processes = PartialState._shared_state.get("num_processes", 1)
+        if distributed.is_initialized():
+            processes = distributed.get_world_size()
+        # Written under the rank that the launch gave: a file is missing if two processes had the same.
+        (self.results / os.environ.get("RANK", "0")).write_bytes(pickle.dumps((processes, result)))
+        if distributed.is_initialized():
+            distributed.barrier()
+            time.sleep(0.1)  # gloo lets go of its tensors (docs/log.md)
+            distributed.destroy_process_group()
+
+
+def _rank(body: Callable[[], None], folder: Path, environment: dict[str, str]) -> None:
+    """Be a process of its own: session, environment, signals, streams; then do what it is for."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with (folder / stream.name.strip("<>")).open("a", encoding="utf-8") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    body()
+
+
+def _ensure_server() -> None:
+    """Start the fork server, once; its imports go on while nobody waits for them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    own, environment = dict(os.environ), launch_environment()
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
+
+
+def _rendezvous(count: int) -> tuple[Any, dict[str, str]]:
+    """A store for the ranks, in this process as in torchrun's, and what tells them of it."""
+    if count == 1:
+        return None, {}
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    number = str(count)
+    return store, {
+        "WORLD_SIZE": number,
+        "LOCAL_WORLD_SIZE": number,
+        "ROLE_WORLD_SIZE": number,
+        "ROLE_NAME": "default",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "forked",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

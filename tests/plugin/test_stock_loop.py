@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launching import launch_environment
+from launching import started
 from safetensors.torch import load_file
 
 LOOP = Path(__file__).with_name("stock_loop.py")
@@ -16,15 +15,7 @@ LOOP = Path(__file__).with_name("stock_loop.py")
 def run(
     checkpoint: Path, out: Path, *options: str, ranks: int = 1
 ) -> subprocess.CompletedProcess[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    head = [sys.executable, *(torchrun if ranks > 1 else [])]
-    return subprocess.run(
-        [*head, str(LOOP), str(checkpoint), str(out), *options],
-        env=launch_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return started([checkpoint, out, *options], ranks, script=LOOP).wait()
 
 
 def adapter(out: Path) -> dict[str, torch.Tensor]:
