@@ -1,0 +1,75 @@
+"""The verb `dit-lora plan`: what a run will take, before anything is downloaded."""
+
+import json
+import re
+from typing import Annotated, Literal
+
+import typer
+
+from dit_lora.errors import CheckFailedError, DitLoraError
+
+_UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe (.yaml).")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key.path=value, as for training.", show_default=False),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each GPU, such as 24GiB; by default this machine's, if it has one."
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, a GPU each.")] = 1,
+    sharding: Annotated[
+        Literal["ddp", "zero2", "zero3", "fsdp2"],
+        typer.Option(help="What the launch shares out among them."),
+    ] = "ddp",
+    tflops: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Say how long a step takes at least at so many TFLOP/s."),
+    ] = None,
+    tbps: Annotated[
+        float | None, typer.Option(min=1e-6, help="The same of memory traffic, at so many TB/s.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what memory, disk and arithmetic a run takes, before any weight is downloaded; exit 1 if it does not fit."""
+    from dit_lora.training.budget import Launch
+    from dit_lora.training.budget_fit import plan as run
+    from dit_lora.training.budget_table import render
+    from dit_lora.training.runtime import quiet_libraries
+
+    quiet_libraries()
+    size = _memory_here() if gpu is None else parse_size(gpu)
+    planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
+    if as_json:
+        typer.echo(json.dumps(planned.record(), indent=2))
+    else:
+        render(planned, tflops=tflops, tbps=tbps)
+    if not planned.budget.fits:
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `24GiB`, `24 GB`, `24` (GiB)."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+        raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _memory_here() -> int | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command()(plan)

@@ -1,0 +1,357 @@
+"""What a budget is counted of: the model on the meta device, the tensors of a sample of each shape, the encoders."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dit_lora.adapters.groups import base_members
+from dit_lora.adapters.quantize import quantized_bytes
+from dit_lora.config import Recipe
+from dit_lora.data.buckets import buckets_of
+from dit_lora.data.cache import Spec
+from dit_lora.data_config import VideoShape
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES
+from dit_lora.fuse import api, kernel_support
+from dit_lora.numerics.patches import Patches
+from dit_lora.numerics.streams import Streams
+from dit_lora.training.blocks import read_outside, repeated_blocks
+from dit_lora.training.budget_chat import chat_specs
+from dit_lora.training.budget_live import Live, tensor_bytes
+from dit_lora.training.budget_model import data_is_here, from_configs, text_encoder
+from dit_lora.training.budget_step import (
+    CPU,
+    StepPeak,
+    autocasting,
+    fake_batch,
+    fake_state,
+    step_peak,
+)
+from dit_lora.training.checkpointing import Mode
+from dit_lora.training.memory import Needs, measure
+from dit_lora.training.samples import Sample, find_samples
+from dit_lora.training.task import task_of
+
+_NOTHING_KNOWN: Mapping[str, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model on one device, and of what trains."""
+
+    frozen: int
+    """As stored: in the dtype of the run, or as `model.quantize` says."""
+    in_blocks: int
+    """Of them, those of blocks that can be offloaded."""
+    largest_block: int
+    """Of one block, trained weights included."""
+    trained: tuple[torch.Tensor, ...]
+    """What trains, fp32, without values."""
+
+    @property
+    def trained_bytes(self) -> int:
+        return sum(one.nbytes for one in self.trained)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One encoder at work on one sample."""
+
+    weights: int
+    most: int
+    """Bytes at its peak beside its weights."""
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.most
+
+
+@dataclass
+class Subject:
+    """One checkpoint, opened; counts are made when asked for and kept."""
+
+    recipe: Recipe
+    """Without weights, as `without_weights` gives it."""
+    family: Any
+    checkpoint: Any
+    dtype: torch.dtype
+    gpu: bool
+    """Count what a GPU would keep: CUDA's autocast, fused kernels."""
+    _models: dict[str, Any] = field(default_factory=dict)
+    _needs: dict[Any, Needs] = field(default_factory=dict)
+    _peaks: dict[Any, StepPeak] = field(default_factory=dict)
+    _inferences: dict[str, int] = field(default_factory=dict)
+    _encodings: dict[VideoShape, tuple[Mapping[str, torch.Tensor], int]] = field(
+        default_factory=dict
+    )
+
+    @property
+    def is_chat(self) -> bool:
+        return self.recipe.model.family in CHAT_FAMILIES
+
+    def model(self, recipe: Recipe) -> nn.Module:
+        """With adapter and kernels, on the meta device, in training; wide whatever `model.quantize` says."""
+        key = repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
+        if key not in self._models:
+            with _meta(), _kernels_of_a_gpu(self.gpu):
+                model, groups, _ = task_of(recipe.model.family).load_trainable(
+                    _wide(recipe), self.family, self.checkpoint, self.dtype
+                )
+            self._models[key] = model.train(), groups
+        return self._models[key][0]
+
+    def weights(self, recipe: Recipe) -> Weights:
+        """What the model takes; quantised by counting."""
+        model = self.model(recipe)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        blocks, kept = repeated_blocks(model), {id(p) for p in read_outside(model)}
+        in_blocks = [
+            sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in kept)
+            for block in blocks
+        ]
+        narrowed = self._narrowed(recipe)
+        largest = max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
+        return Weights(
+            frozen - narrowed,
+            sum(in_blocks) - narrowed,
+            largest - narrowed // max(1, len(blocks)),
+            tuple(trained),
+        )
+
+    def _narrowed(self, recipe: Recipe) -> int:
+        """Bytes that `model.quantize` saves."""
+        kind, groups = recipe.model.quantize, recipe.optim.groups
+        if kind is None:
+            return 0
+        if "bare" not in self._models:
+            with _meta():
+                load: Any = (
+                    self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
+                )
+                self._models["bare"] = load(self.dtype)
+        bare = self._models["bare"]
+        names = base_members(bare, groups, self.family.group_patterns)
+        return quantized_bytes(bare, None) - quantized_bytes(bare, kind, names)
+
+    @cached_property
+    def shapes(self) -> tuple[Any, ...]:
+        """Of the samples, the largest first; a name and what a sample of it is."""
+        return tuple(sorted(self._specs, key=lambda shape: shape.volume, reverse=True))
+
+    def spec(self, shape: Any) -> Spec:
+        """Tensors of one sample."""
+        return self._specs[shape][0]
+
+    @cached_property
+    def _specs(self) -> dict[Any, tuple[Spec, Mapping[str, torch.Tensor]]]:
+        if self.is_chat:
+            return chat_specs(self.recipe, self.checkpoint)
+        text = self.checkpoint.text_spec(self.dtype)
+        return {
+            shape: ({**self._encoded(shape), **text}, _NOTHING_KNOWN)
+            for shape in self._video_shapes()
+        }
+
+    @cached_property
+    def samples(self) -> Sequence[Sample] | None:
+        """Of a diffusion model's data; None where it is not here."""
+        if self.is_chat or not data_is_here(self.recipe):
+            return None
+        return find_samples(self.recipe, self.checkpoint, group=1, quiet=True).all
+
+    def _video_shapes(self) -> Sequence[VideoShape]:
+        data = self.recipe.data
+        used = {sample.shape for sample in self.samples or ()}
+        if used:
+            return tuple(used)
+        return buckets_of(data, self.checkpoint.side_step, self._refusal)
+
+    def _refusal(self, shape: VideoShape) -> str | None:
+        try:
+            self.checkpoint.check_shape(shape)
+        except DitLoraError as error:
+            return str(error)
+        return None
+
+    def _encoded(self, shape: VideoShape) -> Spec:
+        made, _ = self._encode(shape)
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
+
+    def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
+        """What the video encoder gives of one sample, and its peak."""
+        if shape not in self._encodings:
+            self._encodings[shape] = self._encode_anew(shape)
+        return self._encodings[shape]
+
+    def _encode_anew(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
+        encode, vae, fake = self._vae
+        with fake:
+            pixels = torch.empty(
+                (shape.frames, 3, shape.height, shape.width), dtype=torch.uint8, device=CPU
+            )
+        first = torch.zeros((3, shape.height, shape.width), dtype=torch.uint8)
+        with Live([*vae.parameters(), *vae.buffers(), pixels]) as live:
+            made = encode(pixels, first)
+        return made, live.most
+
+    @cached_property
+    def _vae(self) -> tuple[Any, Any, FakeTensorMode]:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, from_configs() as built:
+            encode = self.checkpoint.load_video_encoder(self.dtype, CPU)
+        return encode, built[0], fake
+
+    @cached_property
+    def video_encoder(self) -> Encoder:
+        """At the largest shape."""
+        _, vae, _ = self._vae
+        return Encoder(tensor_bytes(vae.parameters()), self._encode(self.shapes[0])[1])
+
+    @cached_property
+    def video_decoder(self) -> Encoder:
+        """Decoding one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
+        _, vae, fake = self._vae
+        shape = VideoShape.of(self.recipe.data)
+        size, _ = self._encoded(shape)["latent_mean"]
+        if isinstance(vae, AutoencoderKL) and len(size) == 4:
+            size = torch.Size([size[0], *size[2:]])
+        with fake:
+            latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
+        with torch.no_grad(), Live([*vae.parameters(), *vae.buffers(), latents]) as live:
+            vae.decode(latents)
+        return Encoder(tensor_bytes(vae.parameters()), live.most)
+
+    @cached_property
+    def caption_encoder(self) -> Encoder | None:
+        """One caption of the length that is kept; None without an encoder, or without its config."""
+        limit = self.checkpoint.text_facts().get("tokens")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            model = text_encoder(self.checkpoint.path, self.dtype)
+        if model is None:
+            return None
+        config: Any = model.config
+        tokens = limit or config.get_text_config().max_position_embeddings
+        with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
+            model(torch.ones((1, tokens), dtype=torch.int64))
+        return Encoder(tensor_bytes(model.parameters()), live.most)
+
+    def needs(self, recipe: Recipe, shape: Any) -> Needs:
+        """Activations of a micro-batch under each mode."""
+        size = recipe.train.batch_size
+        key = repr((recipe.lora, recipe.kernels, recipe.train.mode, size)), shape
+        if key not in self._needs:
+            model = self.model(recipe)
+            with autocasting(model, self.dtype, gpu=self.gpu):
+                self._needs[key] = measure(
+                    model,
+                    self._losses(size),
+                    self._batch(shape, size),
+                    CPU,
+                    self.known(shape, size),
+                )
+        return self._needs[key]
+
+    def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> StepPeak:
+        """A whole micro-step."""
+        size, exist = recipe.train.batch_size, recipe.train.accumulate > 1
+        key = repr((recipe.lora, recipe.kernels, recipe.train.mode, size, exist)), shape, mode
+        if key not in self._peaks:
+            model = self.model(recipe)
+            with autocasting(model, self.dtype, gpu=self.gpu):
+                self._peaks[key] = step_peak(
+                    model,
+                    self._losses(size),
+                    self._batch(shape, size),
+                    mode,
+                    known=self.known(shape, size),
+                    gradients_exist=exist,
+                )
+        return self._peaks[key]
+
+    def inference_peak(self, recipe: Recipe) -> int:
+        """One denoising call of a sampled video, which guidance makes a batch of two."""
+        size = 2 if recipe.validation.guidance_scale > 1 else 1
+        key = repr((recipe.lora, recipe.kernels, recipe.train.mode, size))
+        if key not in self._inferences:
+            self._inferences[key] = self._inference_peak(recipe, size)
+        return self._inferences[key]
+
+    def _inference_peak(self, recipe: Recipe, size: int) -> int:
+        model, fake = self.model(recipe).eval(), FakeTensorMode(allow_non_fake_inputs=True)
+        shape = VideoShape.of(recipe.data)
+        spec = {**self._encoded(shape), **self.checkpoint.text_spec(self.dtype)}
+        given = {name: (torch.Size([size, *one]), kind) for name, (one, kind) in spec.items()}
+        step = _Losses(model, self._losses(size))
+        weights, tensors = fake_state(step, fake), fake_batch(given, fake)
+        try:
+            with (
+                torch.no_grad(),
+                autocasting(model, self.dtype, gpu=self.gpu),
+                Live([*weights.values(), *tensors.values()]) as live,
+            ):
+                torch.func.functional_call(step, weights, (tensors,))
+        finally:
+            model.train()
+        return live.most
+
+    def sample_bytes(self, shape: Any) -> int:
+        """Of one sample's tensors."""
+        return spec_bytes(self.spec(shape))
+
+    def _batch(self, shape: Any, size: int) -> Spec:
+        return {n: (torch.Size([size, *one]), d) for n, (one, d) in self.spec(shape).items()}
+
+    def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
+        """Integers of a micro-batch on which shapes depend, such as token ids."""
+        known = self._specs[shape][1]
+        return {name: tensor.expand(size, *tensor.shape) for name, tensor in known.items()}
+
+    def _losses(self, size: int) -> Any:
+        streams = Streams(self.recipe.train.seed, range(size))
+        return lambda model, batch: self.checkpoint.losses(model, batch, streams)
+
+
+class _Losses(nn.Module):
+    def __init__(self, transformer: nn.Module, losses: Any) -> None:
+        super().__init__()
+        self.transformer, self.losses = transformer, losses
+
+    def forward(self, batch: Any) -> Any:
+        return self.losses(self.transformer, batch)
+
+
+def spec_bytes(spec: Spec) -> int:
+    """Of tensors of these shapes and dtypes."""
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in spec.values())
+
+
+def _wide(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
+
+
+@contextmanager
+def _meta() -> Iterator[None]:
+    with torch.device("meta"), from_configs():
+        yield
+
+
+@contextmanager
+def _kernels_of_a_gpu(assumed: bool) -> Iterator[None]:
+    """Within it, `auto` puts kernels in as where Triton has a GPU."""
+    patches = Patches()
+    if assumed:
+        there = kernel_support()._replace(mode="gpu", reason="assumed")
+        patches.method(api, "triton_support", lambda _own: there)
+    try:
+        yield
+    finally:
+        patches.undo()
