@@ -1,30 +1,69 @@
-"""Checkpoints: written aside with digests, renamed once, resumed bit for bit.
+"""Checkpoints: written aside with digests, renamed once, resumed bit for bit on any number of ranks.
 
-A checkpoint holds the trainable parameters, the optimizer's state and the step. Nothing else has state: random
-draws, data order and learning rates are functions of the step. It never holds the frozen base.
+A checkpoint holds the trained weights, the optimizer's state, their averages and the step, whole: how they were
+spread over ranks does not show in it. Nothing else has state: random draws, data order and learning rates are
+functions of the step. It never holds the frozen base.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.training.optimizer_state import load_optimizer_state, optimizer_state
+from dit_lora.numerics.shards import fill
+from dit_lora.training.place import samples_remedy
+
+if TYPE_CHECKING:
+    from dit_lora.training.ema import TrainedEMA
+    from dit_lora.training.engine import Engine
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
 _EMA = "ema.safetensors"
+_NAME = re.compile(r"step_(\d{6,})")
+_ASIDE = (".step_*.partial", ".step_*.removed")
+"""What a killed process leaves of a checkpoint that it was writing, or removing."""
 
 Identity = Mapping[str, Any]
 """What makes a run this run and no other; flat, names as in the recipe."""
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What training changes: whole tensors by name, however they are spread over ranks."""
+
+    weights: Tensors
+    """As `trainable_state` names them."""
+    optimizer: Tensors
+    """As `optimizer_state` names them."""
+    averages: Tensors = field(default_factory=dict)
+    """As `TrainedEMA.tensors` names them; none without an average."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that has been read, and checked to be this run's."""
+
+    path: Path
+    step: int
+    guard: dict[str, Any]
+    """What recovery had changed of the run."""
+    place: dict[str, Any]
+    """Where it was written, as `place.place_of` says it; empty if it does not say."""
+    state: SavedState
+    """In host memory, mapped from the files: copy what is to be changed."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -34,69 +73,72 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 def save_checkpoint(
     run_dir: Path,
     step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    state: SavedState,
     identity: Identity,
     *,
     keep: int,
+    best: Collection[int] = (),
     guard: Mapping[str, Any] | None = None,
-    ema: Mapping[str, torch.Tensor] | None = None,
+    place: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the checkpoint of a step beside its place, sync it, rename it, then drop the oldest.
 
-    `guard` is what recovery has changed of the run, `ema` the averages of the weights. Raises `DitLoraError` if it cannot be written, or if a
-    value is not finite; earlier checkpoints are as they were.
+    `guard` is what recovery has changed of the run, `place` where it runs; `best` are steps that stay whatever
+    `keep` says. Raises `DitLoraError` if it cannot be written, or if a value is not finite; earlier checkpoints
+    are as they were.
     """
     final = checkpoint_path(run_dir, step)
     if is_whole(final):
         return final
-    weights, moments = trainable_state(model), optimizer_state(optimizer)
-    averages = dict(ema or {})
-    _require_finite(run_dir, step, {**weights, **moments, **averages})
+    _require_finite(run_dir, step, {**state.weights, **state.optimizer, **state.averages})
     staged = final.with_name(f".{final.name}.partial")
-    state = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
+    about = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
+    contents: dict[str, bytes | Tensors] = {
+        _WEIGHTS: state.weights,
+        _OPTIMIZER: state.optimizer,
+        **({_EMA: state.averages} if state.averages else {}),
+        _STATE: json.dumps(about | {"place": dict(place or {})}, indent=2, sort_keys=True).encode(),
+    }
     try:
-        shutil.rmtree(staged, ignore_errors=True)
+        _clear_leftovers(final.parent)
         staged.mkdir(parents=True)
-        contents = {
-            _WEIGHTS: save(_cpu(weights)),
-            _OPTIMIZER: save(_cpu(moments)),
-            **({_EMA: save(_cpu(averages))} if averages else {}),
-            _STATE: json.dumps(state, indent=2, sort_keys=True).encode(),
-        }
         for name, data in contents.items():
             _write_synced(staged / name, data)
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+        digests = {name: _digest(staged / name) for name in contents}
         _write_synced(staged / MANIFEST, json.dumps({"sha256": digests}, indent=2).encode())
         if final.exists():
-            shutil.rmtree(final)  # torn: it has no manifest, or is not what the manifest says
+            _remove(final)  # torn: it has no manifest, or is not what the manifest says
         staged.rename(final)
         _sync_folder(final.parent)
-        _prune(final, keep)
-    except OSError as error:
+        prune(run_dir, step, keep, best)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         kept = newest_checkpoint(run_dir)
         resort = f"the newest whole one is {kept}" if kept else "there is no earlier one"
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DitLoraError(
-            f"cannot save the checkpoint of step {step} to {final}: {error.strerror or error}; {resort}. "
+            f"cannot save the checkpoint of step {step} to {final}: {reason}; {resort}. "
             "Free space and continue with train.resume=auto"
         ) from error
     return final
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
-    """The checkpoint that `train.resume` names; None for `none`, or for `auto` in a fresh folder."""
+    """The checkpoint that `train.resume` names; None for `none`, or for `auto` in a fresh folder.
+
+    It is whole: its digests have been read, once, and those of newer ones that `auto` passes over.
+    """
     if resume == "none":
         return None
     if resume == "auto":
         found = newest_checkpoint(run_dir)
-        damaged = damaged_checkpoints(run_dir)
+        damaged = checkpoint_steps(run_dir)
         if found is None and damaged:
             raise DitLoraError(
                 listed(
                     "train.resume=auto: none of this run's checkpoints is whole; start afresh with "
                     "train.resume=none in another run.dir",
-                    [f"{path} is torn or altered" for path in damaged],
+                    [f"{path} is torn or altered" for path in damaged.values()],
                 )
             )
         return found
@@ -109,43 +151,45 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     return path
 
 
+def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
+    """Every checkpoint of a run by its step, ascending, whole or torn; nothing is read."""
+    found = (
+        (_NAME.fullmatch(path.name), path) for path in (run_dir / "checkpoints").glob("step_*")
+    )
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest whole checkpoint; torn ones, left by a killed process, are passed over."""
-    candidates = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
+    candidates = reversed(checkpoint_steps(run_dir).values())
     return next((path for path in candidates if is_whole(path)), None)
 
 
-def damaged_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints whose files are not what their manifest says; a resumed run passes them over."""
-    return [p for p in sorted((run_dir / "checkpoints").glob("step_*")) if not is_whole(p)]
-
-
 def load_checkpoint(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    identity: Identity,
-    ema: Mapping[str, torch.Tensor] | None = None,
-) -> tuple[int, dict[str, Any]]:
-    """Restore weights, averages and optimizer bit for bit; returns the step and the guard's state.
+    path: Path, identity: Identity, place: Mapping[str, Any] | None = None
+) -> Loaded:
+    """Read a whole checkpoint and check that it is this run's; nothing is changed, nothing is collective.
 
-    Raises if the checkpoint is another recipe's, listing every difference.
+    Raises if it is another recipe's, listing every difference; with `place`, where this run runs, it says which
+    train.accumulate restores the samples of a step.
     """
-    state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    _require_same(path, state["identity"], json.loads(json.dumps(dict(identity))))
-    own = trainable_state(model)
-    stored = load((path / _WEIGHTS).read_bytes())
-    if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in stored.items()}:
-        raise DitLoraError(f"{path}: its trainable parameters are not this model's")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(stored[name])
-        if ema:
-            averages = load((path / _EMA).read_bytes())
-            for name, tensor in ema.items():
-                tensor.copy_(averages[name])
-    load_optimizer_state(optimizer, load((path / _OPTIMIZER).read_bytes()))
-    return state["step"], state["guard"]
+    about = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    _require_same(path, about["identity"], json.loads(json.dumps(dict(identity))), place or {})
+    averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
+    state = SavedState(load_file(path / _WEIGHTS), load_file(path / _OPTIMIZER), averages)
+    return Loaded(path, about["step"], about["guard"], about.get("place", {}), state)
+
+
+def restore(loaded: Loaded, engine: "Engine", ema: "TrainedEMA | None" = None) -> None:
+    """Put weights, optimizer state and averages bit for bit where `engine` holds them; each rank its part."""
+    stored, averages = loaded.state, ema.tensors() if ema else {}
+    for own, kept in ((engine.weights(), stored.weights), (averages, stored.averages)):
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in kept.items()}:
+            raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
+    # Copies: what an optimizer on a CPU keeps must not live in a mapped file.
+    engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
+    for name, tensor in averages.items():
+        fill(tensor, stored.averages[name])
 
 
 def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -155,17 +199,33 @@ def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
     """Delete the checkpoints of later steps, which another trajectory wrote, and name them."""
-    later = [
-        p for p in (run_dir / "checkpoints").glob("step_*") if p > checkpoint_path(run_dir, step)
-    ]
+    later = [path for number, path in checkpoint_steps(run_dir).items() if number > step]
     for path in later:
-        shutil.rmtree(path)
+        _remove(path)
     return later
 
 
-def _require_same(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> None:
+    """Keep the `keep` newest checkpoints up to `step` and those of `best`; later ones are not its business."""
+    earlier = [number for number in checkpoint_steps(run_dir) if number <= step]
+    for number in earlier[:-keep]:
+        if number not in best:
+            _remove(checkpoint_path(run_dir, number))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every file is there with the digest that the manifest, written last, gives it."""
+    try:
+        digests = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        return all(_digest(path / name) == digest for name, digest in digests.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _require_same(path: Path, stored: Identity, own: Identity, place: Mapping[str, Any]) -> None:
     different = [
         f"{key}: {stored.get(key)!r} in the checkpoint, {own.get(key)!r} in the recipe"
+        + samples_remedy(key, stored.get(key), place)
         for key in sorted({*stored, *own})
         if stored.get(key) != own.get(key)
     ]
@@ -179,19 +239,7 @@ def _require_same(path: Path, stored: Mapping[str, Any], own: Mapping[str, Any])
         )
 
 
-def is_whole(path: Path) -> bool:
-    """Whether every file is there with the digest that the manifest, written last, gives it."""
-    try:
-        digests = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        return all(
-            hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
-            for name, digest in digests.items()
-        )
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _require_finite(run_dir: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
     bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if bad:
         kept = newest_checkpoint(run_dir)
@@ -203,22 +251,30 @@ def _require_finite(run_dir: Path, step: int, tensors: Mapping[str, torch.Tensor
         raise error
 
 
-def _prune(saved: Path, keep: int) -> None:
-    """Keep the checkpoint just saved and the `keep - 1` before it; later ones are not its business."""
-    earlier = [path for path in saved.parent.glob("step_*") if path.name < saved.name]
-    for old in sorted(earlier, reverse=True)[keep - 1 :]:
-        shutil.rmtree(old)
+def _remove(path: Path) -> None:
+    """One rename, then the files: a kill in between leaves nothing that looks like a checkpoint."""
+    aside = path.rename(path.with_name(f".{path.name}.removed"))
+    shutil.rmtree(aside)
 
 
-def _cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+def _clear_leftovers(folder: Path) -> None:
+    for pattern in _ASIDE:
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
+def _write_synced(path: Path, data: bytes | Tensors) -> None:
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    else:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in data.items()}, path)
+    with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(path: Path) -> None:

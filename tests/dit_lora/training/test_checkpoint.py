@@ -2,21 +2,33 @@
 
 import errno
 import json
+import os
+import resource
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training import checkpoint
 from dit_lora.training.checkpoint import (
+    Loaded,
+    SavedState,
+    checkpoint_steps,
     find_checkpoint,
+    is_whole,
     load_checkpoint,
     newest_checkpoint,
+    prune,
     remove_checkpoints_after,
+    restore,
     save_checkpoint,
 )
+from dit_lora.training.engine import Replicated
 from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
 
 IDENTITY = {"lora.rank": 4, "optim.betas": (0.9, 0.95), "lora.targets": None}
@@ -43,7 +55,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
 def save(
     run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 9
 ) -> Path:
-    return save_checkpoint(run, step, model, optimizer, IDENTITY, keep=keep)
+    return save_checkpoint(run, step, state_of(model, optimizer), IDENTITY, keep=keep)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
+    engine = Replicated(Accelerator(cpu=True), model, optimizer)
+    return SavedState(engine.weights(), engine.moments())
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loaded:
+    loaded = load_checkpoint(path, IDENTITY)
+    restore(loaded, Replicated(Accelerator(cpu=True), model, optimizer))
+    return loaded
 
 
 def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -52,7 +75,8 @@ def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path, 3, model, optimizer)
     train(model, optimizer, 3, 6)
     again, resumed = build()
-    assert load_checkpoint(path, again, resumed, IDENTITY) == (3, {})
+    loaded = load(path, again, resumed)
+    assert (loaded.step, loaded.guard, loaded.place) == (3, {}, {})
     train(again, resumed, 3, 6)
     assert torch.equal(model[1].weight, again[1].weight)
     ours, theirs = optimizer_state(optimizer), optimizer_state(resumed)
@@ -117,12 +141,12 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(
     before = {path.name: path.read_bytes() for path in good.iterdir()}
     write, written = checkpoint._write_synced, []
 
-    def fill(path: Path, data: bytes) -> None:
+    def fill(path: Path, data: Any) -> None:
+        write(path, data)
         if len(written) == after_files:
-            path.write_bytes(data[: len(data) // 2])
+            os.truncate(path, path.stat().st_size // 2)
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(path)
-        write(path, data)
 
     monkeypatch.setattr(checkpoint, "_write_synced", fill)
     with pytest.raises(DitLoraError) as error:
@@ -133,6 +157,21 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(
     assert f"the newest whole one is {good}" in message
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
     assert {path.name: path.read_bytes() for path in good.iterdir()} == before
+
+
+def test_a_file_that_safetensors_cannot_write_is_one_line(tmp_path: Path) -> None:
+    """Its own error, of a limit on the file's size, which acts as a full disk does."""
+    model, optimizer = build()
+    good = save(tmp_path, 1, model, optimizer)
+    big = SavedState({"1.weight": torch.randn(64, 1024)}, {})
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, previous[1]))
+    try:
+        with pytest.raises(DitLoraError, match=r"cannot save the checkpoint of step 2 .*too large"):
+            save_checkpoint(tmp_path, 2, big, IDENTITY, keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
 
 
 @pytest.mark.parametrize("where", ["weight", "moment"])
@@ -158,6 +197,70 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         "step_000010",
         "step_000011",
     ]
+
+
+def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
+    model, optimizer = build()
+    for step in (2, 4, 6, 8, 10):
+        state = state_of(model, optimizer)
+        save_checkpoint(tmp_path, step, state, IDENTITY, keep=2, best=[4, 8])
+    assert list(checkpoint_steps(tmp_path)) == [4, 8, 10]
+    prune(tmp_path, 10, keep=1, best=[8])
+    assert list(checkpoint_steps(tmp_path)) == [8, 10]
+
+
+def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    model, optimizer = build()
+    for step in (999_998, 1_000_000):
+        path = save(tmp_path, step, model, optimizer, keep=1)
+    (tmp_path / "checkpoints" / "step_000003_mine").mkdir()  # a user's own
+    assert list(checkpoint_steps(tmp_path)) == [1_000_000]
+    assert newest_checkpoint(tmp_path) == path
+
+
+@pytest.mark.parametrize("at", ["rename", "rmtree"])
+def test_a_removal_that_died_half_way_leaves_nothing_like_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    model, optimizer = build()
+    paths = [save(tmp_path, step, model, optimizer) for step in (1, 2)]
+    place = Path if at == "rename" else shutil
+
+    def die(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, at, die)
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoints_after(tmp_path, 1)
+    steps = checkpoint_steps(tmp_path)
+    assert [is_whole(path) for path in steps.values()] == [True] * len(steps)
+    assert list(steps) == ([1, 2] if at == "rename" else [1])
+    save(tmp_path, 3, model, optimizer)
+    assert all(path.name.startswith("step_") for path in paths[0].parent.iterdir())
+
+
+def test_a_start_reads_each_file_of_the_newest_checkpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of large checkpoints take minutes: of older ones nothing is read, of newer torn ones once."""
+    model, optimizer = build()
+    for step in (1, 2, 3):
+        save(tmp_path, step, model, optimizer)
+    (tmp_path / "checkpoints" / "step_000003" / "trainable.safetensors").write_bytes(b"torn")
+    read, digest = [], checkpoint._digest
+
+    def note(path: Path) -> str:
+        read.append(f"{path.parent.name}/{path.name}")
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "_digest", note)
+    found = find_checkpoint("auto", tmp_path)
+    assert found is not None
+    load(found, *build())
+    assert found.name == "step_000002"
+    assert len(read) == len(set(read))
+    assert not any(name.startswith("step_000001") for name in read)
 
 
 def test_a_save_never_removes_itself_or_what_comes_later(tmp_path: Path) -> None:
@@ -189,7 +292,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_not_broadcast(tmp_path: Path) -
     weights = load_file(path / "trainable.safetensors")
     save_file({**weights, "1.bias": torch.zeros(1)}, path / "trainable.safetensors")
     with pytest.raises(DitLoraError, match="are not this model's"):
-        load_checkpoint(path, model, optimizer, IDENTITY)
+        load(path, model, optimizer)
 
 
 def test_a_key_that_the_checkpoint_lacks_is_a_difference(tmp_path: Path) -> None:
@@ -198,7 +301,7 @@ def test_a_key_that_the_checkpoint_lacks_is_a_difference(tmp_path: Path) -> None
     with pytest.raises(
         DitLoraError, match=r"train\.steps: None in the checkpoint, 9 in the recipe"
     ):
-        load_checkpoint(path, model, optimizer, {**IDENTITY, "train.steps": 9})
+        load_checkpoint(path, {**IDENTITY, "train.steps": 9})
 
 
 def test_a_key_that_the_recipe_lacks_is_a_difference(tmp_path: Path) -> None:
@@ -206,7 +309,7 @@ def test_a_key_that_the_recipe_lacks_is_a_difference(tmp_path: Path) -> None:
     path = save(tmp_path, 1, model, optimizer)
     fewer = {key: value for key, value in IDENTITY.items() if key != "lora.rank"}
     with pytest.raises(DitLoraError, match=r"lora\.rank: 4 in the checkpoint, None in the recipe"):
-        load_checkpoint(path, model, optimizer, fewer)
+        load_checkpoint(path, fewer)
 
 
 def test_another_recipes_checkpoint_is_refused_with_every_difference(tmp_path: Path) -> None:
@@ -214,7 +317,7 @@ def test_another_recipes_checkpoint_is_refused_with_every_difference(tmp_path: P
     path = save(tmp_path, 1, model, optimizer)
     other = {**IDENTITY, "lora.rank": 8, "optim.betas": (0.9, 0.999)}
     with pytest.raises(DitLoraError) as error:
-        load_checkpoint(path, model, optimizer, other)
+        load_checkpoint(path, other)
     message = str(error.value)
     assert "belongs to another recipe" in message
     assert "lora.rank: 4 in the checkpoint, 8 in the recipe" in message
@@ -234,7 +337,7 @@ def test_none_auto_and_a_missing_path(tmp_path: Path) -> None:
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order, write = [], checkpoint._write_synced
 
-    def note(path: Path, data: bytes) -> None:
+    def note(path: Path, data: Any) -> None:
         order.append(path.name)
         write(path, data)
 
@@ -247,9 +350,12 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_recovery_changed_of_the_run_travels_with_the_checkpoint(tmp_path: Path) -> None:
     guard = {"state": {"lr_scale": 0.5, "switched_off": ["attention:flash"]}, "start_peak": 0.25}
-    model, optimizer = build()
-    path = save_checkpoint(tmp_path, 2, model, optimizer, IDENTITY, keep=1, guard=guard)
-    assert load_checkpoint(path, *build(), IDENTITY) == (2, guard)
+    place = {"processes": 4, "device": "cpu"}
+    path = save_checkpoint(
+        tmp_path, 2, state_of(*build()), IDENTITY, keep=1, guard=guard, place=place
+    )
+    loaded = load_checkpoint(path, IDENTITY)
+    assert (loaded.step, loaded.guard, loaded.place) == (2, guard, place)
 
 
 def test_dropped_state_starts_as_on_the_first_step(tmp_path: Path) -> None:

@@ -1,0 +1,375 @@
+"""Kill a run at random moments, over and over: every restart goes on, and the end is the undisturbed run's.
+
+    python -m benchmarks.kill_nine [--rounds 100] [--out DIR] [--seed 0]
+
+A tiny CogVideoX trains on a CPU, saves every third step and measures held-out losses. `kill -9` comes while it
+starts, between any two instructions of training, while a checkpoint is written, and just as it gets its name; a
+fifth of the rounds have two ranks, of which one is killed, or both. In some rounds the newest checkpoint is cut
+short besides, as a lost disk cache would leave it. Runs are forked from this process, which has imported everything.
+Exit code 1, and a list of what was wrong, if anything was.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.forks import ROOT, Main, ended, forked, free_port, load_script, wait
+from dit_lora.data.shapes import write_shapes
+from dit_lora.families import get_family
+from dit_lora.training.task import task_of
+
+MOMENTS = {"start": 2.0, "training": 0.4, "write": 0.012, "rename": 0.004}
+"""What is waited for, and the seconds after it within which the kill comes."""
+_PATIENCE = 300.0
+"""Seconds after which a process that neither ends nor reaches its moment is a failure."""
+_SAVED = ("trainable.safetensors", "optimizer.safetensors", "ema.safetensors")
+_VALUES = ("step", "loss", "grad_norm", "lr", "samples")
+
+
+@dataclass
+class Tally:
+    """What happened."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    """By the moment that was waited for."""
+    left: Counter[str] = field(default_factory=Counter)
+    """What a kill left of a checkpoint under way."""
+    restarts: int = 0
+    """Starts that said where they go on, each from the newest whole checkpoint."""
+    passed_over: int = 0
+    """Checkpoints cut short that a restart passed over with a word."""
+    ended: int = 0
+    """Killed runs that came to their end, equal to the undisturbed one."""
+    failures: list[str] = field(default_factory=list)
+
+
+class Writes:
+    """Counts the checkpoints that a run begins to write."""
+
+    def __init__(self, run: Path, left: int) -> None:
+        self._run, self._left = run, left
+        self._was = is_writing(run)  # a leftover
+
+    def begun(self) -> bool:
+        now = is_writing(self._run)
+        self._left -= now and not self._was
+        self._was = now
+        return self._left <= 0
+
+
+@dataclass
+class Trial:
+    """A recipe, killed and started again until it ends; then compared with its undisturbed run."""
+
+    main: Main
+    args: list[str]
+    out: Path
+    steps: int
+    chance: random.Random
+    tally: Tally = field(default_factory=Tally)
+    ranks: int = 1
+    number: int = 0
+    torn: set[Path] = field(default_factory=set)
+    """Checkpoints that were cut short, not killed."""
+    seen: set[tuple[Path, int]] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return f"{self.ranks}_ranks_{self.number:02d}"
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "runs" / self.name
+
+    @property
+    def reference(self) -> Path:
+        return self.out / "runs" / f"{self.ranks}_ranks_undisturbed"
+
+    def undisturbed(self) -> None:
+        codes = wait(self._start(self.reference, "none"))
+        if any(codes):
+            raise SystemExit(f"the undisturbed run failed: {self._log(self.reference)}")
+
+    def round(self) -> None:
+        """One start and one kill; a run that ends before it is compared, and the next start is a new run's."""
+        torn = self._tear()
+        before = whole_checkpoints(self.folder)
+        log = self._log(self.folder)
+        told = log.stat().st_size if log.exists() else 0
+        pids = self._start(self.folder, "auto")
+        moment = self.chance.choice(list(MOMENTS))
+        ended = self._await(moment, pids)
+        if ended is not None:
+            self._over(wait(pids, ended))
+        else:
+            self.tally.kills[moment] += 1
+            self._kill(pids)
+            self._look()
+        self._check_start(log.read_bytes()[told:].decode(errors="replace"), before, torn)
+        now = whole_checkpoints(self.folder)
+        if ended is None and before and (not now or now[-1] < before[-1]):
+            self._wrong(f"had checkpoint {before[-1]}, and after a kill {now}")
+        if ended is not None:
+            self.number += 1
+
+    def to_the_end(self) -> None:
+        self._over(wait(self._start(self.folder, "auto")))
+        self.number += 1
+
+    def _wrong(self, words: str) -> None:
+        self.tally.failures.append(f"{self.name}: {words} (see {self._log(self.folder)})")
+
+    def _log(self, folder: Path) -> Path:
+        return self.out / f"{folder.name}.log"
+
+    def _start(self, folder: Path, resume: str) -> list[int]:
+        values = [f"run.dir={folder}", f"train.resume={resume}", f"train.steps={self.steps}"]
+        common = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        pids = []
+        for rank in range(self.ranks):
+            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
+            pids.append(forked(self.main, [*self.args, *values], own, self._log(folder)))
+        return pids
+
+    def _await(self, kind: str, pids: Sequence[int]) -> dict[int, int] | None:
+        """Wait for the moment; the exit codes so far if a process ended before it."""
+        is_here, reached = self._moment(kind), None
+        delay, last = self.chance.uniform(0, MOMENTS[kind]), time.monotonic() + _PATIENCE
+        while time.monotonic() < last:
+            if reached is None and is_here():
+                reached = time.monotonic()
+            if reached is not None and time.monotonic() >= reached + delay:
+                return None
+            codes = ended(pids)
+            if codes:
+                return codes
+            time.sleep(0.0002)
+        self._wrong(f"did not reach {kind} in {_PATIENCE:.0f} s")
+        return None
+
+    def _moment(self, kind: str) -> Callable[[], bool]:
+        """Whether it is there, asked again and again."""
+        lines, there = count_lines(self.folder), set(saved(self.folder))
+        if kind == "start":
+            return lambda: True
+        if kind == "training":
+            return lambda: count_lines(self.folder) > lines
+        if kind == "rename":
+            return lambda: bool(saved(self.folder) - there)
+        return Writes(self.folder, self.chance.randint(1, 3)).begun
+
+    def _kill(self, pids: Sequence[int]) -> None:
+        """One rank or all; the others end as a launcher ends them, by SIGTERM and then by force."""
+        victims = self.chance.choice([list(pids), *([pid] for pid in pids)])
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        codes: dict[int, int] = {}
+        for number, seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, _PATIENCE)):
+            last = time.monotonic() + seconds
+            for pid in set(pids) - codes.keys() - set(victims):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            while len(codes) < len(pids) and time.monotonic() < last:
+                codes |= ended([pid for pid in pids if pid not in codes])
+                time.sleep(0.005)
+
+    def _tear(self) -> Path | None:
+        """Sometimes, cut a file of the newest checkpoint short."""
+        whole = whole_checkpoints(self.folder)
+        if len(whole) < 2 or self.chance.random() > 0.15:
+            return None
+        path = self.folder / "checkpoints" / f"step_{whole[-1]:06d}"
+        file = self.chance.choice(sorted(path.iterdir()))
+        os.truncate(file, self.chance.randrange(file.stat().st_size))
+        self.torn.add(path)
+        return path
+
+    def _look(self) -> None:
+        """What the kill left; a folder with a checkpoint's name is a whole one, or was cut short before."""
+        folder = self.folder / "checkpoints"
+        for path in folder.glob(".step_*"):
+            known = (path, path.stat().st_ctime_ns)
+            if known not in self.seen:
+                self.seen.add(known)
+                self.tally.left[path.suffix.removeprefix(".")] += 1
+        whole = whole_checkpoints(self.folder)
+        for path in folder.glob("step_*"):
+            if step_of(path) not in whole and path not in self.torn:
+                self._wrong(f"{path.name} is not whole")
+
+    def _check_start(self, said: str, before: list[int], torn: Path | None) -> None:
+        """It goes on from the newest whole checkpoint; from step 0 only if there is none."""
+        found = re.search(r"resumed at step (\d+)", said)
+        afresh = "yet: starting at step 0" in said
+        if not found and not afresh:
+            return  # killed before it said so
+        self.tally.restarts += 1
+        at = int(found[1]) if found else 0
+        if at != (before[-1] if before else 0):
+            self._wrong(f"went on from step {at}, with checkpoints {before}")
+        if torn and "passed over" in said and torn.name in said:
+            self.tally.passed_over += 1
+        elif torn:
+            self._wrong(f"said nothing of {torn.name}, which was cut short")
+
+    def _over(self, codes: Sequence[int]) -> None:
+        if any(codes):
+            self._wrong(f"ended with exit codes {list(codes)}")
+            return
+        wrong = differences(self.folder, self.reference, self.steps)
+        for words in wrong:
+            self._wrong(words)
+        self.tally.ended += not wrong
+
+
+def differences(run: Path, reference: Path, steps: int) -> list[str]:
+    """What a run ended with that its undisturbed run did not, bit by bit."""
+    wrong = []
+    last = f"checkpoints/step_{steps:06d}"
+    exact = [*(f"{last}/{name}" for name in _SAVED), "held_out.jsonl", "checkpoints/best.json"]
+    exact += [str(path.relative_to(reference)) for path in (reference / "adapter").iterdir()]
+    for name in exact:
+        if content(run / name) != content(reference / name):
+            wrong.append(f"{name} differs from the undisturbed run's")
+    one, other = (sorted(p.name for p in (at / "checkpoints").iterdir()) for at in (run, reference))
+    if one != other:
+        wrong.append(f"checkpoints/ holds {one}, and undisturbed {other}")
+    mine, theirs = (values(at / "metrics.jsonl") for at in (run, reference))
+    if [line[0] for line in mine] != list(range(1, steps + 1)):
+        wrong.append("metrics.jsonl has not each step once")
+    elif mine != theirs:
+        wrong.append("metrics.jsonl has other values")
+    return wrong
+
+
+def content(path: Path) -> tuple[Any, bytes]:
+    """A file's bytes; of safetensors apart from its header, whose metadata has no order."""
+    data = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return None, data
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), data[start:]
+
+
+def values(path: Path) -> list[tuple[float, ...]]:
+    lines = (json.loads(line) for line in path.read_text().splitlines())
+    return [tuple(line[name] for name in _VALUES) for line in lines]
+
+
+def whole_checkpoints(run: Path) -> list[int]:
+    """Steps of checkpoints that are what their manifest says, ascending; read without our own code."""
+    return sorted(step_of(p) for p in (run / "checkpoints").glob("step_*") if _is_whole(p))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        digests = json.loads((path / "manifest.json").read_text())["sha256"]
+        return bool(digests) and all(
+            hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
+            for name, digest in digests.items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def is_writing(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".step_*.partial"))
+
+
+def saved(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").glob("step_*")}
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def count_lines(run: Path) -> int:
+    try:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+@contextlib.contextmanager
+def folder_of(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(parents=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+SETTINGS = (
+    "data.height=32",
+    "data.width=48",
+    "train.batch_size=1",
+    "train.save_every=3",
+    "train.keep=2",
+    "train.keep_best=1",
+    "train.ema=0.9",
+    "lora.rank=16",
+    "lora.dropout=0.1",
+    "guard.preflight=false",
+    "validation.prompts=[]",
+    "validation.every=6",
+    "validation.held_out_draws=1",
+    "validation.held_out_clips=2",
+)
+
+
+def play(trial: Trial, rounds: int, *, progress: bool = True) -> None:
+    """The undisturbed run, `rounds` kills, and the way to the end."""
+    trial.undisturbed()
+    with tqdm(total=rounds, desc=f"kills, {trial.ranks} rank(s)", disable=not progress) as bar:
+        first = trial.tally.kills.total()
+        while (done := trial.tally.kills.total() - first) < rounds and not trial.tally.failures:
+            trial.round()
+            bar.update(trial.tally.kills.total() - first - done)
+    trial.to_the_end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    began, tally, chance = time.monotonic(), Tally(), random.Random(options.seed)
+    with folder_of(options.out) as out:
+        task_of("cogvideox")  # imported here, once
+        get_family("cogvideox").build_tiny("cogvideox-2b", out / "model", 0)
+        write_shapes(out / "clips", clips=5, frames=9, height=64, width=96, fps=8)
+        recipe = str(ROOT / "recipes" / "smoke" / "cogvideox.yaml")
+        args = [recipe, f"model.path={out / 'model'}", f"data.path={out / 'clips'}", *SETTINGS]
+        script: Any = load_script()
+        pairs = options.rounds // 5
+        for ranks, rounds, steps in ((1, options.rounds - pairs, 240), (2, pairs, 120)):
+            if rounds:
+                play(Trial(script.main, args, out, steps, chance, tally, ranks), rounds)
+        result = {**vars(tally), "seed": options.seed, "seconds": round(time.monotonic() - began)}
+        (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    sys.exit(1 if tally.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

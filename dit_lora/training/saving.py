@@ -1,0 +1,76 @@
+"""Checkpoints written beside the loop, which waits for the copy to host memory alone."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+
+import torch
+
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.training.checkpoint import SavedState
+
+_PARTS = [part.name for part in fields(SavedState)]
+
+
+class Saver:
+    """One thread that writes one checkpoint at a time, from a copy in host memory that is its own.
+
+    What goes wrong there is kept: `stop_code` says so without waiting, `wait` gives the error. No copy is
+    started after one. The copy costs as much host memory as the state has, once.
+    """
+
+    def __init__(self) -> None:
+        # Its thread is no daemon: an interpreter that ends waits for the write under way.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._jobs: list[Future[object]] = []
+        self._live: Mapping[str, torch.Tensor] = {}
+        self._copies = Snapshots(lambda: self._live, every=1, keep=1)
+        self._error: DitLoraError | None = None
+
+    def start(self, step: int, state: SavedState, write: Callable[[SavedState], object]) -> None:
+        """Copy the state, then have the copy written beside the loop; a write under way is waited for first."""
+        if self.wait() is None:
+            copy = self._copy(step, state)
+            self.then(lambda: write(copy))
+
+    def then(self, job: Callable[[], object]) -> None:
+        """Run `job` in the same thread, after what is under way."""
+        self._jobs.append(self._thread.submit(job))
+
+    def stop_code(self) -> int:
+        """The exit code of an error so far, or 0; waits for nothing."""
+        while self._jobs and self._jobs[0].done():
+            self._take()
+        return self._error.exit_code if self._error else 0
+
+    def wait(self) -> DitLoraError | None:
+        """Wait for what is under way; the first error so far."""
+        while self._jobs:
+            self._take()
+        return self._error
+
+    def _take(self) -> None:
+        try:
+            self._jobs[0].result()
+        except DitLoraError as error:
+            self._error = self._error or error
+        self._jobs.pop(0)
+
+    def _copy(self, step: int, state: SavedState) -> SavedState:
+        self._live = {
+            f"{part}/{name}": tensor
+            for part in _PARTS
+            for name, tensor in getattr(state, part).items()
+        }
+        self._copies.take(step)
+        held, self._live = self._copies.read(step), {}
+        parts = {
+            part: {
+                name.removeprefix(f"{part}/"): tensor
+                for name, tensor in held.items()
+                if name.startswith(f"{part}/")
+            }
+            for part in _PARTS
+        }
+        return SavedState(**parts)

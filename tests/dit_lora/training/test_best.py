@@ -1,0 +1,102 @@
+"""The checkpoints with the lowest held-out loss stay, and best.json names them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_lora.errors import DitLoraError
+from dit_lora.recipe import parse_recipe
+from dit_lora.training import run as runs
+from dit_lora.training.best import BEST, best_checkpoints
+from dit_lora.training.checkpoint import checkpoint_steps
+
+Main = Callable[[list[str]], None]
+
+
+def test_only_checkpoints_that_are_measured_count(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    losses = {
+        0: 0.1,
+        2: 0.5,
+        3: 0.2,
+        4: 0.4,
+        8: 0.4,
+    }  # of 0 and 3 there is no checkpoint, of 6 no loss
+    lines = [json.dumps({"step": s, "held_out_loss": loss}) for s, loss in losses.items()]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(lines) + "\n")
+    assert [one["step"] for one in best_checkpoints(tmp_path, 2)] == [4, 8]  # the earlier of equals
+    assert best_checkpoints(tmp_path, 9)[-1] == {
+        "checkpoint": "step_000002",
+        "step": 2,
+        "held_out_loss": 0.5,
+    }
+    assert best_checkpoints(tmp_path, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "words"),
+    [
+        ({}, {}, "validation.every must divide train.save_every or be a multiple of it; got None"),
+        ({"save_every": 6}, {"every": 4}, "multiple of it; got 4 and 6"),
+        ({"save_every": 6}, {"every": 6, "held_out_draws": 0}, "held_out_draws is 0"),
+    ],
+)
+def test_without_their_loss_there_is_no_best(
+    recipe_values: dict[str, Any], train: dict[str, Any], validation: dict[str, Any], words: str
+) -> None:
+    recipe_values["train"] |= {"keep_best": 1, **train}
+    recipe_values["validation"] |= validation
+    with pytest.raises(DitLoraError, match=r"train\.keep_best needs") as error:
+        parse_recipe(recipe_values, "recipe")
+    assert words in str(error.value)
+
+
+def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped between a checkpoint and its held-out loss, it measures that when it goes on."""
+    losses = {0: 0.1, 2: 0.5, 4: 0.2, 6: 0.7, 8: 0.3}
+    measured: list[int] = []
+
+    def held_out(_run: Any) -> float:
+        measured.append(len(measured) * 2)
+        return losses[measured[-1]]
+
+    monkeypatch.setattr(
+        "dit_lora.training.diffusion.DiffusionTask.held_out_loss", staticmethod(held_out)
+    )
+    folder = tmp_path / "run"
+    args = [
+        *smoke,
+        "train.steps=8",
+        "train.save_every=2",
+        "train.keep=1",
+        "train.keep_best=2",
+        "validation.every=2",
+        "validation.held_out_draws=1",
+        f"run.dir={folder}",
+    ]
+    validate = runs.validate
+
+    def killed(run: runs.Run, step: int) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+        validate(run, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "validate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            lora_main(args)
+    assert list(checkpoint_steps(folder)) == [2, 4]
+    lora_main([*args, "train.resume=auto"])
+    assert measured == [0, 2, 4, 6, 8]
+    assert list(checkpoint_steps(folder)) == [4, 8]
+    best = json.loads((folder / "checkpoints" / BEST).read_text())
+    assert [(one["checkpoint"], one["held_out_loss"]) for one in best] == [
+        ("step_000004", 0.2),
+        ("step_000008", 0.3),
+    ]
