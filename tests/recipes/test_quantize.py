@@ -1,0 +1,139 @@
+"""Recipes with `model.quantize`, end to end: they train, resume bit for bit, and their adapters fit the stock model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_runs import common as chat_recipe
+from chat_runs import write_data
+from launching import ROOT
+from peft import PeftModel
+from runs import lines
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from dit_lora.adapters.groups import base_members
+from dit_lora.adapters.quantize import quantized_bytes
+from dit_lora.config import ModelConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.numerics.narrow import Kind
+from dit_lora.recipe import load_recipe
+
+Main = Callable[[list[str]], None]
+VARIANTS = {
+    "cogvideox": "cogvideox-2b",
+    "sana": "sana-600m",
+    "videochat2": "videochat2-mistral",
+}
+IN_CI = (("cogvideox", "nf4"), ("sana", "fp8"), ("videochat2", "int8"))
+COMBINATIONS = [
+    pytest.param(family, kind, marks=() if (family, kind) in IN_CI else pytest.mark.thorough)
+    for family in VARIANTS
+    for kind in ("nf4", "int8", "fp8")
+]
+
+
+@pytest.fixture(autouse=True)
+def bitsandbytes() -> None:
+    pytest.importorskip("bitsandbytes")
+
+
+def recipe(family: str, base: Path, clips: Path, tmp_path: Path) -> list[str]:
+    """A smoke recipe of four steps, with checkpointing, sampling and every check before the first step."""
+    if family in CHAT_FAMILIES:
+        args = chat_recipe(family, base, write_data(tmp_path / "data"), tmp_path)
+        return [*args, "train.steps=4", "train.save_every=2", "train.checkpointing=full"]
+    return [
+        str(ROOT / "recipes" / "smoke" / f"{family}.yaml"),
+        f"model.path={base}",
+        f"data.path={clips}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.height=32",
+        "data.width=64",
+        "train.steps=4",
+        "train.save_every=2",
+        "train.checkpointing=full",
+        "validation.prompts=[a red disc]",
+        "validation.inference_steps=1",
+    ]
+
+
+def trained(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step_{step:06d}" / "trainable.safetensors")
+
+
+def stock_lora(family: str, base: Path, run: Path) -> dict[str, torch.Tensor]:
+    """LoRA's matrices in the stock model, its base unquantised, by the library's own loader."""
+    if family in CHAT_FAMILIES:
+        checkpoint = get_family(family).open(ModelConfig(family=family, path=str(base)))
+        model: Any = checkpoint.model_class.from_pretrained(base)
+        model = PeftModel.from_pretrained(model, run / "adapter").base_model.model
+    else:
+        from diffusers import DiffusionPipeline
+
+        pipeline = DiffusionPipeline.from_pretrained(base)
+        pipeline.load_lora_weights(run / "adapter", adapter_name="default")
+        model = pipeline.transformer
+    return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+
+
+def computed_bytes(run: Path, kind: Kind | None) -> int:
+    recipe = load_recipe(run / "config.yaml")
+    family = get_family(recipe.model.family)
+    checkpoint = family.open(recipe.model)
+    is_chat = recipe.model.family in CHAT_FAMILIES
+    model = (checkpoint.load_model if is_chat else checkpoint.load_transformer)(torch.float32)
+    trained = base_members(model, recipe.optim.groups, family.group_patterns)
+    return quantized_bytes(model.to("meta"), kind, trained)
+
+
+@pytest.mark.parametrize(("family", "kind"), COMBINATIONS)
+def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_model(
+    family: str,
+    kind: Kind,
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bit for bit, dropout of the adapters and all; the base takes as many bytes as were computed from its shapes."""
+    base, whole, parts = tiny_checkpoints[VARIANTS[family]], tmp_path / "whole", tmp_path / "parts"
+    args = [
+        *recipe(family, base, shape_clips, tmp_path),
+        f"model.quantize={kind}",
+        "lora.dropout=0.1",
+    ]
+    lora_main([*args, f"run.dir={whole}"])
+    said = capsys.readouterr().err
+    computed, wide = computed_bytes(whole, kind), computed_bytes(whole, None)
+    assert computed < 0.9 * wide
+    assert f"takes {computed / 2**20:.4g} MiB in place of {wide / 2**20:.4g}" in said
+    assert "lora_linear: off" not in said
+    assert "could not be counted" not in said
+    assert not lines(whole, "events.jsonl")
+
+    lora_main([*args, f"run.dir={parts}", f"train.resume={whole}/checkpoints/step_000002"])
+    assert [one["step"] for one in lines(parts, "metrics.jsonl")] == [3, 4]
+    expected, found = trained(whole, 4), trained(parts, 4)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+    stock = stock_lora(family, base, whole)
+    assert stock.keys() == {name for name in expected if ".lora_" in name}
+    assert all(torch.equal(stock[name], expected[name]) for name in stock)
+
+
+def test_a_run_is_not_continued_with_another_quantisation(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    args = [*smoke, "guard.preflight=false", f"run.dir={run}", "train.steps=1"]
+    lora_main([*args, "model.quantize=int8"])
+    with safe_open(run / "adapter" / "pytorch_lora_weights.safetensors", "pt") as file:
+        assert '"quantize": "int8"' in str(file.metadata())
+    with pytest.raises(DitLoraError, match=r"model\.quantize: 'int8' in the checkpoint, None in"):
+        lora_main([*args, "train.resume=auto"])
