@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from dit_lora.numerics.finite import abs_max, describe_bad, has_values, not_finite
-from dit_lora.numerics.gate import local
+from dit_lora.numerics.finite import abs_max, describe_bad, has_values
 from dit_lora.numerics.labels import label_faults
+from dit_lora.numerics.narrow import weight_values
 from dit_lora.numerics.probe import Trace
-from dit_lora.numerics.replay import MicroBatch, Outcome, probe, run
+from dit_lora.numerics.replay import MicroBatch, Outcome, run, traced
+from dit_lora.numerics.shards import Describe, described, is_sharded, local, needs_all_ranks
 from dit_lora.numerics.switches import Switch, in_fp32
 from dit_lora.numerics.verdict import Cause, Verdict
 from dit_lora.objectives import IGNORE
@@ -26,6 +27,9 @@ _DIVERGED = 100.0
 _LOST = 100.0  # in absolute terms: LoRA's matrices stay below 1
 
 _REDRAWS = 3  # with other noise and timesteps
+
+# Second moments, and the scales of 8-bit ones: torch's and Prodigy's name, then bitsandbytes'.
+_NOT_NEGATIVE = ("exp_avg_sq", "state2", "absmax1", "absmax2")
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -42,11 +46,13 @@ class Suspects:
     """The largest trained weight when training started."""
     limit: float | None = None
     """Samples' values beyond this are bad though finite."""
+    lockstep: bool = False
+    """Whether every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
+    the same verdict, on weights and moments as a whole."""
 
-    @property
-    def can_replay(self) -> bool:
-        """Whether one rank can run the model alone: a sharded one (FSDP2) needs all ranks in step."""
-        return not any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Of a model that is not diagnosed in lockstep, this rank's part."""
+        return self.model.named_parameters() if self.lockstep else weight_values(self.model)
 
 
 @dataclass
@@ -58,6 +64,13 @@ class _Case:
     kind: str
     control: MicroBatch | None = None
     evidence: dict[str, object] = field(default_factory=dict)
+    rank: int = -1
+    """Of the weights at fault, where it is not the micro-batch's."""
+
+    def wrong(self, tensors: Iterable[tuple[str, torch.Tensor]], how: Describe) -> list[str]:
+        found = described(tensors, how, together=self.suspects.lockstep)
+        self.rank = next(iter(found.values()), -1) if self.rank < 0 else self.rank
+        return list(found)
 
     def found(self, cause: Cause, words: str, **facts: Any) -> Verdict:
         batch = self.micro_batch
@@ -65,7 +78,7 @@ class _Case:
             cause,
             words,
             step=batch.step,
-            rank=batch.rank,
+            rank=batch.rank if self.rank < 0 else self.rank,
             micro_step=batch.micro_step,
             evidence=self.evidence,
             **facts,
@@ -91,45 +104,42 @@ def diagnose(
     verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
     if verdict is not None:
         return verdict
-    if not suspects.can_replay:
+    if needs_all_ranks(suspects.model) and not suspects.lockstep:
         ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
         words = "not replayed: the model is sharded, and one rank cannot run it alone"
         return case.found("unknown", words, sample_ids=ids)
     outcome = run(micro_batch, suspects.model)
     if outcome.is_healthy(needs_gradient=kind == "zero_gradient"):
         trained = [p.detach() for p in suspects.model.parameters() if p.requires_grad]
-        if has_run_away(weight_peak(trained), suspects.start_peak):
+        peak = weight_peak(trained, together=suspects.lockstep)
+        if has_run_away(peak, suspects.start_peak):
             return run_away(micro_batch, suspects)
         return case.found(
             "transient", "finite when it was run again: it did not come from the data"
         )
     if (unlabelled := _unlabelled(case, outcome)) is not None:
         return unlabelled
-    trace = probe(micro_batch, suspects.model)
+    trace, case.rank = traced(micro_batch, suspects.model)
     case.evidence |= _evidence(outcome, trace)
     verdict = _experiments(case, outcome)
     return _located(verdict, trace, outcome, micro_batch)
 
 
 def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
-    """A verdict if a moment or a weight is not finite, or a frozen weight is; None if all are."""
+    """A verdict if a moment or a weight is not finite, or a frozen weight is; None if all are. Collective in lockstep."""
     case = _Case(micro_batch, suspects, "non_finite_weights")
-    parameters = [(n, local(p.detach())) for n, p in suspects.model.named_parameters()]
-    trained = {n for n, p in suspects.model.named_parameters() if p.requires_grad}
-    frozen = not_finite((n, p) for n, p in parameters if n not in trained)
+    trained = {n: p for n, p in suspects.model.named_parameters() if p.requires_grad}
+    others = ((n, p) for n, p in suspects.named_parameters() if n not in trained)
+    frozen = case.wrong(others, describe_bad)
     if frozen:
         case.evidence["frozen"] = frozen[:20]
         words = (
             f"the frozen weight {frozen[0]}{_others(frozen)}; the checkpoint or memory is damaged"
         )
         return case.found("weights", words, module=_module(frozen[0]))
-    state = [(n, local(t)) for n, t in suspects.optimizer_state()]
-    moments = not_finite(state) or [
-        f"{n} must not be negative and reaches {t.min().item():.3g}"
-        for n, t in state
-        if n.endswith("exp_avg_sq") and t.min() < 0
-    ]
-    weights = not_finite((n, p) for n, p in parameters if n in trained)
+    state = list(suspects.optimizer_state())
+    moments = case.wrong(state, describe_bad) or case.wrong(state, _negative)
+    weights = case.wrong(trained.items(), describe_bad)
     if not moments and not weights:
         return None
     case.evidence["not_finite"] = [*moments, *weights][:20]
@@ -140,18 +150,24 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
         cause: Cause = "weights" if is_average else "optimizer"
         return case.found(cause, words, module=_module(moments[0]))
     bad = {name.split(" ")[0] for name in weights}
-    if any(p.dtype is torch.float16 for n, p in parameters if n in bad):
+    if any(p.dtype is torch.float16 for n, p in trained.items() if n in bad):
         words = f"the trained weight {weights[0]}{_others(weights)}; it is fp16, where AdamW's eps of 1e-8 is 0 "
         return case.found(
             "precision", words + "and a gradient of 0 becomes NaN", module=_module(weights[0])
         )
-    if _diverged(case, parameters, trained):
+    if _diverged(case):
         return case.found("learning_rate", _diverged_words(case), module=_module(weights[0]))
     if len(weights) > len(trained) / 2:
         words = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
         return case.found("learning_rate", words + "the learning rate is too high")
     words = f"the trained weight {weights[0]}{_others(weights)}, with finite gradients and moments"
     return case.found("weights", words, module=_module(weights[0]))
+
+
+def _negative(name: str, tensor: torch.Tensor) -> str | None:
+    if not name.endswith(_NOT_NEGATIVE) or not tensor.numel() or tensor.min() >= 0:
+        return None
+    return f"{name} must not be negative and reaches {tensor.min().item():.3g}"
 
 
 def _bad_data(case: _Case) -> Verdict | None:
@@ -210,9 +226,7 @@ def _experiments(case: _Case, outcome: Outcome) -> Verdict:
         if _healthy_without(case, switch):
             words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
             return case.found(switch_cause(switch), words, switch=switch.name)
-    parameters = [(n, local(p.detach())) for n, p in case.suspects.model.named_parameters()]
-    trained = {n for n, p in case.suspects.model.named_parameters() if p.requires_grad}
-    if _diverged(case, parameters, trained):
+    if _diverged(case):
         return case.found("learning_rate", _diverged_words(case))
     if case.kind != "zero_gradient" and _finite_in_fp32(case):
         return case.found("precision", "finite in fp32: the values leave the range of the dtype")
@@ -228,6 +242,8 @@ def _healthy_without(case: _Case, switch: Switch) -> bool:
         with switch.off():
             return case.healthy()
     except torch.OutOfMemoryError:
+        if case.suspects.lockstep:
+            raise  # other ranks may wait in the middle of a pass for this one
         case.evidence[switch.name] = "not tried: without it, a step does not fit into memory"
         return False
 
@@ -296,8 +312,11 @@ def _samples_at_fault(case: _Case) -> list[str]:
 
 
 def _finite_in_fp32(case: _Case) -> bool:
-    dtypes = {p.dtype for p in case.suspects.model.parameters()}
+    dtypes = {p.dtype for p in case.suspects.model.parameters() if p.is_floating_point()}
     if dtypes <= {torch.float32, torch.float64} and not _autocasts(case.suspects.model):
+        return False
+    if is_sharded(case.suspects.model):
+        case.evidence["fp32"] = "not tried: the weights are sharded"
         return False
     try:
         with in_fp32(case.suspects.model):
@@ -312,10 +331,9 @@ def _autocasts(model: nn.Module) -> bool:
     return "_original_forward" in model.__dict__
 
 
-def _diverged(
-    case: _Case, parameters: Sequence[tuple[str, torch.Tensor]], trained: set[str]
-) -> bool:
-    peak = weight_peak((t for n, t in parameters if n in trained), finite_only=True)
+def _diverged(case: _Case) -> bool:
+    trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
+    peak = weight_peak(trained, finite_only=True, together=case.suspects.lockstep)
     case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
     return bool(case.suspects.start_peak) and peak > _DIVERGED * case.suspects.start_peak
 
@@ -350,14 +368,21 @@ def _module(described: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def weight_peak(weights: Iterable[torch.Tensor], *, finite_only: bool = False) -> float:
-    """The largest magnitude among weights; of their finite values, if asked for."""
+def weight_peak(
+    weights: Iterable[torch.Tensor], *, finite_only: bool = False, together: bool = False
+) -> float:
+    """The largest magnitude among weights, NaN if one is; of their finite values, if asked for.
+
+    Of sharded weights that of this rank's parts, or `together`, which is collective, of all.
+    """
     peaks = []
     for weight in map(local, weights):
         if has_values(weight):
             values = weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if finite_only else weight
             peaks.append(abs_max(values))
-    return torch.stack(peaks).max().item() if peaks else 0.0
+    peak = torch.stack(peaks).max().item() if peaks else 0.0
+    # torch.max keeps a NaN.
+    return torch.tensor(gather_object([peak])).max().item() if together else peak
 
 
 def has_run_away(peak: float, start: float) -> bool:
@@ -368,7 +393,5 @@ def has_run_away(peak: float, start: float) -> bool:
 def run_away(micro_batch: MicroBatch, suspects: Suspects) -> Verdict:
     """The verdict on trained weights that grew out of bounds, be they finite or not."""
     case = _Case(micro_batch, suspects, "diverged_weights")
-    parameters = [(n, p.detach()) for n, p in suspects.model.named_parameters()]
-    trained = {n for n, p in suspects.model.named_parameters() if p.requires_grad}
-    _diverged(case, parameters, trained)
+    _diverged(case)
     return case.found("learning_rate", _diverged_words(case))

@@ -13,7 +13,12 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether every value is finite; reads the device. Integer tensors are."""
-    return not has_values(tensor) or bool(torch.isfinite(tensor).all())
+    return not has_values(tensor) or bool(torch.isfinite(_readable(tensor)).all())
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """PyTorch asks no 8-bit float whether it is infinite; bf16 holds all of their values."""
+    return tensor.to(torch.bfloat16) if tensor.element_size() == 1 else tensor
 
 
 def abs_max(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,6 +35,7 @@ def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) ->
     """`name has 2 NaN and 1 Inf among 96 values`, or that it reaches beyond `limit`; None if neither."""
     if not has_values(tensor):
         return None
+    tensor = _readable(tensor)
     nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count]
     if counts:

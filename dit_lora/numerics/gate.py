@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.shards import local
 
 
 class NonFiniteError(DitLoraError):
@@ -118,8 +119,3 @@ def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     weights = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
     norms = torch._foreach_norm(weights)
     return ~torch.isfinite(torch.stack([norm.float() for norm in norms])).all()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; any other as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

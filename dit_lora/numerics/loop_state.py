@@ -1,6 +1,6 @@
 """What a loop that is not ours trains: its weights, its optimizer's state, its schedules; to go back to."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from accelerate.utils import gather_object
 from diffusers.training_utils import EMAModel
 from torch import nn
 
+from dit_lora.numerics.numbers import as_tensor, group_numbers, put_back
 from dit_lora.numerics.snapshot import Snapshots
 
 
@@ -20,20 +21,19 @@ class LoopState:
         self.schedules: list[Any] = []
         self.ema: EMAModel | None = None
         self._ema_steps: dict[int, int] = {}
-        self.snapshots = Snapshots(self.tensors, every=every)
+        self.snapshots = Snapshots(self.tensors, every=every, put=self._put)
         self._schedule_states: dict[int, list[dict[str, Any]]] = {}
 
     def trainables(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """As `<parameter>/<name>`."""
-        names = {parameter: name for name, parameter in self.trainables().items()}
+        """As `<parameter>/<name>`; numbers are copies, of groups `group <number>/<name>`."""
         return {
-            f"{names.get(parameter, id(parameter))}/{key}": value
-            for parameter, state in self.optimizer.state.items()
+            f"{prefix}/{key}": as_tensor(value)
+            for prefix, state in self._optimizer_state()
             for key, value in state.items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, (torch.Tensor, int, float))
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -73,6 +73,19 @@ class LoopState:
         for schedule in self.schedules:
             inner = schedule.scheduler if "scheduler" in vars(schedule) else schedule
             inner.base_lrs = [rate * factor for rate in inner.base_lrs]
+
+    def _optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        names = {parameter: name for name, parameter in self.trainables().items()}
+        for parameter, state in self.optimizer.state.items():
+            yield f"{names.get(parameter, id(parameter))}", state
+        for number, group in enumerate(self.optimizer.param_groups):
+            yield f"group {number}", group_numbers(group)
+
+    def _put(self, restored: Mapping[str, torch.Tensor]) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            put_back(group, f"group {number}", restored)
+        for prefix, state in self._optimizer_state():
+            put_back(state, prefix, restored)
 
     def _drop(self, born_since: Sequence[str]) -> None:
         names = {parameter: name for name, parameter in self.trainables().items()}

@@ -3,8 +3,8 @@
 Everything stays on the device until `collect` makes the one transfer, so that a step that is watched does
 not wait for the device in between. All of a process' modules are on one device.
 
-A LoRA layer is one module, under the name of the layer that it wraps. With FSDP2 every value is of this
-rank's shard: a DTensor is read by `to_local`, without communication.
+A LoRA layer is one module, under the name of the layer that it wraps. With FSDP2 norms are of whole parameters:
+one all-reduce for each kind. Largest magnitudes are of this rank's samples.
 """
 
 import math
@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.numerics.finite import abs_max, has_values, headroom
+from dit_lora.numerics.shards import local
 
 # PEFT's own names inside a layer that it wraps (peft/tuners/lora/layer.py).
 _INSIDE_LORA = re.compile(r"(^|\.)(lora_\w+|base_layer)(\.|$)")
@@ -76,13 +77,13 @@ class Monitor:
 
     def before_update(self) -> None:
         """Copy the trainable weights: their memory once more until `after_update`."""
-        self._before = [_local(p).clone() for p in self._trainable.values()]
+        self._before = [local(p.detach()).clone() for p in self._trainable.values()]
 
     def after_update(self) -> None:
         """Keep the norms of the weights and of what the optimizer changed in them."""
-        weights = [_local(p) for p in self._trainable.values()]
-        changes = torch._foreach_sub(weights, self._before)
-        self._keep_norms("weight", dict(zip(self._trainable, weights, strict=True)))
+        weights = {name: local(p.detach()) for name, p in self._trainable.items()}
+        changes = torch._foreach_sub(list(weights.values()), self._before)
+        self._keep_norms("weight", weights)
         self._keep_norms("change", dict(zip(self._trainable, changes, strict=True)))
         self._before = []
 
@@ -116,8 +117,12 @@ class Monitor:
     ) -> None:
         if not tensors:
             return
-        local = [_local(tensor) for tensor in tensors.values()]
-        norms = torch._foreach_norm(local, 2, dtype=torch.float32)
+        own = [local(tensor.detach()) for tensor in tensors.values()]
+        norms = list(torch._foreach_norm(own, 2, dtype=torch.float32))
+        if any(isinstance(self._trainable[name], DTensor) for name in tensors):
+            squares = torch.stack(norms).double().square()
+            distributed.all_reduce(squares)
+            norms = list(squares.sqrt().float())
         for name, norm in zip(tensors, norms, strict=True):
             self._kept[_Key(kind, _owner(name), name)] = norm
 
@@ -180,10 +185,5 @@ def _owner(parameter: str) -> str:
 
 def _tensors(output: Any) -> Sequence[torch.Tensor]:
     outputs = output if isinstance(output, (tuple, list)) else (output,)
-    tensors = (_local(item) for item in outputs if isinstance(item, torch.Tensor))
+    tensors = (local(item.detach()) for item in outputs if isinstance(item, torch.Tensor))
     return [tensor for tensor in tensors if has_values(tensor)]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.numerics.gate import local
 from dit_lora.numerics.replay import cuda_devices
+from dit_lora.numerics.shards import is_sharded, local, needs_all_ranks, whole
 from dit_lora.numerics.switches import Switch, in_fp32
 from dit_lora.numerics.whole import called_modules
 
@@ -49,11 +50,12 @@ def first_difference(switch: Switch, losses: Losses, model: nn.Module) -> Differ
     Give losses of several different samples: OpenDiT's fused modulation used the first sample's scale and shift
     for all of them, and was right for a batch of one. A model in half precision is compared as it is, and in fp32
     too, which tells a small wrong from rounding, if a second copy of its weights fits. Outputs of whole blocks are
-    compared first, in host memory; those inside the first block that differs then say where.
+    compared first, in host memory; those inside the first block that differs then say where. A sharded model
+    (FSDP2) is compared on all ranks at once, as it is alone.
     """
     found = _located(switch, losses, model)
     halves = any(p.dtype in _HALVES for p in model.parameters())
-    if found is not None or not halves or switch.cause == "attention_backend":
+    if found is not None or not halves or switch.cause == "attention_backend" or is_sharded(model):
         return found  # flash attention has no fp32
     try:
         with in_fp32(model):
@@ -105,6 +107,13 @@ def _compare(
         with switch.off():
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
+    found = _first_apart(switch, references, fused)
+    if needs_all_ranks(model):  # one answer for all ranks, so that none goes on alone
+        return next((one for one in gather_object([found]) if one is not None), None)
+    return found
+
+
+def _first_apart(switch: Switch, references: Values, fused: Values) -> Difference | None:
     # Computed in, whatever a value is kept in: gradients of fp32 adapters, norms under autocast.
     lowest = max((x.dtype for x in references.values()), key=lambda dtype: _TOLERANCE.get(dtype, 0))
     largest = _largest_gradients(references)
@@ -142,7 +151,8 @@ def _largest_gradients(values: Values) -> dict[str, float]:
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """A mask depends on the dtype that it is drawn for, which is a kernel's own choice."""
-    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training]
+    # Those that drop nothing stay: a compiled block would be compiled anew for another mode.
+    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training and m.p]
     for module in dropouts:
         module.eval()
     try:
@@ -211,7 +221,7 @@ def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Va
         parameter.grad = None
     try:
         loss.backward()
-        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
     finally:
         for name, parameter in parameters.items():
             parameter.grad = kept[name]

@@ -20,6 +20,8 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import write_whole
 from dit_lora.numerics.attention import BACKENDS, AttentionCall, BackendParity, parity
 from dit_lora.numerics.finite import describe_bad, headroom, is_finite
+from dit_lora.numerics.narrow import weight_values
+from dit_lora.numerics.shards import local, whole
 from dit_lora.numerics.whole import called_modules
 
 _VERSION = 1  # of the checks: results of older ones are not taken from a cache
@@ -71,12 +73,10 @@ def check_trainables(model: nn.Module) -> list[Finding]:
 
 
 def check_base_weights(model: nn.Module) -> list[Finding]:
-    """Frozen weights are finite; integer and one-byte (quantised) ones are not looked at."""
-    frozen = [
-        (name, p)
-        for name, p in model.named_parameters()
-        if not p.requires_grad and p.is_floating_point() and p.element_size() > 1
-    ]
+    """Frozen weights are finite, and so are the scales of quantised ones."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    values = ((name, values) for name, values in weight_values(model) if name not in trained)
+    frozen = [(name, one) for name, one in values if one.is_floating_point()]
     return [_finite("base weights are finite", frozen)]
 
 
@@ -255,17 +255,26 @@ def wrong_backends(findings: Iterable[Finding]) -> list[str]:
     ]
 
 
+def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
+    """Whether `cached` would remember."""
+    return fingerprint(facts) in _known(path)
+
+
 def cached(
-    path: Path, facts: Mapping[str, Any], check: Callable[[], list[Finding]]
+    path: Path,
+    facts: Mapping[str, Any],
+    check: Callable[[], list[Finding]],
+    *,
+    trust: bool = True,
 ) -> list[Finding]:
-    """`check()`, or what it found before under the same facts.
+    """`check()`, or what it found before under the same facts, unless that is not to be trusted.
 
     Facts are all that the result depends on: versions, device, digest of the model, shapes, dtype. A fatal
     result is never kept, and a file that is torn or of another version is as none.
     """
     key = fingerprint(facts)
     known = _known(path)
-    if key in known:
+    if trust and key in known:
         return known[key]
     findings = check()
     if not any(finding.fatal for finding in findings):
@@ -299,7 +308,8 @@ def _judged(
 
 
 def _finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Finding:
-    bad = [words for n, t in tensors if not is_finite(t) and (words := describe_bad(n, t))]
+    own = [(name, local(tensor.detach())) for name, tensor in tensors]
+    bad = [words for n, t in own if not is_finite(t) and (words := describe_bad(n, t))]
     return _judged(
         check,
         bad,
@@ -315,7 +325,7 @@ def _parent(module: str) -> str:
 def _no_gradient(name: str, parameter: nn.Parameter) -> str | None:
     if parameter.grad is None:
         return "no gradient"
-    if ".lora_B." in name and not parameter.grad.any():
+    if ".lora_B." in name and not whole(parameter.grad).any():
         return "a gradient that is all zero"
     return None
 

@@ -16,9 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics.finite import abs_max, describe_bad, has_values, headroom
+from dit_lora.numerics.shards import local, stock_class
 from dit_lora.numerics.whole import called_modules
 
 _TRAIL = 12  # entries kept upstream of the first bad value
+
+_OF_RANKS = ("c10d", "_c10d_functional", "fsdp")
+"""Ops by which ranks share weights and gradients: they move values, and some return before they are there."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Probe(TorchDispatchMode):
     def watching(self) -> Iterator[Trace]:
         """Within it every op and every module of the model is seen."""
         # The model itself by its class: no name means outside it.
-        names = {m: name or type(m).__name__ for name, m in called_modules(self.model)}
+        names = {m: name or stock_class(m).__name__ for name, m in called_modules(self.model)}
         handles = [self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)]
         for module, name in names.items():
             handles += [
@@ -112,6 +116,8 @@ class Probe(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in _OF_RANKS:
+            return func(*args, **kwargs)
         mutable = func._schema.is_mutable
         before = _state(_read(func, args, kwargs)) if mutable else None
         output = func(*args, **kwargs)
@@ -208,7 +214,8 @@ class _State:
 
 def _state(leaves: Sequence[Any]) -> _State | None:
     """None where there is no float value to judge."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and has_values(leaf)]
+    values_of = (local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    tensors = [tensor for tensor in values_of if has_values(tensor)]
     if not tensors:
         return None
     peaks = [abs_max(tensor) for tensor in tensors]

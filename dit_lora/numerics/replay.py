@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 
 from dit_lora.numerics.probe import Probe, Trace
+from dit_lora.numerics.shards import local, needs_all_ranks
+from dit_lora.numerics.switches import eager
 from dit_lora.objectives import LossOutput
 
 
@@ -16,7 +19,7 @@ class MicroBatch:
     """What one rank ran in one micro-step.
 
     `forward` draws from named generators only, so every call gives the same bits while the weights are the
-    same; it runs the bare model, without DDP, so it needs no other rank.
+    same; it runs the bare model, without DDP, so it needs no other rank unless the model is sharded.
     """
 
     ids: tuple[str, ...]
@@ -63,17 +66,34 @@ class Outcome:
 
 
 def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
-    """Forward and backward once; gradients and random state are afterwards as before."""
+    """Forward and backward once; gradients and random state are afterwards as before.
+
+    A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch: all get the losses of the rank
+    whose micro-batch it is, and what any rank found in its part of the gradients.
+    """
     with _kept_gradients(model), torch.random.fork_rng(cuda_devices(model)):
         output = _forward_backward(micro_batch)
-        gradients = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        named = list(model.named_parameters())
+        gradients = [(n, local(p.grad)) for n, p in named if p.grad is not None]
         bad = [name for name, grad in gradients if not torch.isfinite(grad).all()]
         zero = not any(bool(grad.any()) for _, grad in gradients)
-    return Outcome(
+    outcome = Outcome(
         losses=tuple(output.losses.detach().float().tolist()),
         timesteps=tuple(int(t) for t in output.timesteps.tolist()),
         bad_gradients=tuple(bad),
         gradient_is_zero=zero,
+    )
+    return _agreed(outcome, micro_batch.rank) if needs_all_ranks(model) else outcome
+
+
+def _agreed(own: Outcome, owner: int) -> Outcome:
+    """One outcome for all ranks, so that none goes on alone."""
+    outcomes: list[Outcome] = gather_object([own])
+    bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
+    return replace(
+        outcomes[owner],
+        bad_gradients=tuple(bad),
+        gradient_is_zero=all(outcome.gradient_is_zero for outcome in outcomes),
     )
 
 
@@ -82,10 +102,26 @@ def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
     with (
         _kept_gradients(model),
         torch.random.fork_rng(cuda_devices(model)),
+        eager(model),
         Probe(model).watching() as trace,
     ):
         _forward_backward(micro_batch)
     return trace
+
+
+def traced(micro_batch: MicroBatch, model: nn.Module) -> tuple[Trace, int]:
+    """What `probe` shows, and on which rank: the micro-batch's, or of a sharded model one where it goes wrong.
+
+    All ranks of a model that needs them run the same micro-batch: where it goes wrong on another alone, that one's device does.
+    """
+    own, rank = probe(micro_batch, model), micro_batch.rank
+    if not needs_all_ranks(model):
+        return own, rank
+    traces: list[Trace] = gather_object([own])
+    telling = [index for index, trace in enumerate(traces) if trace.origin or trace.hidden]
+    if telling and rank not in telling:
+        rank = telling[0]
+    return traces[rank], rank
 
 
 def _forward_backward(micro_batch: MicroBatch) -> LossOutput:

@@ -15,7 +15,7 @@ import torch
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.finite import is_finite
-from dit_lora.numerics.gate import local
+from dit_lora.numerics.shards import local
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,12 +25,21 @@ class Snapshots:
 
     `state` may give more tensors from one call to the next, as AdamW does after its first step. CUDA tensors
     are all on one device. Nothing here is collective: every rank calls the same methods in the same steps.
+
+    Of what is no tensor, such as a step count that is an int, `state` gives a copy; `put` is given the restored
+    tensors to write such values back.
     """
 
     def __init__(
-        self, state: Callable[[], Mapping[str, torch.Tensor]], *, every: int, keep: int = 2
+        self,
+        state: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        every: int,
+        keep: int = 2,
+        put: Callable[[Mapping[str, torch.Tensor]], None] = lambda restored: None,
     ) -> None:
         self._state = state
+        self._put = put
         self._every = every
         self._keep = keep
         self._held: dict[int, Tensors] = {}
@@ -75,7 +84,7 @@ class Snapshots:
         its state. Raises `DitLoraError`, with nothing changed, if `step` is not held or a tensor of its
         snapshot is alive no more or in another shape or dtype.
         """
-        held, live = self._read(step), self._live()
+        held, live = self.read(step), self._live()
         lost = [name for name, buffer in held.items() if not _fits(buffer, live.get(name))]
         if lost:
             summary = (
@@ -84,13 +93,21 @@ class Snapshots:
             raise DitLoraError(listed(summary, lost))
         for name, buffer in held.items():
             live[name].copy_(buffer)
+        self._put({name: live[name] for name in held})
         for later in [other for other in self._held if other > step]:
             self.forget(later)
         return [name for name in live if name not in held]
 
+    def read(self, step: int) -> Tensors:
+        """The snapshot, once the host may read it; its own buffers, which later snapshots overwrite."""
+        self._require(step)
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._held[step]
+
     def not_finite(self, step: int) -> list[str]:
         """The tensors of a held snapshot that are not finite; a step to go back to has none."""
-        return [name for name, buffer in self._read(step).items() if not is_finite(buffer)]
+        return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
 
     def forget(self, step: int) -> None:
         """Hold the snapshot no more; its buffers are the next snapshot's."""
@@ -126,13 +143,6 @@ class Snapshots:
         if step not in self._held:
             held = ", ".join(map(str, self.steps)) or "none"
             raise DitLoraError(f"no snapshot of step {step} is held; held: {held}")
-
-    def _read(self, step: int) -> Tensors:
-        """The snapshot, once the host may read it."""
-        self._require(step)
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._held[step]
 
 
 def _copied_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,13 @@ class Streams:
         return [generator(self.seed, stream, draw) for draw in self.draws]
 
 
+def moved(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Draws on a device, without making the host wait for what is queued there: a GPU takes them from pinned memory."""
+    if device.type == "cuda":
+        draws = draws.pin_memory()
+    return draws.to(device, non_blocking=True)
+
+
 def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
     """fp32 standard normal noise of shape (B, *shape), on the CPU, each row from its own generator."""
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])

@@ -1,14 +1,17 @@
 """What can be switched off to see whether it is the cause: attention backends, compilation, fused kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.backends import cuda
 
 from dit_lora.errors import DitLoraError
+
+COMPILE = "compile"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,17 @@ def compile_switches(model: nn.Module) -> list[Switch]:
     def turn_off() -> None:
         torch.compiler.set_stance("force_eager")
 
-    return [Switch("compile", "kernel", off, turn_off, "eager mode")]
+    return [Switch(COMPILE, "kernel", off, turn_off, "eager mode")]
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Within it nothing of the model runs compiled, so that hooks and modes see all of its parts and ops."""
+    with ExitStack() as stack:
+        for switch in model_switches(model):
+            if switch.name == COMPILE:
+                stack.enter_context(switch.off())
+        yield
 
 
 _OF_MODEL = "_dit_lora_switches"
@@ -144,13 +157,19 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     if bare is not None:
         model.__dict__["forward"] = bare
     device = next(iter(tensors)).device.type
+    # bitsandbytes' 4-bit layers cast their input.
+    fixed = [(m, m.compute_dtype) for m in model.modules() if _computes_in_half(m)]
     try:
+        for module, _ in fixed:
+            module.compute_dtype = torch.float32
         for tensor, data, _ in kept:
             tensor.grad = None  # of the dtype that it has no longer
             tensor.data = data.float()
-        with torch.autocast(device, enabled=False), _fp32_arguments(model):
+        with torch.autocast(device, enabled=False), _fp32_arguments(model), eager(model):
             yield
     finally:
+        for module, dtype in fixed:
+            module.compute_dtype = dtype
         for tensor, data, grad in kept:
             tensor.grad = None
             tensor.data = data
@@ -160,6 +179,10 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+def _computes_in_half(module: nn.Module) -> TypeGuard[Any]:
+    return getattr(module, "compute_dtype", None) in _HALVES
 
 
 @contextmanager

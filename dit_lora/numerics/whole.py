@@ -19,6 +19,12 @@ def set_whole(module: nn.Module, is_whole: Callable[[], bool] | None) -> None:
         module.__dict__[_WHOLE] = is_whole
 
 
+def whole_test(module: nn.Module) -> Callable[[], bool] | None:
+    """What `set_whole` was given for this module."""
+    found: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
+    return found
+
+
 def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """As `named_modules`, without the parts of modules that compute as one now."""
     parts: list[str] = []
@@ -26,6 +32,6 @@ def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(name.startswith(part) for part in parts[-1:]):
             continue
         yield name, module
-        is_whole = module.__dict__.get(_WHOLE)
+        is_whole = whole_test(module)
         if is_whole is not None and is_whole():
             parts.append(f"{name}.")

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from diffusers.training_utils import EMAModel
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from dit_lora.training.checkpoint import trainable_state
+from dit_lora.numerics.shards import as_part_of, local
 
 
 class TrainedEMA:
@@ -19,29 +21,31 @@ class TrainedEMA:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._average = EMAModel(self._parameters.values(), decay=decay, foreach=True)
+        self._average = EMAModel(self._own(), decay=decay, foreach=True)
+
+    def _own(self) -> list[Any]:
+        """The weights, of sharded ones this rank's part: PyTorch copies no list of DTensors."""
+        values = self._parameters.values()
+        return [local(p.detach()).requires_grad_() if isinstance(p, DTensor) else p for p in values]
 
     def step(self, number: int) -> None:
         """Move towards the weights after optimizer step `number`, counted from 1."""
         self._average.optimization_step = number - 1
-        self._average.step(self._parameters.values())
+        self._average.step(self._own())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The averages as `ema/<parameter>`."""
         averages = zip(self._parameters, self._average.shadow_params, strict=True)
-        return {f"ema/{name}": average for name, average in averages}
+        return {
+            f"ema/{name}": as_part_of(self._parameters[name], average) for name, average in averages
+        }
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within it the model has the averages; afterwards its own weights, bit for bit."""
-        self._average.store(self._parameters.values())
-        self._average.copy_to(self._parameters.values())
+        self._average.store(self._own())
+        self._average.copy_to(self._own())
         try:
             yield
         finally:
-            self._average.restore(self._parameters.values())
-
-
-def whole_state(model: nn.Module, ema: TrainedEMA | None) -> dict[str, torch.Tensor]:
-    """The trained weights, and their averages if there are any."""
-    return {**trainable_state(model), **(ema.tensors() if ema else {})}
+            self._average.restore(self._own())

@@ -3,7 +3,7 @@
 The loop, the gate, recovery and checkpoints are the same for all of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -16,8 +16,16 @@ from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import gated_step, weights_are_bad
 from dit_lora.train_config import OptimConfig
 from dit_lora.training.checkpoint import trainable_state
+from dit_lora.training.offload import placement
 from dit_lora.training.optimizer import clip_gradients, gradient_norms
-from dit_lora.training.optimizer_state import load_optimizer_state, optimizer_state
+from dit_lora.training.optimizer_state import (
+    drop_optimizer_state,
+    load_optimizer_state,
+    optimizer_state,
+    put_numbers,
+)
+from dit_lora.training.runtime import Runtime
+from dit_lora.training.zero import Zero2
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -40,6 +48,10 @@ class Engine(Protocol):
     @property
     def lockstep(self) -> bool:
         """Whether a forward of `bare` needs every rank: then all run the same one at the same time."""
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of the weights that a pass gathers from other ranks, as many as are whole at one time."""
 
     def micro_step(self) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-step; gradients meet in a step's last one."""
@@ -66,11 +78,20 @@ class Engine(Protocol):
     def own_state(self) -> dict[str, torch.Tensor]:
         """Trained weights and optimizer state by name, live; of what is sharded, this rank's part."""
 
+    def own_moments(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state among it, named as in `moments`."""
+
+    def put_numbers(self, state: Tensors) -> None:
+        """Write back what of `own_state` is no live tensor: numbers that the optimizer keeps."""
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Drop the optimizer's state of what `own_state` names so: it is as before its first step."""
+
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained weights by name, whole."""
+        """The trained weights by name, whole; on other ranks than the first they may be without values (meta)."""
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer's state by name as `optimizer_state` has it, whole."""
+        """The optimizer's state by name as `optimizer_state` has it, whole, as `weights`."""
 
     def load(self, weights: Tensors, moments: Tensors) -> None:
         """Put whole tensors in the place of this rank's own."""
@@ -85,6 +106,7 @@ class Replicated:
     optimizer: Any
     norms: Norms | None = None
     lockstep: ClassVar[bool] = False
+    bytes_in_flight: ClassVar[int] = 0
 
     @property
     def bare(self) -> nn.Module:
@@ -116,7 +138,16 @@ class Replicated:
         return weights_are_bad(self.optimizer)
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        return {**trainable_state(self.bare), **optimizer_state(self.optimizer)}
+        return {**trainable_state(self.bare), **self.own_moments()}
+
+    def own_moments(self) -> dict[str, torch.Tensor]:
+        return optimizer_state(self.optimizer)
+
+    def put_numbers(self, state: Tensors) -> None:
+        put_numbers(self.optimizer, state)
+
+    def forget(self, names: Sequence[str]) -> None:
+        drop_optimizer_state(self.optimizer, names)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return trainable_state(self.bare)
@@ -131,6 +162,20 @@ class Replicated:
         load_optimizer_state(self.optimizer, moments)
 
 
-def build_engine(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Engine:
+def build_engine(runtime: Runtime, model: nn.Module, optimizer: Any) -> Engine:
     """The engine that the launch asks for."""
-    return Replicated(accelerator, *accelerator.prepare(model, optimizer))
+    accelerator = runtime.accelerator
+    if runtime.sharding is not None:
+        from dit_lora.training.sharded import shard  # which is made of this module's
+
+        return shard(accelerator, model, optimizer, runtime.sharding)
+    if runtime.zero is not None:
+        return Zero2(accelerator, model, optimizer)
+    if runtime.recipe.train.context_parallel > 1:
+        from dit_lora.training.context import ContextParallel
+
+        engine = ContextParallel(accelerator, *accelerator.prepare(model, optimizer))
+        engine.degree = runtime.recipe.train.context_parallel
+        return engine
+    placed = placement(model, optimizer)
+    return Replicated(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import nn
 from tqdm import tqdm
 
 from dit_lora.config import Recipe
@@ -24,14 +23,15 @@ from dit_lora.numerics.gate import PoisonedStateError
 from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.policy import Policy
 from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.shards import local
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import Spike, SpikeDetector
 from dit_lora.numerics.switches import all_switches, find_switch
+from dit_lora.training.best import note_best
 from dit_lora.training.checkpoint import remove_checkpoints_after, trainable_state
-from dit_lora.training.ema import whole_state
-from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
+from dit_lora.training.engine import Engine
 from dit_lora.training.recovery import GuardState, RunRecovery
-from dit_lora.training.replay import keep_bundle
+from dit_lora.training.replay import Parts, keep_bundle, parts_of, sample_losses, together
 from dit_lora.training.runtime import agree
 from dit_lora.training.watch import StepWatcher
 
@@ -45,7 +45,7 @@ def build_guard(
     run: "Run", changed: Mapping[str, Any], save: Callable[[int], None]
 ) -> tuple[RunRecovery, StepWatcher]:
     """The guard and the watcher of a run; `changed` is a checkpoint's `guard_record`, `save` writes one."""
-    recipe, transformer, optimizer = run.recipe, run.transformer, run.optimizer
+    recipe, transformer = run.recipe, run.transformer
     config = recipe.guard
     switches = all_switches(transformer)
     state = GuardState(**changed.get("state", {}))
@@ -56,20 +56,22 @@ def build_guard(
         find_switch(switches, name).turn_off()
         run.runtime.say(f"guard: {name} stays off: an earlier verdict of this run")
     snapshots = Snapshots(
-        lambda: {**whole_state(transformer, run.ema), **optimizer_state(optimizer)},
+        lambda: own_state(run),
         every=config.snapshot_every,
+        put=run.engine.put_numbers,
     )
     quarantine = _quarantine(run)
     recovery = RunRecovery(
         suspects=Suspects(
             model=transformer,
             optimizer_state=lambda: (
-                optimizer_state(optimizer) | (run.ema.tensors() if run.ema else {})
+                run.engine.own_moments() | (run.ema.tensors() if run.ema else {})
             ).items(),
             switches=switches,
             start_peak=changed.get("start_peak")
-            or weight_peak(trainable_state(transformer).values()),
+            or weight_peak(trainable_state(transformer).values(), together=run.engine.lockstep),
             limit=MAX_ABS,
+            lockstep=run.engine.lockstep,
         ),
         policy=Policy(config, **changed.get("policy", {})),
         state=state,
@@ -78,9 +80,10 @@ def build_guard(
             seed=recipe.train.seed, quarantine=quarantine, group=run.runtime.samples_per_step
         ),
         snapshots=snapshots,
-        drop_state=lambda names: drop_optimizer_state(optimizer, names),
+        drop_state=run.engine.forget,
         samples_per_step=run.runtime.samples_per_step,
         files=_Files(run, save),
+        share=lambda own, owner: _shared(run, own, owner),
     )
     watcher = StepWatcher(
         snapshots,
@@ -89,6 +92,11 @@ def build_guard(
         config.adaptive_clip,
     )
     return recovery, watcher
+
+
+def own_state(run: "Run") -> dict[str, torch.Tensor]:
+    """What training changes, live: weights, the optimizer's state and the averages; of what is sharded, this rank's."""
+    return run.engine.own_state() | (run.ema.tensors() if run.ema else {})
 
 
 def chosen_norms(run: "Run") -> Norms | None:
@@ -118,17 +126,22 @@ def require_finite_everywhere(
     accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int
 ) -> None:
     """Raise `PoisonedStateError` on every rank if any rank's state is not finite."""
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm([*state.values()])])
+    own = {
+        name: local(tensor.detach()) for name, tensor in state.items()
+    }  # other ranks have theirs
+    floats = [tensor for tensor in own.values() if tensor.is_floating_point()]
+    device = floats[0].device  # numbers of the optimizer's are on the CPU
+    norms = torch.stack([norm.float().to(device) for norm in torch._foreach_norm(floats)])
     is_bad = not torch.isfinite(norms).all()  # one read; the names only if there is need
-    found = gather_object(not_finite(state.items()) if is_bad else [])
+    found = gather_object(not_finite(own.items()) if is_bad else [])
     if found:
         message = listed(f"step {step} is not saved: it is not finite", found[:20])
         raise PoisonedStateError(message, "non_finite_weights")
 
 
-def require_not_lost(model: nn.Module, start: float, step: int) -> None:
+def require_not_lost(engine: Engine, start: float, step: int) -> None:
     """Raise `PoisonedStateError`, equally on all ranks, if trained weights ran away though they are finite."""
-    peak = weight_peak(trainable_state(model).values())
+    peak = weight_peak(trainable_state(engine.bare).values(), together=engine.lockstep)
     if has_run_away(peak, start):
         raise PoisonedStateError(
             f"step {step}: trained weights reach {peak:.3g}", "diverged_weights"
@@ -224,6 +237,17 @@ def _whole_recipe(run: "Run", micro_batch: MicroBatch) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
+def _shared(run: "Run", own: MicroBatch | None, owner: int) -> MicroBatch | None:
+    """The micro-batch of rank `owner` on every rank, for all to run it. Collective."""
+    parts: list[Parts | None] = [parts_of(own) if own is not None else None]
+    broadcast_object_list(parts, from_process=owner)
+    if own is not None or parts[0] is None:
+        return own
+    device = run.runtime.accelerator.device
+    losses, seed = sample_losses(run.checkpoint), run.recipe.train.seed
+    return together(parts[0], losses, run.transformer, seed, device)
+
+
 class _Files:
     """A run's folder, for `RunRecovery`."""
 
@@ -238,9 +262,11 @@ class _Files:
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
         if self.run.journal is not None:
+            self.run.saver.wait()  # a checkpoint under way may be one of those
             self.run.journal.rewind(step)
             if other_trajectory:
                 remove_checkpoints_after(self.run.runtime.dir, step)
+            note_best(self.run, step)
         prime_spikes(self.run)
 
     def quarantined(self, quarantine: Quarantine) -> None:
@@ -259,6 +285,9 @@ class _Files:
         if self._bundles >= run.recipe.guard.bundles:
             return None
         self._bundles += 1
+        weights = run.engine.weights()
+        if run.engine.lockstep and not run.runtime.is_main:
+            return None  # all ranks have the same
         place = f"rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
         name = f"step_{micro_batch.step:06d}_{place}"
         earlier = len(list((run.runtime.dir / "bundles").glob(f"{name}*")))  # of the same step
@@ -268,7 +297,7 @@ class _Files:
                 folder,
                 micro_batch,
                 event,
-                run.transformer,
+                weights,
                 _whole_recipe(run, micro_batch),
                 run.runtime.precision,
                 run.data.transformer_digest,

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import cycle, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.loader import Batch, collate
 from dit_lora.errors import DitLoraError, listed
@@ -23,6 +24,7 @@ from dit_lora.numerics.preflight import (
     check_base_weights,
     check_trainables,
     gradient_flow,
+    is_cached,
     stored_dtype,
     stored_precision,
     wrong_backends,
@@ -30,7 +32,7 @@ from dit_lora.numerics.preflight import (
 from dit_lora.numerics.replay import MicroBatch, cuda_devices
 from dit_lora.numerics.replay import run as replay
 from dit_lora.numerics.saturation import is_emulated
-from dit_lora.numerics.switches import Switch, attention_switches
+from dit_lora.numerics.switches import COMPILE, Switch, attention_switches, eager
 from dit_lora.training.chat.training_set import ChatSet
 from dit_lora.training.checkpointing import least_memory_mode
 from dit_lora.training.memory import choose_checkpointing
@@ -51,18 +53,22 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
     What depends on files and versions alone is remembered in the cache's folder.
     """
     began = time.perf_counter()
-    findings = [
-        *check_trainables(run.transformer),
-        *check_base_weights(run.transformer),
-        *_tokens(run),
-    ]
+    findings = _together(
+        run,
+        [
+            *check_trainables(run.transformer),
+            *check_base_weights(run.transformer),
+            *_tokens(run),
+        ],
+    )
     micro_batch, error = None, None
     try:
-        if not any(finding.fatal for finding in findings):  # or its first forward may fail at that
-            micro_batch = _first_samples(run)
-        if micro_batch is not None:
-            findings += _flow(run, micro_batch)
-            findings += _remembered(run, micro_batch)
+        with eager(run.transformer):
+            if not any(f.fatal for f in findings):  # or its first forward may fail at that
+                micro_batch = _first_samples(run)
+            if micro_batch is not None:
+                findings += _flow(run, micro_batch)
+                findings += _remembered(run, micro_batch)
     except torch.OutOfMemoryError:
         error = _too_large(run)
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
@@ -78,6 +84,14 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
     seconds = time.perf_counter() - began
     run.runtime.say(f"guard: {len(findings)} checks before the first step, {seconds:.1f} s")
     return events
+
+
+def _together(run: "Run", own: list[Finding]) -> list[Finding]:
+    """This rank's findings; where all ranks go through a model together, what is wrong on any of them."""
+    if not run.engine.lockstep:
+        return own
+    wrong = {f.check: f for f in gather_object([f for f in own if not f.ok])}
+    return [wrong.get(finding.check, finding) for finding in own]
 
 
 def _tokens(run: "Run") -> list[Finding]:
@@ -105,7 +119,12 @@ def _first_samples(run: "Run") -> MicroBatch | None:
     A sample that is at fault is for the guard to leave out, not a reason to refuse the run. No more samples
     than training takes at once: a check must not need more memory than a step.
     """
-    tried = [_micro_batch(run, samples) for samples in _good_samples(run)]
+    given = [_good_samples(run)]
+    if (
+        run.engine.lockstep
+    ):  # all ranks try the same: one that read a torn file would go another way
+        broadcast_object_list(given)
+    tried = [_micro_batch(run, samples) for samples in given[0]]
     healthy = (one for one in tried if replay(one, run.transformer).finite)
     return next(healthy, None) or next(iter(tried), None)
 
@@ -147,7 +166,8 @@ def _too_large(run: "Run") -> DitLoraError:
 
 def _micro_batch(run: "Run", samples: Sequence[Batch]) -> MicroBatch:
     batch = collate(samples).to(run.runtime.accelerator.device)
-    place = Place(run.recipe.train.seed, 0, 0, run.runtime.accelerator.process_index)
+    rank = 0 if run.engine.lockstep else run.runtime.accelerator.process_index
+    place = Place(run.recipe.train.seed, 0, 0, rank)
     return replayable(sample_losses(run.checkpoint), run.transformer.train(), batch, place)
 
 
@@ -174,7 +194,9 @@ def _flow(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
 def _remembered(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
     """What depends on versions, device, model files, shapes and dtype alone."""
     path = run.recipe.cache_dir / f"preflight_{run.runtime.accelerator.process_index}.json"
-    return cached(path, _facts(run, micro_batch), lambda: _probed(run, micro_batch))
+    facts = _facts(run, micro_batch)
+    known = not run.engine.lockstep or all(gather_object([is_cached(path, facts)]))
+    return _together(run, cached(path, facts, lambda: _probed(run, micro_batch), trust=known))
 
 
 def _facts(run: "Run", micro_batch: MicroBatch) -> Mapping[str, Any]:
@@ -231,8 +253,10 @@ def _kernels(run: "Run", micro_batch: MicroBatch) -> list[dict[str, Any]]:
         return micro_batch.forward().losses
 
     def compare(switch: Switch) -> Difference | None:
-        # The stock model may need more memory than the run has chosen its checkpointing for.
-        with least_memory_mode(run.transformer):
+        # The stock model may need more memory than the run has chosen its checkpointing for. Of a compiled one, each
+        # kernel's two ways would be compiled anew: they are compared without.
+        apart = nullcontext() if switch.name == COMPILE else eager(run.transformer)
+        with least_memory_mode(run.transformer), apart:
             own = first_difference(switch, losses, run.transformer)
         found: list[Difference | None] = gather_object([own])
         return next((one for one in found if one is not None), None)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.order import Draw, Order
 from dit_lora.data.quarantine import LeftOut, Quarantine
@@ -75,6 +75,8 @@ class RunRecovery:
     """Remove optimizer state that a snapshot does not have."""
     samples_per_step: int
     files: RunFiles
+    share: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
+    """Gives every rank the micro-batch that rank `owner` brings; others bring None. For a diagnosis in lockstep."""
 
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
@@ -82,7 +84,9 @@ class RunRecovery:
         """The step after which to go on; raises `NonFiniteError` on every rank where no rung fits."""
         began = time.perf_counter()
         own = self._diagnose(trip, micro_batches, control)
-        verdicts: list[Verdict] = gather_object([verdict for _, verdict in own])
+        verdicts = [verdict for _, verdict in own]
+        if not self.suspects.lockstep:
+            verdicts = gather_object(verdicts)
         verdicts = _telling(trip, verdicts)
         skipped = [v.sample_id for v in self.quarantine.records]
         action = self.policy.choose(trip.step, verdicts, skipped)
@@ -108,7 +112,12 @@ class RunRecovery:
         if trip.kind in _OF_WEIGHTS:
             last = micro_batches[-1]
             verdict = bad_state(last, self.suspects) or run_away(last, self.suspects)
-            return [(last, replace(verdict, micro_step=None))]
+            found = [replace(verdict, micro_step=None)]
+            if self.suspects.lockstep:
+                broadcast_object_list(found)
+            return [(last, found[0])]
+        if self.suspects.lockstep:
+            return self._diagnose_together(trip, micro_batches, control)
         mine = [
             one
             for one in micro_batches
@@ -119,6 +128,28 @@ class RunRecovery:
         return [
             (one, diagnose(one, self.suspects, kind=trip.kind, control=control)) for one in mine
         ]
+
+    def _diagnose_together(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> list[tuple[MicroBatch, Verdict]]:
+        """All ranks at each micro-batch in question, one after another; equal on all but for evidence by rank."""
+        own = {(one.rank, one.micro_step): one for one in micro_batches}
+        places = trip.micro_batches or sorted(gather_object(list(own)))
+        if control is None:
+            control = next((one for place, one in own.items() if place not in places), None)
+        found = []
+        for place in places:
+            owner, mine = place[0], place in own
+            one = self.share(own.get(place), owner)
+            other = self.share(control if mine else None, owner)
+            if one is None:
+                raise ValueError(f"no rank has the micro-batch {place}")
+            verdict = [diagnose(one, self.suspects, kind=trip.kind, control=other)]
+            broadcast_object_list(verdict, from_process=owner)
+            found.append((one, verdict[0]))
+            if verdict[0].cause in _OF_STATE:
+                break  # all ranks share it: it is why the others fail
+        return found
 
     def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
         """The action with the step to go on after; a rollback needs a snapshot that is finite."""
@@ -195,7 +226,7 @@ class RunRecovery:
                 names[place] = self.files.bundle(micro_batch, by_place[place])
         for theirs in gather_object([names]):
             for place, name in theirs.items():
-                by_place[place]["bundle"] = name
+                by_place[place].setdefault("bundle", name)  # in lockstep the first rank's
 
     def _stopped(
         self,
@@ -227,7 +258,9 @@ def _telling(trip: Trip, verdicts: list[Verdict]) -> list[Verdict]:
     """Without the ranks and micro-batches that have nothing to say beside another that has."""
     mute = "learning_rate" if trip.kind in _OF_WEIGHTS else "transient"
     telling = [verdict for verdict in verdicts if verdict.cause != mute]
-    return telling or verdicts[:1]
+    # Where moments are shared out, the weights that one rank's spoil are bad on all.
+    moments = [verdict for verdict in telling if verdict.cause == "optimizer"]
+    return moments or telling or verdicts[:1]
 
 
 def _place(verdict: Verdict) -> str:

@@ -1,10 +1,12 @@
 """Held-out loss and samples during training, on the trained weights themselves: nothing is cast."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
@@ -14,10 +16,14 @@ from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
+from dit_lora.models.vae_memory import VaeMemory
+from dit_lora.numerics.shards import needs_all_ranks
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.precompute import Precomputed
 from dit_lora.training.runtime import Runtime, agree
 from dit_lora.training.task import Trained
+
+T = TypeVar("T")
 
 
 def held_out_loss(
@@ -25,7 +31,7 @@ def held_out_loss(
 ) -> float | None:
     """Mean loss over noise and timesteps that training never draws; the same draws at every call.
 
-    Ranks share the draws. Clips whose cache entry is bad are left out, and said; training stops at them.
+    Ranks share the draws; of a sharded model, which needs all of them, each runs all. Clips whose cache entry is bad are left out, and said; training stops at them.
     None where `validation.held_out_draws` is 0.
     """
     settings, accelerator = runtime.recipe.validation, runtime.accelerator
@@ -39,10 +45,10 @@ def held_out_loss(
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of draws
     faults: dict[str, str] = {}
     with evaluating(model):
-        for index, draw in draws[accelerator.process_index :: accelerator.num_processes]:
+        for index, draw in own_share(draws, accelerator, model):
             entry = entries[index]
             sample = clips.sample(entry, index * settings.held_out_draws + draw)
-            if sample.faults:
+            if of_any_rank(sample.faults, model):
                 faults |= sample.faults
                 continue
             batch = sample.to(accelerator.device)
@@ -64,40 +70,60 @@ def sample_videos(
     """
     if not runtime.recipe.validation.prompts:
         return
-    error = None
-    if runtime.is_main:
-        try:
-            _sample_on_main(runtime, checkpoint, model, encoded, step)
-        except DitLoraError as problem:
-            error = problem
-    agree(runtime.accelerator, error)
+    # Such a model denoises on all ranks at once, the same on each.
+    takes_part = runtime.is_main or needs_all_ranks(model)
+    inputs = agreed(
+        runtime, (lambda: _inputs(runtime, checkpoint, encoded)) if takes_part else None
+    )
+    if inputs is None:
+        agreed(runtime, None)
+        return
+    agreed(runtime, lambda: _sample(runtime, checkpoint, model, inputs, step))
 
 
-def _sample_on_main(
-    runtime: Runtime, checkpoint: Checkpoint, model: nn.Module, encoded: Precomputed, step: int
+def _inputs(
+    runtime: Runtime, checkpoint: Checkpoint, encoded: Precomputed
+) -> list[tuple[Tensors, Sampling]]:
+    settings, device = runtime.recipe.validation, runtime.accelerator.device
+    negative = _encoded(encoded, encoded.clips.empty_text_key, device)
+    return [
+        (
+            checkpoint.conditions(_encoded(encoded, key, device), negative),
+            Sampling(
+                VideoShape.of(runtime.recipe.data),
+                settings.inference_steps,
+                settings.guidance_scale,
+                settings.seed,
+                image=Path(settings.images[index]) if settings.images else None,
+            ),
+        )
+        for index, key in enumerate(encoded.prompt_keys)
+    ]
+
+
+def _sample(
+    runtime: Runtime,
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    inputs: list[tuple[Tensors, Sampling]],
+    step: int,
 ) -> None:
-    settings, data = runtime.recipe.validation, runtime.recipe.data
     transformer = runtime.accelerator.unwrap_model(model)
     pipeline = checkpoint.pipeline(runtime.precision.dtype, transformer, text=False)
-    pipeline.to(runtime.accelerator.device)
+    for component in pipeline.components.values():
+        # The transformer is where training has it, which may be in several places.
+        if isinstance(component, nn.Module) and component is not transformer:
+            component.to(runtime.accelerator.device)
+    VaeMemory.of(runtime.recipe.data).set(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
-    device = runtime.accelerator.device
-    negative = _encoded(encoded, encoded.clips.empty_text_key, device)
-    bar = tqdm(encoded.prompt_keys, desc=f"sampling at step {step}", unit="sample", leave=False)
-    for index, key in enumerate(bar):
-        conditions = checkpoint.conditions(_encoded(encoded, key, device), negative)
-        how = Sampling(
-            VideoShape.of(data),
-            settings.inference_steps,
-            settings.guidance_scale,
-            settings.seed,
-            image=Path(settings.images[index]) if settings.images else None,
-        )
+    told = f"sampling at step {step}"
+    bar = tqdm(inputs, desc=told, unit="sample", leave=False, disable=not runtime.is_main)
+    for index, (conditions, how) in enumerate(bar):
         with evaluating(model):
             video = checkpoint.generate(pipeline, conditions, how)
-        write_sample(
-            runtime.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}", video, data.fps
-        )
+        if runtime.is_main:
+            name = f"step_{step:06d}/prompt_{index:02d}"
+            write_sample(runtime.dir / "samples" / name, video, runtime.recipe.data.fps)
 
 
 def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
@@ -121,3 +147,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def agreed(runtime: Runtime, work: Callable[[], T] | None) -> T | None:
+    """What `work` gives, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
+    error, result = None, None
+    if work is not None:
+        try:
+            result = work()
+        except DitLoraError as problem:
+            error = problem
+    agree(runtime.accelerator, error)
+    return result
+
+
+def own_share(items: Sequence[T], accelerator: Accelerator, model: nn.Module) -> Sequence[T]:
+    """What this rank runs of them: its share, or all of them where a forward pass needs all ranks."""
+    if needs_all_ranks(model):
+        return items
+    return items[accelerator.process_index :: accelerator.num_processes]
+
+
+def of_any_rank(faults: Mapping[str, str], model: nn.Module) -> bool:
+    """Whether a sample is left out: where all ranks run it together, if it is bad on any. Collective then."""
+    return any(gather_object([bool(faults)])) if needs_all_ranks(model) else bool(faults)

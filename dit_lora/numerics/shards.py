@@ -1,0 +1,102 @@
+"""Weights that FSDP2 spreads over ranks (DTensors): a rank's part of them, the whole, and what ranks say together."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+Describe = Callable[[str, torch.Tensor], str | None]
+"""What is wrong with a tensor of that name, or None."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a rank has a part of the model's weights only."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def needs_all_ranks(model: nn.Module) -> bool:
+    """Whether a forward pass of the model does: its weights are sharded, or its samples' tokens (Diffusers' context parallelism)."""
+    bare = getattr(model, "module", model)  # in DDP
+    return is_sharded(model) or getattr(bare, "_parallel_config", None) is not None
+
+
+def as_part_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values beside this rank's part of a sharded tensor as a tensor sharded like it, sharing their memory."""
+    if not isinstance(tensor, DTensor):
+        return values
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        values, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def stock_class(module: nn.Module) -> type:
+    """The module's class as its authors wrote it: sharding gives it another, with a name of its own."""
+    return next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, on every rank; any other as it is. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+    """The tensors whole, sharded ones on the CPU; where not `keep`, those without values (meta). Collective.
+
+    One tensor at a time is whole on the device.
+    """
+    return {name: _gathered(tensor.detach(), keep=keep) for name, tensor in tensors.items()}
+
+
+def _gathered(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    values = tensor.full_tensor()
+    return values.cpu() if keep else torch.empty_like(values, device="meta")
+
+
+def spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Whole values, equal on all ranks, as a new tensor spread as `like` is and on its device. Not collective."""
+    values = values.to(like.device, like.dtype)
+    if not isinstance(like, DTensor):
+        return values.clone()
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Put whole values, equal on all ranks, into a tensor that may be sharded. Not collective."""
+    tensor.copy_(spread(values, tensor) if isinstance(tensor, DTensor) else values)
+
+
+def described(
+    tensors: Iterable[tuple[str, torch.Tensor]], describe: Describe, *, together: bool
+) -> dict[str, int]:
+    """What `describe` says of each tensor, in order, and the rank that has it in its part.
+
+    Without `together` it is of this rank's parts, and the ranks are all -1. With it, it is collective, equal on all
+    ranks and of sharded tensors as a whole; only what a rank finds wrong is gathered.
+    """
+    named = [(name, tensor.detach()) for name, tensor in tensors]
+    own = {name: words for name, t in named if (words := describe(name, local(t)))}
+    if not together:
+        return dict.fromkeys(own.values(), -1)
+    owners: dict[str, int] = {}
+    for rank, names in enumerate(gather_object([list(own)])):
+        for name in names:
+            owners.setdefault(name, rank)
+    if not owners:
+        return {}
+    suspected = {name: tensor for name, tensor in named if name in owners}
+    said = {name: describe(name, whole(tensor)) for name, tensor in suspected.items()}
+    ranks: list[dict[str, str | None]] = gather_object([said])
+    # What is not sharded is wrong on its owner alone.
+    return {words: owners[name] for name in said if (words := ranks[owners[name]][name])}

@@ -1,0 +1,116 @@
+"""What the launcher asks for in the environment that this code does itself, and Accelerate must not see."""
+
+import importlib.util
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from dit_lora.config import Recipe
+from dit_lora.errors import DitLoraError, listed
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights are spread over ranks (FSDP2)."""
+
+    reshard_after_forward: bool = True
+    """Whether a block's weights are let go of between its forward and its backward pass."""
+
+
+def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
+    """What `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
+
+    Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
+    version 1 and for parameters in host memory.
+    """
+    if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
+        return None
+    wrong = []
+    if environment.get("FSDP_VERSION", "1") != "2":
+        wrong.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
+    if _is_on(environment.get("FSDP_OFFLOAD_PARAMS", "")):
+        wrong.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
+    if wrong:
+        raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", wrong))
+    kept = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
+    return Sharding(reshard_after_forward=not kept)
+
+
+def take_zero(environment: MutableMapping[str, str]) -> int | None:
+    """The ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
+
+    Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
+    """
+    if not _is_on(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
+        return None
+    if importlib.util.find_spec("deepspeed") is None:
+        raise DitLoraError(
+            "the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'"
+        )
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    wrong = (
+        []
+        if stage == "2"
+        else [
+            f"ZeRO stage {stage}: set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
+        ]
+    )
+    for name, instead in _NOT_BY_DEEPSPEED.items():
+        value = environment.get(f"ACCELERATE_{name}", "none").lower()
+        if value not in ("none", "auto"):
+            wrong.append(f"{name.lower()} {value}: leave it out; {instead}")
+    if wrong:
+        summary = (
+            "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
+        )
+        raise DitLoraError(listed(summary, wrong))
+    return int(stage)
+
+
+def require_for_zero(recipe: Recipe, *, some_idle: bool) -> None:
+    """Raise `DitLoraError` with everything in the recipe that ZeRO's parts rule out.
+
+    `some_idle` says that a step may leave what trains without a gradient.
+    """
+    wrong = _others(recipe)
+    if some_idle:
+        wrong.append(
+            "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
+            "for zero; train the adapter alone"
+        )
+    if wrong:
+        summary = "not with DeepSpeed's ZeRO; launch with accelerate_configs/ddp.yaml, or"
+        raise DitLoraError(listed(summary, wrong))
+
+
+_NOT_BY_DEEPSPEED = {
+    "DEEPSPEED_CONFIG_FILE": "the recipe says everything else",
+    "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "more GPUs share it further",
+    "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "train.offload is for one process and DDP",
+    "GRADIENT_CLIPPING": "optim.clip decides",
+}
+
+
+def require_shardable(recipe: Recipe) -> None:
+    """Raise `DitLoraError` with everything in the recipe that sharded weights rule out."""
+    wrong = _others(recipe)
+    if wrong:
+        summary = "not with sharded weights (FSDP); launch with accelerate_configs/ddp.yaml, or"
+        raise DitLoraError(listed(summary, wrong))
+
+
+def _others(recipe: Recipe) -> list[str]:
+    """What reads whole tensors, or places weights itself."""
+    return [
+        f"{name}={value}: set it to {instead}"
+        for name, value, instead in (
+            ("optim.name", recipe.optim.name, "adamw"),
+            ("model.quantize", recipe.model.quantize, None),
+            ("train.offload", recipe.train.offload, "none"),
+            ("train.context_parallel", recipe.train.context_parallel, 1),
+        )
+        if value != instead
+    ]
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() in ("1", "true")

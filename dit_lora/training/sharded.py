@@ -1,0 +1,197 @@
+"""Weights spread over ranks by torch's `fully_shard` (FSDP2): a block is whole on a rank only while it computes.
+
+Accelerate's `prepare` shards on GPUs alone. This is the same few calls on GPUs and on CPUs, so that what is
+tested without a GPU is what runs on one. Accelerate keeps autocast and the process group.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.shards import fill, gathered, spread
+from dit_lora.training.blocks import repeated_blocks
+from dit_lora.training.checkpoint import trainable_state
+from dit_lora.training.engine import Replicated, Tensors
+from dit_lora.training.launch import Sharding
+from dit_lora.training.optimizer_state import load_optimizer_state, optimizer_state
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@dataclass
+class Sharded(Replicated):
+    """Every rank holds a part of each weight, gradient and moment; a forward pass needs all ranks."""
+
+    sharding: Sharding = field(default_factory=Sharding)
+    lockstep: ClassVar[bool] = True
+
+    @property
+    def bare(self) -> nn.Module:
+        return self.model
+
+    @property
+    def bytes_in_flight(self) -> int:  # type: ignore[override]
+        """The root's, and two blocks': the next one is gathered while one computes."""
+        blocks = [_bytes(block) for block in _outermost(repeated_blocks(self.model))]
+        most = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
+        return _bytes(self.model) - sum(blocks) + sum(most)
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        model = cast(FSDPModule, self.model)
+        # Outside of training no weight may stay whole after a forward pass: it would miss what changes it.
+        model.set_reshard_after_forward(self.sharding.reshard_after_forward)
+        with self.accelerator.accumulate(self.model):
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+            try:
+                yield
+            finally:
+                model.set_requires_gradient_sync(True)
+                model.set_reshard_after_forward(True)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return gathered(trainable_state(self.model), keep=self.accelerator.is_main_process)
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        return gathered(optimizer_state(self.optimizer), keep=self.accelerator.is_main_process)
+
+    def load(self, weights: Tensors, moments: Tensors) -> None:
+        for name, tensor in trainable_state(self.model).items():
+            fill(tensor, weights[name])
+        load_optimizer_state(self.optimizer, self._spread(moments))
+
+    def _spread(self, moments: Tensors) -> dict[str, torch.Tensor]:
+        """Each moment as its parameter is; step counts, which have no shape, as they are."""
+        like = {
+            f"{group['name']}/{name}": parameter
+            for group in self.optimizer.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        return {
+            name: spread(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
+            for name, tensor in moments.items()
+        }
+
+
+def shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+) -> Sharded:
+    """Spread the model's blocks and the rest over all ranks, and give the optimizer the parameters that result.
+
+    Call it with the adapter attached, equal on all ranks, and an optimizer that has not stepped. Block by block
+    moves to the accelerator's device: the model never is there as a whole. Raises `DitLoraError` for parameters
+    that cannot be spread.
+    """
+    _require_spreadable(model)
+    # Of models that return a view, as all of Diffusers' do; nothing writes into what they return.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for module in (*_apart(model), *_outermost(repeated_blocks(model)), model):
+        before = {name: dict(getattr(module, name)) for name in _HOOKS}
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
+        module.__dict__[_ADDED] = added
+    _gather_for_features(model)
+    named = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [named[name] for name in group["param_names"]]
+    return Sharded(accelerator, model, optimizer, sharding=sharding)
+
+
+_ADDED = "_dit_lora_sharding_hooks"
+
+
+@contextmanager
+def without_gathering(model: nn.Module) -> Iterator[None]:
+    """Within it a forward pass gathers no weights: one on tensors without values, that stand in for them."""
+    hooks = [
+        (getattr(module, name), keys)
+        for module in model.modules()
+        for name, keys in module.__dict__.get(_ADDED, {}).items()
+    ]
+    kept = [(registered, dict(registered)) for registered, _ in hooks]
+    for registered, keys in hooks:
+        for key in keys:
+            del registered[key]
+    try:
+        yield
+    finally:
+        for registered, before in kept:  # in their order, with what the pass has added
+            now = dict(registered)
+            registered.clear()
+            registered.update(before | now)
+
+
+_FEATURES = ("get_image_features", "get_video_features")
+"""What `generate` of Transformers asks a model's trunk for before its first forward pass."""
+
+
+def _gather_for_features(model: nn.Module) -> None:
+    """Gather the root's weights where such a method is called outside of a forward pass."""
+    trunk: Any = getattr(model, "base_model", model)
+    for name in _FEATURES if trunk is not model else ():
+        stock = getattr(trunk, name, None)
+        if stock is None:
+            continue
+        own = f"_gathered_{name}"
+        setattr(model, own, stock)
+        register_fsdp_forward_method(model, own)
+        trunk.__dict__[name] = _inside_or_by(model, stock, getattr(model, own))
+
+
+def _inside_or_by(
+    model: Any, stock: Callable[..., Any], gathering: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(stock)  # `generate` reads its signature
+    def features(*args: Any, **kwargs: Any) -> Any:
+        is_outside = isinstance(model.get_input_embeddings().weight, DTensor)
+        return gathering(*args, **kwargs) if is_outside else stock(*args, **kwargs)
+
+    return features
+
+
+_CALLED_ALONE = {"DiTTransformer2DModel": ("transformer_blocks.0.norm1.emb",)}
+"""Parts of blocks that the model calls by themselves too, when their block's weights are not gathered."""
+
+
+def _apart(model: nn.Module) -> list[nn.Module]:
+    names = _CALLED_ALONE.get(type(model).__name__, ())
+    return [model.get_submodule(name) for name in names]
+
+
+def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
+    """Blocks that are in no other: theirs are gathered with them."""
+    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if id(block) not in inside]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _require_spreadable(model: nn.Module) -> None:
+    wrong = [
+        f"{name}: {'a single number' if not p.ndim else 'not contiguous in memory'}"
+        for name, p in model.named_parameters()
+        if not p.ndim or not p.is_contiguous()
+    ]
+    if wrong:
+        summary = (
+            "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
+        )
+        raise DitLoraError(listed(summary, wrong))

@@ -1,0 +1,362 @@
+"""The same samples over ranks, micro-steps and engines: the same run, a fault named alike, resumed elsewhere.
+
+Every launch runs recipes/lora.py many times: tests/topologies.py.
+"""
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import on_ranks
+from runs import adapter, lines, poison, same_adapter
+from safetensors.torch import load_file
+from topologies import Case, Engine, Fault, Seen, run_all
+
+from dit_lora.errors import DitLoraError
+
+pytestmark = pytest.mark.slow
+
+SAMPLES, STEPS, RATE = 16, 4, 1e-3
+"""Samples of a step, which ranks and micro-steps share."""
+# Measured over all topologies: losses 3e-8, gradient norms 5e-7, weights 2e-7. A sum in the mean's place is a gradient
+# norm as many times as large as there are ranks.
+LOSS, NORM, WEIGHT = 1e-6, 5e-6, 2e-3 * RATE
+TARGET = "02_blue_disc.mp4"
+FEW = 4
+"""Samples of a step with a fault: of five clips, none is in it twice."""
+
+
+@dataclass
+class Table:
+    """Runs by name, below one folder, of one tiny checkpoint and its cached clips."""
+
+    folder: Path
+    common: tuple[str, ...]
+    seen: dict[str, list[Seen]] = field(default_factory=dict)
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    def args(
+        self, name: str, ranks: int, accumulate: int, *more: str, samples: int = SAMPLES
+    ) -> tuple[str, ...]:
+        share = samples // ranks // accumulate
+        own = (f"train.batch_size={share}", f"train.accumulate={accumulate}")
+        return (*self.common, f"data.cache={self.cache}", *own, *more, f"run.dir={self.run(name)}")
+
+    def run(self, name: str) -> Path:
+        return self.folder / name
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        return self.run(name) / "checkpoints" / f"step_{step:06d}"
+
+    def poisoned(self, tag: str) -> Path:
+        """The cache with one NaN in a clip's latent; a run of its own each, which sets the entry aside."""
+        cache = self.folder / f"poisoned_{tag}"
+        shutil.rmtree(cache, ignore_errors=True)
+        shutil.copytree(self.cache, cache)
+        poison(cache, TARGET)
+        return cache
+
+    def launch(self, ranks: int, cases: dict[str, Case], timeout: float = 120) -> None:
+        seen = on_ranks(ranks, run_all, list(cases.values()), timeout=timeout)
+        for index, name in enumerate(cases):
+            self.seen[name] = [own[index] for own in seen]
+
+    def require_alike(self, name: str, other: str = "one", weight: float = WEIGHT) -> None:
+        """Losses, gradient norms of each group, and the adapter, within rounding."""
+        for own, theirs in zip(self._metrics(name), self._metrics(other), strict=True):
+            assert own["loss"] == pytest.approx(theirs["loss"], rel=LOSS), name
+            norms = theirs["grad_norm_groups"]
+            assert own["grad_norm_groups"] == pytest.approx(norms, rel=NORM), name
+        first, second = adapter(self.run(name)), adapter(self.run(other))
+        torch.testing.assert_close(first, second, rtol=0, atol=weight)
+
+    def _metrics(self, name: str) -> list[dict[str, Any]]:
+        found = lines(self.run(name), "metrics.jsonl")
+        assert [line["step"] for line in found][-1] == STEPS
+        return found[-2:]  # a resumed run has no more
+
+
+@pytest.fixture(scope="module")
+def table(
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    lora_main: Callable[[list[str]], None],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Table:
+    """With the run on one process, which encodes the clips."""
+    common = (
+        "recipes/smoke/cogvideox.yaml",
+        f"model.path={tiny_checkpoints['cogvideox-5b']}",
+        f"data.path={shape_clips}",
+        "data.height=32",
+        "data.width=48",
+        f"train.steps={STEPS}",
+        "train.save_every=2",
+        "train.keep=9",
+        f"optim.groups={{adapter: {{lr: {RATE}}}, adapter_b: {{lr: {2 * RATE}}}}}",
+        "validation.prompts=[]",
+        "validation.held_out_draws=0",
+        "guard.snapshot_every=1",
+    )
+    table = Table(tmp_path_factory.mktemp("topologies"), common)
+    lora_main(list(table.args("one", 1, 1)))
+    return table
+
+
+def healthy(
+    table: Table, engine: Engine, ranks: int, accumulates: Sequence[int]
+) -> dict[str, Case]:
+    names = {f"{engine}_{ranks}_{count}": count for count in accumulates}
+    return {name: Case(engine, table.args(name, ranks, count)) for name, count in names.items()}
+
+
+def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
+    """One fault a run, on the last rank, and what the run must come to without it."""
+    last, tag = ranks - 1, f"{engine}_{ranks}"
+    poisoned = (f"data.cache={table.poisoned(tag)}",)
+    given = (f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}",)
+
+    def case(name: str, fault: Fault | None = None, more: tuple[str, ...] = ()) -> Case:
+        return Case(engine, table.args(f"{tag}_{name}", ranks, 1, *more, samples=FEW), fault)
+
+    return {
+        f"{tag}_nan_latent": case("nan_latent", None, poisoned),
+        f"{tag}_without": case("without", None, given),
+        f"{tag}_clean": case("clean"),
+        f"{tag}_nan_frozen": case("nan_frozen", Fault("frozen", 2, last)),
+        f"{tag}_nan_moment": case("nan_moment", Fault("moment", 2, last)),
+    }
+
+
+def resumed(
+    table: Table, engine: Engine, ranks: int, accumulate: int, start: str
+) -> dict[str, Case]:
+    """The second half of a run, from where another was."""
+    name = f"{engine}_{ranks}_from_{start}"
+    more = (f"train.resume={table.checkpoint(start, STEPS // 2)}",)
+    return {name: Case(engine, table.args(name, ranks, accumulate, *more))}
+
+
+def require_whole(table: Table, name: str, ranks: int) -> None:
+    """As many processes as asked for, and on each a part of every trained tensor where they are sharded."""
+    seen = table.seen[name]
+    assert len(seen) == ranks
+    for own in seen:
+        assert (own.exit_code, own.error) == (0, "")
+        assert own.trained == 16
+        assert own.sharded == (16 if name.startswith("fsdp2") else 0)
+
+
+def require_faults_named(table: Table, tag: str, ranks: int, block: int = 0) -> None:
+    """The sample, the weight's module, the moment's; on the rank whose it is; and recovered, to the last bit.
+
+    `block` has the first moment of which the last rank holds anything.
+    """
+    last = ranks - 1
+    (event,) = lines(table.run(f"{tag}_nan_latent"), "events.jsonl")
+    assert (event["sample_ids"], event["action"]) == ([TARGET], "quarantine")
+    assert event["verdict"]["cause"] == "data"
+    require_recovered(table, f"{tag}_nan_latent", f"{tag}_without")
+
+    (event,) = lines(table.run(f"{tag}_nan_frozen"), "events.jsonl")
+    assert (event["rank"], event["action"]) == (last, "stop")
+    assert event["verdict"]["words"].startswith(
+        "the frozen weight patch_embed.proj.weight has 1 NaN"
+    )
+    assert [own.exit_code for own in table.seen[f"{tag}_nan_frozen"]] == [3] * ranks
+
+    (event,) = lines(table.run(f"{tag}_nan_moment"), "events.jsonl")
+    assert (event["rank"], event["action"]) == (last, "rollback")
+    assert event["verdict"]["cause"] == "optimizer"
+    assert event["verdict"]["module"].startswith(f"transformer_blocks.{block}.attn1.")
+    require_recovered(table, f"{tag}_nan_moment", f"{tag}_clean")
+
+
+def require_recovered(table: Table, name: str, other: str) -> None:
+    """To the last bit; by DDP on four ranks within rounding, since it orders its buckets anew after a first backward."""
+    if name.startswith(("ddp_4", "context_4")):
+        pair = adapter(table.run(name)), adapter(table.run(other))
+        torch.testing.assert_close(*pair, rtol=0, atol=WEIGHT)
+        return
+    assert same_adapter(table.run(name), table.run(other))
+
+
+def require_same_state(table: Table, name: str, other: str) -> None:
+    """On each rank the same bits of weights and moments."""
+    for own, theirs in zip(table.seen[name], table.seen[other], strict=True):
+        assert own.own.keys() == theirs.own.keys()
+        assert len(own.own) > 2 * own.trained  # weights, and as many moments as this rank has
+        assert all(torch.equal(own.own[key], theirs.own[key]) for key in own.own)
+
+
+def test_two_ranks_with_sharded_weights_train_recover_and_resume_as_one_process(
+    table: Table,
+) -> None:
+    """DDP beside them; one launch."""
+    alike = {
+        **healthy(table, "ddp", 2, [1]),
+        **healthy(table, "fsdp2", 2, [1, 4]),
+        **resumed(table, "fsdp2", 2, 1, "fsdp2_2_1"),
+        **resumed(table, "fsdp2", 2, 4, "ddp_2_1"),
+        **resumed(table, "ddp", 2, 1, "fsdp2_2_4"),
+    }
+    table.launch(2, alike | faulty(table, "fsdp2", 2))
+    for name in alike:
+        require_whole(table, name, 2)
+        table.require_alike(name)
+    require_faults_named(table, "fsdp2_2", 2)
+    require_same_state(table, "fsdp2_2_from_fsdp2_2_1", "fsdp2_2_1")
+    first, second = table.seen["fsdp2_2_1"]
+    assert any(not torch.equal(first.own[name], second.own[name]) for name in first.own)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs deepspeed")
+def test_two_ranks_that_share_the_optimizer_out_train_recover_and_resume_as_one_process(
+    table: Table,
+) -> None:
+    """DeepSpeed's ZeRO-2, from DDP's checkpoint and on to DDP."""
+    alike = {
+        **({} if "ddp_2_1" in table.seen else healthy(table, "ddp", 2, [1])),
+        **healthy(table, "zero2", 2, [1, 4]),
+        **resumed(table, "zero2", 2, 1, "zero2_2_1"),
+        **resumed(table, "zero2", 2, 4, "ddp_2_1"),
+        **resumed(table, "ddp", 2, 1, "zero2_2_4"),
+    }
+    table.launch(2, alike | faulty(table, "zero2", 2))
+    for name in alike:
+        require_whole(table, name, 2)
+        table.require_alike(name)
+    require_faults_named(table, "zero2_2", 2, block=1)
+    require_same_state(table, "zero2_2_from_zero2_2_1", "zero2_2_1")
+
+
+def sharing(table: Table, ranks: int) -> dict[str, Case]:
+    """Two ranks a sample: healthy, from DDP's checkpoint, and with faults in what both or the last of them hold."""
+    tag, shared = f"context_{ranks}", "train.context_parallel=2"
+
+    def case(name: str, count: int, *more: str, samples: int = SAMPLES, fault: Any = None) -> Case:
+        args = table.args(f"{tag}_{name}", ranks // 2, count, shared, *more, samples=samples)
+        return Case("ddp", args, fault)
+
+    poisoned = f"data.cache={table.poisoned(tag)}"
+    without = f"guard.quarantine={table.run(f'{tag}_nan_latent') / 'quarantine.jsonl'}"
+    moment, frozen = Fault("moment", 2, ranks - 1), Fault("frozen", 2, ranks - 1)
+    return {
+        f"{tag}_1": case("1", 1, "train.checkpointing=full"),
+        f"{tag}_4": case("4", 4),
+        f"{tag}_from_one": case("from_one", 1, f"train.resume={table.checkpoint('one', 2)}"),
+        f"{tag}_nan_latent": case("nan_latent", 1, poisoned, samples=FEW),
+        f"{tag}_without": case("without", 1, without, samples=FEW),
+        f"{tag}_clean": case("clean", 1, samples=FEW),
+        f"{tag}_nan_moment": case("nan_moment", 1, samples=FEW, fault=moment),
+        f"{tag}_nan_frozen": case("nan_frozen", 1, samples=FEW, fault=frozen),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(
+    table: Table, ranks: int
+) -> None:
+    """Context parallelism, alone and beside data parallelism."""
+    table.launch(ranks, sharing(table, ranks))
+    tag = f"context_{ranks}"
+    for name in (f"{tag}_1", f"{tag}_4", f"{tag}_from_one"):
+        require_whole(table, name, ranks)
+        # Attention over a share of the heads rounds otherwise: 3e-6 was seen, where a step moves a weight by 2e-3.
+        table.require_alike(name, weight=1e-5)
+    require_faults_named(table, tag, ranks)
+    assert lines(table.run(f"{tag}_1"), "metrics.jsonl")[-1]["samples"] == SAMPLES * STEPS
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
+    """Each engine, each split into micro-steps, faults on the last of four ranks too."""
+    alike = {
+        **healthy(table, "ddp", ranks, [1, 4]),
+        **healthy(table, "fsdp2", ranks, [1, 4]),
+        **resumed(table, "fsdp2", ranks, 1, f"fsdp2_{ranks}_1"),
+    }
+    if ranks == 2:  # what four wrote goes on on two
+        table.launch(4, healthy(table, "fsdp2", 4, [1]))
+        alike |= resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
+    cases = alike | faulty(table, "ddp", ranks) | faulty(table, "fsdp2", ranks)
+    for one in cases.values():
+        shutil.rmtree(one.folder, ignore_errors=True)  # of the test above
+    table.launch(ranks, cases, timeout=400)
+    for name in alike:
+        require_whole(table, name, ranks)
+        table.require_alike(name)
+    for engine in ("ddp", "fsdp2"):
+        require_faults_named(table, f"{engine}_{ranks}", ranks)
+    name = f"fsdp2_{ranks}_1"
+    require_same_state(table, f"fsdp2_{ranks}_from_{name}", name)
+
+
+@pytest.mark.thorough
+def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table) -> None:
+    """Averages, checkpointing, statistics, held-out loss, samples, adaptive clip; and every weight trained."""
+    beside = (
+        "train.ema=0.9",
+        "train.checkpointing=full",
+        "validation.prompts=[a red disc]",
+        "validation.inference_steps=2",
+        "validation.held_out_draws=3",
+        "validation.every=2",
+        "guard.monitor_every=1",
+        "guard.spike_threshold=8",
+        "guard.adaptive_clip=true",
+    )
+    full = ("train.mode=full", "lora={}", "optim.groups={backbone: {lr: 1.0e-3}}", "train.ema=0.9")
+    cases = {
+        f"{engine}_{name}": Case(engine, table.args(f"{engine}_{name}", 2, 2, *more))
+        for engine in ("ddp", "fsdp2")
+        for name, more in (("beside", beside), ("full", full))
+    }
+    table.launch(2, cases, timeout=240)
+    for name in cases:
+        assert [own.error for own in table.seen[name]] == ["", ""]
+    one, other = table.run("ddp_beside"), table.run("fsdp2_beside")
+    table.require_alike("fsdp2_beside", "ddp_beside")
+    losses = [[h["held_out_loss"] for h in lines(run, "held_out.jsonl")] for run in (other, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=LOSS)
+    for own, theirs in zip(lines(other, "metrics.jsonl"), lines(one, "metrics.jsonl"), strict=True):
+        assert own["modules"].keys() == theirs["modules"].keys()
+        for module, values in own["modules"].items():
+            assert values == pytest.approx(theirs["modules"][module], rel=2e-3), module
+    assert [p.name for p in sorted(other.rglob("*.mp4"))] == ["prompt_00.mp4"] * 3
+    weights = [
+        load_file(table.run(name) / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
+        for name in ("fsdp2_full", "ddp_full")
+    ]
+    torch.testing.assert_close(*weights, rtol=0, atol=WEIGHT)
+
+
+def test_what_sharded_weights_cannot_do_is_refused_by_name(
+    table: Table, lora_main: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is made: one process, FSDP 1, offloading, and options that read whole weights."""
+    given = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    refused = {
+        ("one process", ()): {},
+        ("set fsdp_version: 2", ()): {"FSDP_VERSION": "1"},
+        ("fsdp_offload_params", ()): {"FSDP_OFFLOAD_PARAMS": "true"},
+        ("train.offload=group: set it to none", ("train.offload=group",)): {},
+        ("model.quantize=int8: set it to None", ("model.quantize=int8",)): {},
+    }
+    for (words, more), changed in refused.items():
+        args = [*table.args("refused", 1, 1), "train.checkpointing=auto", *more]
+        with monkeypatch.context() as patch:
+            for name, value in (given | changed).items():
+                patch.setenv(name, value)
+            with pytest.raises(DitLoraError, match=words):
+                lora_main(args)
+    assert not table.run("refused").exists()

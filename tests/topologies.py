@@ -1,0 +1,182 @@
+"""Runs of recipes/lora.py over several ranks, many in one launch: the process group stays between them.
+
+A `Case` is one run. Faults are put into one rank alone, between two steps.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from launching import SCRIPT
+
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.shards import local
+from dit_lora.training import run as running
+from dit_lora.training.loop import StepResult
+from dit_lora.training.run import Run
+
+Engine = Literal["ddp", "fsdp2", "zero2"]
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "ddp": {},
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+}
+"""What `accelerate launch` gives the ranks."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One NaN in what one rank holds, after the healthy step `after`, once."""
+
+    where: Literal["frozen", "moment", "weight"]
+    after: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: an engine, a recipe's overrides, and a fault."""
+
+    engine: Engine
+    args: tuple[str, ...]
+    fault: Fault | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """run.dir, which comes last."""
+        return Path(self.args[-1].removeprefix("run.dir="))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a run."""
+
+    exit_code: int
+    error: str
+    trained: int
+    sharded: int
+    """Of the trained tensors, how many this rank holds a part of."""
+    own: dict[str, torch.Tensor]
+    """This rank's trained weights and optimizer state at the end."""
+
+
+def run_all(cases: list[Case]) -> list[Seen]:
+    """Run the cases one after another on this rank."""
+    torch.set_num_threads(1)
+    PartialState(cpu=True)  # before a recipe is refused: all ranks tell that
+    main = _script_main()
+    with _one_group():
+        return [_run(case, main) for case in cases]
+
+
+def _run(case: Case, main: Callable[[list[str]], None]) -> Seen:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    given = {**ENVIRONMENT[case.engine], **case.env}
+    os.environ.update(given)
+    kept: list[Run] = []
+    code, error = 0, ""
+    with _kept_run(kept), _fault(case.fault):
+        try:
+            main(list(case.args))
+        except DitLoraError as problem:
+            code, error = problem.exit_code, str(problem)
+    for name in given:
+        os.environ.pop(name, None)
+    if not kept:
+        return Seen(code, error, 0, 0, {})
+    engine = kept[0].engine
+    state = engine.own_state()
+    whole = engine.weights()
+    parts = [name for name in whole if local(state[name]).numel() < whole[name].numel()]
+    own = {name: local(tensor.detach()).clone() for name, tensor in state.items()}
+    return Seen(code, error, len(whole), len(parts), own)
+
+
+@contextlib.contextmanager
+def _one_group() -> Iterator[None]:
+    """The process group outlives a run, which would end it."""
+    destroy = AcceleratorState.destroy_process_group
+    AcceleratorState.destroy_process_group = lambda self, group=None: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AcceleratorState.destroy_process_group = destroy  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _kept_run(kept: list[Run]) -> Iterator[None]:
+    """`kept` gets the run that the recipe's script makes."""
+    fit = running.fit
+
+    def noted(run: Run) -> None:
+        kept.append(run)
+        fit(run)
+
+    # The script has the function under its own name.
+    module = _script()
+    module.fit = noted
+    try:
+        yield
+    finally:
+        module.fit = fit
+
+
+@contextlib.contextmanager
+def _fault(fault: Fault | None) -> Iterator[None]:
+    """The loop's work after a step, and then the fault."""
+    if fault is None:
+        yield
+        return
+    after, pending = running._after_step, [True]
+
+    def then(run: Run, bar: Any, result: StepResult) -> None:
+        after(run, bar, result)
+        if result.step == fault.after and pending:
+            pending.clear()
+            if run.runtime.accelerator.process_index == fault.rank:
+                _spoil(run, fault)
+
+    running._after_step = then
+    try:
+        yield
+    finally:
+        running._after_step = after
+
+
+def _spoil(run: Run, fault: Fault) -> None:
+    """The middle of this rank's part of the first tensor of a kind that has values here."""
+    tensors = {
+        "frozen": (p for p in run.transformer.parameters() if not p.requires_grad),
+        "weight": (p for p in run.transformer.parameters() if p.requires_grad),
+        "moment": (t for n, t in run.engine.own_moments().items() if n.endswith("exp_avg")),
+    }
+    values = next(
+        one for one in (local(t.detach()) for t in tensors[fault.where]) if one.numel() > 1
+    )
+    values.view(-1)[values.numel() // 2] = torch.nan
+
+
+_LOADED: list[Any] = []
+
+
+def _script() -> Any:
+    if not _LOADED:
+        spec = importlib.util.spec_from_file_location("lora_recipe", SCRIPT)
+        assert spec is not None
+        assert spec.loader is not None
+        _LOADED.append(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(_LOADED[0])
+    return _LOADED[0]
+
+
+def _script_main() -> Callable[[list[str]], None]:
+    main: Callable[[list[str]], None] = _script().main
+    return main
