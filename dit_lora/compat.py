@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path, PurePath
@@ -51,6 +52,8 @@ TESTED: Mapping[str, Tested] = {
     "flash-attn": Tested("2.7", None, 3, required=False),
     "liger-kernel": Tested("0.8.5", "0.8.5", 1, required=False),
     "bitsandbytes": Tested("0.45", "0.50.2", 1, required=False),
+    "deepspeed": Tested("0.19.8", "0.19.8", 1, required=False),
+    "prodigyopt": Tested("1.1.2", "1.1.2", 2, required=False),
 }
 
 
@@ -85,12 +88,18 @@ class Environment:
         return self.versions.get(name, "").partition("+")[2]
 
 
+@cache
+def _version(name: str) -> str:
+    """Of an installed distribution, read once: every run and every bundle asks for all of them."""
+    return metadata.version(name)
+
+
 def probe_environment() -> Environment:
     """The environment of this process; imports torch, and says so in its versions if it is absent."""
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
         with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
+            versions[name] = _version(name)
     cuda, devices = None, []
     try:
         import torch
@@ -275,11 +284,8 @@ LAUNCHERS = ("accelerate-launch", "accelerate.commands.launch")
 COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")  # these take the word launch
 
 
-def launch_problem(
-    asked: int | None, started: int, use_fsdp: bool, distributed_type: str
-) -> str | None:
+def launch_problem(asked: int | None, started: int, use_fsdp: bool) -> str | None:
     """What the launcher left out in silence, processes or FSDP; `started` is what the run sees."""
-    kind = distributed_type.rpartition(".")[2].upper()  # str() of Accelerate's has its class
     count = max(2, asked or started)
     on_cpu = (
         f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
@@ -292,10 +298,11 @@ def launch_problem(
             "single process, in silence, for --cpu and for distributed_type MULTI_CPU or NO; "
             f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, {on_cpu}"
         )
-    if use_fsdp and kind != "FSDP":
+    if use_fsdp and started < 2:
         found.append(
-            f"FSDP was asked for and the run is {kind}: Accelerate shards on GPUs and not on a CPU; "
-            f"leave FSDP out, and start several processes {on_cpu}"
+            "FSDP was asked for and the run has one process, which has nobody to share weights with; leave "
+            "FSDP out, or start several: one a GPU with num_processes in accelerate_configs/fsdp2.yaml, or "
+            f"on a CPU `ACCELERATE_USE_FSDP=true FSDP_VERSION=2 torchrun --nproc_per_node {count}`"
         )
     return "\n".join(found) or None
 
