@@ -22,6 +22,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
+    TensorSpec,
     TextEncoder,
     TextLimit,
     VideoEncoder,
@@ -30,7 +31,8 @@ from dit_lora.families.base import (
     text_limit,
     to_uint8,
 )
-from dit_lora.numerics.streams import Streams, integers, normal
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.streams import Streams, integers, moved, normal
 from dit_lora.objectives import LossOutput, VPrediction, mean_squared_error
 
 # Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
@@ -132,6 +134,10 @@ class CogVideoXCheckpoint:
     def video_facts(self) -> dict[str, Any]:
         return {"vae": self.path / "vae", "transform": VIDEO_TRANSFORM}
 
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (self.text_tokens, self.transformer_config["text_embed_dim"])
+        return {"prompt_embeds": (torch.Size(size), dtype)}
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """T5 as the pipeline uses it: padded to `max_text_seq_length`, no attention mask."""
         pipeline = self.pipeline_class.from_pretrained(
@@ -150,9 +156,11 @@ class CogVideoXCheckpoint:
 
         return encode
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh."""
-        vae = self._load_vae(dtype, device)
+        vae = memory.set(self._load_vae(dtype, device))
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -178,13 +186,13 @@ class CogVideoXCheckpoint:
         """
         mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
         device = mean.device
-        posterior_noise = normal(mean.shape[1:], streams("posterior")).to(device)
+        posterior_noise = moved(normal(mean.shape[1:], streams("posterior")), device)
         clean_BCFHW = mean + torch.exp(0.5 * logvar) * posterior_noise
         padding = self.padding(mean.shape[2])
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
         clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
-        noise = normal(clean_BCFHW.shape[1:], streams("noise")).to(device).transpose(1, 2)
-        timesteps = integers(0, self.train_timesteps, streams("timestep")).to(device)
+        noise = moved(normal(clean_BCFHW.shape[1:], streams("noise")), device).transpose(1, 2)
+        timesteps = moved(integers(0, self.train_timesteps, streams("timestep")), device)
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
         prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, streams)
@@ -195,6 +203,13 @@ class CogVideoXCheckpoint:
     def padding(self, frames: int) -> int:
         """Latent frames that the pipeline puts in front of these, so that patches fit."""
         return -frames % (self.transformer_config["patch_size_t"] or 1)
+
+    def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
+        """Text and video tokens that a sample of this shape has in the transformer."""
+        frames = (shape.frames - 1) // self.temporal_factor + 1
+        frames += self.padding(frames)
+        area = (shape.height // self.side_step) * (shape.width // self.side_step)
+        return self.text_tokens, frames // (self.transformer_config["patch_size_t"] or 1) * area
 
     def _drawn_prediction(
         self,

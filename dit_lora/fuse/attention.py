@@ -62,14 +62,18 @@ def attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     backend: str | None,
+    parallel: Any = None,
 ) -> torch.Tensor:
     """Softmax attention of (B, S, H, D) over (B, K, H, D), as (B, S, H, D); `mask` as PyTorch's.
 
-    With a mask cuDNN is never used: its backward can give NaN (pytorch issue 196678).
+    With a mask cuDNN is never used: its backward can give NaN (pytorch issue 196678). `parallel` is Diffusers'
+    configuration of ranks that share a sample, each with its S and K tokens.
     """
     name = None if backend is None else AttentionBackendName(backend)
     with _no_cudnn(mask):
-        return dispatch_attention_fn(query, key, value, attn_mask=mask, backend=name)
+        return dispatch_attention_fn(
+            query, key, value, attn_mask=mask, backend=name, parallel_config=parallel
+        )
 
 
 @contextmanager

@@ -95,6 +95,11 @@ def _joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
 class CogVideoXProcessor(FusedProcessor):
     """`CogVideoXAttnProcessor2_0` without copies: the joint buffer in, q and k normed and rotated in one pass."""
 
+    @property
+    def is_stock(self) -> bool:
+        """Never under context parallelism: the stock processor attends to this rank's tokens alone."""
+        return super().is_stock and self._parallel_config is None
+
     def __call__(
         self,
         attn: Attention,
@@ -120,7 +125,7 @@ class CogVideoXProcessor(FusedProcessor):
         query = self._normed(query, attn.norm_q, image_rotary_emb, text)
         key = self._normed(key, attn.norm_k, image_rotary_emb, text)
         mask = heads_mask(attn, attention_mask, joint)
-        attended = attend(query, key, value, mask, self.backend).flatten(2)
+        attended = attend(query, key, value, mask, self.backend, self._parallel_config).flatten(2)
         attended = attn.to_out[1](attn.to_out[0](attended))
         return attended[:, text:], attended[:, :text]
 

@@ -29,12 +29,13 @@ OP = "lora_linear"
 _LINEAR = "torch.nn.modules.linear.Linear"
 _INT4 = "bitsandbytes.nn.modules.Linear4bit"
 _INT8 = "bitsandbytes.nn.modules.Linear8bitLt"
+_NARROW = "dit_lora.numerics.narrow.NarrowLinear"
 BASES = {
-    "peft.tuners.lora.layer.Linear": _LINEAR,
-    "peft.tuners.lora.bnb.Linear4bit": _INT4,
-    "peft.tuners.lora.bnb.Linear8bitLt": _INT8,
+    "peft.tuners.lora.layer.Linear": (_LINEAR, _NARROW),
+    "peft.tuners.lora.bnb.Linear4bit": (_INT4,),
+    "peft.tuners.lora.bnb.Linear8bitLt": (_INT8,),
 }
-"""PEFT's layers that are replaced, and the base that each must have; names, as bitsandbytes may be missing."""
+"""PEFT's layers that are replaced, and the bases that each may have; names, as bitsandbytes may be missing."""
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 _READY = "_dit_lora_projected"
@@ -116,8 +117,8 @@ class _Parts(NamedTuple):
 
 def _read(layer: Any) -> _Parts | str:
     """The layer's parts, or why they are not all that its forward comes to."""
-    base_class = BASES.get(class_name(layer))
-    if base_class is None:
+    base_classes = BASES.get(class_name(layer))
+    if base_classes is None:
         return "not one of PEFT's LoRA linear layers"
     if layer.disable_adapters:
         return "its adapters are disabled"
@@ -128,7 +129,7 @@ def _read(layer: Any) -> _Parts | str:
     if len(names) != 1:
         return f"{len(names)} active adapters"
     name, base = names[0], layer.base_layer
-    if class_name(base) != base_class:
+    if class_name(base) not in base_classes:
         return f"its base is a {type(base).__name__}"
     if name in layer.lora_variant:
         return "its adapter is DoRA or another variant"
@@ -201,7 +202,16 @@ def _int8_why_not(_layer: Any, base: Any, _shape: tuple[int, int]) -> str | None
     return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
 
 
-_BASE_WHY_NOT = {_LINEAR: _linear_why_not, _INT4: _int4_why_not, _INT8: _int8_why_not}
+def _narrow_why_not(layer: Any, _base: Any, _shape: tuple[int, int]) -> str | None:
+    return "its base weight is transposed" if layer.fan_in_fan_out else None
+
+
+_BASE_WHY_NOT = {
+    _LINEAR: _linear_why_not,
+    _INT4: _int4_why_not,
+    _INT8: _int8_why_not,
+    _NARROW: _narrow_why_not,
+}
 
 
 def _dequantized_4bit(base: Any, dtype: torch.dtype) -> Tensor:
@@ -216,7 +226,16 @@ def _dequantized_8bit(base: Any, dtype: torch.dtype) -> Tensor:
     return int8_vectorwise_dequant(base.state.CB, base.state.SCB).to(dtype)
 
 
-_DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit}
+def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
+    wide: Tensor = base.widened(dtype)
+    return wide
+
+
+_DEQUANTIZED = {
+    _INT4: _dequantized_4bit,
+    _INT8: _dequantized_8bit,
+    _NARROW: _dequantized_narrow,
+}
 
 
 def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:

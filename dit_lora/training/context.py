@@ -1,0 +1,53 @@
+"""Ranks that share each sample's tokens (context parallelism), for videos whose activations one GPU cannot hold."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.fuse.context import BACKENDS, context_problems, has_context_plan, split_context
+from dit_lora.training.engine import Replicated
+from dit_lora.training.runtime import Runtime
+from dit_lora.training.task import Prepared
+
+
+@dataclass
+class ContextParallel(Replicated):
+    """Replicated weights, and every `degree` ranks run the same samples, each with its share of the tokens."""
+
+    degree: int = 1
+    lockstep: ClassVar[bool] = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # Each rank has the gradient of its own tokens, and DDP takes the mean over ranks where their sum is meant.
+        super().backward(loss * self.degree)
+
+
+def share_context(runtime: Runtime, checkpoint: Any, data: Prepared, model: nn.Module) -> None:
+    """Split the model's tokens as `train.context_parallel` says, before DDP. Refuses what cannot be shared."""
+    recipe, accelerator = runtime.recipe, runtime.accelerator
+    degree, ranks = recipe.train.context_parallel, accelerator.num_processes
+    if degree == 1:
+        return
+    asked = f"train.context_parallel={degree}"
+    if not has_context_plan(model):
+        name = type(model).__name__
+        raise DitLoraError(f"{asked}: {name} has no plan for its tokens; CogVideoX has one")
+    tokens = {checkpoint.context_tokens(entry.shape) for entry in data.clips.entries}
+    problems = context_problems(model, degree, tokens)
+    if recipe.kernels.attention not in ("auto", *BACKENDS):
+        problems.append(
+            f"kernels.attention={recipe.kernels.attention} does not exchange tokens; choose auto, "
+            f"{', '.join(BACKENDS)}"
+        )
+    if recipe.train.offload != "none" or recipe.train.compile:
+        problems.append(
+            "train.offload and train.compile, whose hooks are on the same blocks: leave them out"
+        )
+    if recipe.lora.dropout:
+        problems.append("lora.dropout draws for each rank's tokens, which no replay can repeat; 0")
+    if problems:
+        raise DitLoraError(listed(f"{asked} cannot be", problems))
+    split_context(model, degree, accelerator.device, accelerator.process_index, ranks)
