@@ -31,14 +31,7 @@ from tqdm import tqdm
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import (
-    GroupConfig,
-    GroupsConfig,
-    GuardConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from dit_lora.config import GuardConfig, LoraConfig, ModelConfig
 from dit_lora.data.loader import Batch
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
@@ -47,9 +40,11 @@ from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
+from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training import engine as training_engine
 from dit_lora.training import loop as training_loop
 from dit_lora.training.checkpoint import trainable_state
+from dit_lora.training.diffusion import by_timestep
 from dit_lora.training.engine import Replicated
 from dit_lora.training.journal import Journal, metrics_line
 from dit_lora.training.loop import Loop, StepResult, train
@@ -142,7 +137,9 @@ def our_loop(
     batches = fixed_batches(size)
 
     def on_step(result: StepResult) -> None:
-        line = metrics_line(result, checkpoint.train_timesteps)
+        line = metrics_line(
+            result, {"loss_by_timestep": by_timestep(result, checkpoint.train_timesteps)}
+        )
         journal.step(line, watcher.statistics(result.step))
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import dit_lora
-from dit_lora import cli_chat
+from dit_lora import cli_chat, cli_plan
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
 
 app = typer.Typer(
@@ -322,6 +322,7 @@ def cache_prune(
 
 
 cli_chat.register(app)
+cli_plan.register(app)
 
 
 @app.command()

@@ -20,7 +20,9 @@ class ModelConfig(Section):
     """Branch, tag or commit on the Hub."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
-
+    quantize: Literal["nf4", "int8", "fp8"] | None = None
+    """Store the linear layers of the frozen blocks narrower, and compute in `dtype` all the same: `nf4` (4.5 bits a
+    weight, needs bitsandbytes), `int8` or `fp8` (8). What `optim.groups` trains of the base is left as it is."""
     from_scratch: dict[str, Any] | None = None
     """Start from random weights: the checkpoint's transformer config with these values changed, `{}` for none
     changed. Needs `train.mode: full`."""
@@ -212,12 +214,44 @@ class Recipe(Section):
             if groups.adapter is None:
                 self._only_base_groups()
             return self
+        if self.model.quantize is not None:
+            raise ValueError(
+                "model.quantize does not apply to train.mode: full, which trains every weight"
+            )
         if self.lora != LoraConfig():
             raise ValueError("lora does not apply to train.mode: full")
         if groups.adapter != usual.adapter or groups.adapter_b:
             raise ValueError("optim.groups: train.mode: full has no adapter; give backbone")
         if groups.backbone is None:
             raise ValueError("optim.groups.backbone is missing: train.mode: full trains it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_rate_for_prodigy(self) -> "Recipe":
+        groups = self.optim.groups.given()
+        if self.train.mode == "full":
+            groups.pop("adapter", None)  # its default, which trains nothing
+        problems = self.optim.prodigy_problems(groups)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> "Recipe":
+        save, every = self.train.save_every, self.validation.every
+        if not self.train.keep_best:
+            return self
+        if self.chat is not None and self.validation.conversations is None:
+            raise ValueError("train.keep_best needs a held-out loss: give validation.conversations")
+        if self.chat is None and not self.validation.held_out_draws:
+            raise ValueError(
+                "train.keep_best needs a held-out loss: validation.held_out_draws is 0"
+            )
+        if every is None or (save % every and every % save):
+            raise ValueError(
+                "train.keep_best needs the held-out loss of checkpoints: validation.every must divide "
+                f"train.save_every or be a multiple of it; got {every} and {save}"
+            )
         return self
 
     def _only_base_groups(self) -> None:

@@ -138,6 +138,11 @@ class DataConfig(Section):
     encoders kept in memory."""
     cache: str | None = None
     """Folder of encoded clips and captions, shared by runs; by default `cache` beside the run's folder."""
+    vae_tiling: bool = False
+    """Encode clips and decode samples in overlapping tiles: the VAE then needs the memory of one tile. Latents of
+    pictures larger than a tile change a little, and are cached apart."""
+    vae_slicing: bool = False
+    """Decode the pictures of a batch one by one, where the VAE takes frames as a batch. No value depends on it."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Processes that read ahead of the training step."""
     prefetch: Count = 2

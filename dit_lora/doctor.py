@@ -101,8 +101,7 @@ def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | 
             f"{here} processes were asked for on each machine, and this one has {len(env.devices)} "
             f"GPU(s); set num_processes to {len(env.devices)} for each machine"
         )
-    on_cpu = "MULTI_CPU" if started > 1 else "NO"
-    return launch_problem(asked, started, kind == "FSDP", kind if env.devices else on_cpu)
+    return launch_problem(asked, started, kind == "FSDP")
 
 
 def render(report: Mapping[str, Any]) -> None:

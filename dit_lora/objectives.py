@@ -96,7 +96,7 @@ class VPrediction:
 
     def _at(self, timesteps: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (-1, *[1] * (like.ndim - 1))
-        alpha, sigma = self.alpha.to(like.device), self.sigma.to(like.device)
+        alpha, sigma = (t.to(like.device, non_blocking=True) for t in (self.alpha, self.sigma))
         return alpha[timesteps].view(shape), sigma[timesteps].view(shape)
 
 
@@ -216,7 +216,7 @@ class EpsilonPrediction:
 
 
 def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return table.to(like.device)[timesteps].view(-1, *[1] * (like.ndim - 1))
+    return table.to(like.device, non_blocking=True)[timesteps].view(-1, *[1] * (like.ndim - 1))
 
 
 def _binned_log_likelihood(

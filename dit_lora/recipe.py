@@ -97,8 +97,10 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{name}: missing"
         else:
             words = problem["msg"].removeprefix("Value error, ")
-            # Of what the whole recipe contradicts, the words say what was given.
-            yield f"{name}: {words}; got {problem['input']!r}" if name else words
+            # Of what the whole recipe or a section contradicts, the words say what was given.
+            told = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+            words = words if told else f"{words}; got {problem['input']!r}"
+            yield f"{name}: {words}" if name else words
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:

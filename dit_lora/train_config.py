@@ -1,12 +1,15 @@
 """The sections `optim` and `train` of a recipe."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dit_lora.section import Count, Decay, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
+
+_MULTIPLIERS = (0.1, 10.0)  # of the learning rate that Prodigy finds
 
 
 class GroupConfig(Section):
@@ -47,8 +50,14 @@ class GroupsConfig(Section):
 
 
 class OptimConfig(Section):
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "prodigy"] = "adamw"
+    """`adamw`: PyTorch's, fused. `adamw_8bit`: bitsandbytes', whose moments take one byte a weight; tensors below
+    4096 elements keep theirs in fp32. `paged_adamw_8bit`: the same in memory that moves to the host where the GPU's
+    does not suffice; CUDA only. `prodigy` finds the learning rate (arXiv 2306.06101): every group's lr multiplies
+    it, 1 as a rule, and all groups have the same; its state is up to four times the weights."""
     groups: GroupsConfig = GroupsConfig()
     betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Of every optimizer as given. Prodigy estimates the learning rate over a horizon of sqrt(beta2)."""
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-4
     clip: Positive | None = 1.0
@@ -57,6 +66,32 @@ class OptimConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_rate: Decay = 0.0
     """Share of the learning rate that `linear` and `cosine` fall to."""
+
+    def prodigy_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
+        """Why Prodigy cannot train these groups: it finds one learning rate, for all of them."""
+        if self.name != "prodigy":
+            return []
+        low, high = _MULTIPLIERS
+        problems = [
+            f"optim.groups.{name}.lr={group.lr:g}: under optim.name=prodigy it multiplies the learning rate "
+            f"that Prodigy finds, and must be {low:g} to {high:g}; give 1"
+            for name, group in groups.items()
+            if not low <= group.lr <= high
+        ]
+        rates = {
+            name: (
+                f"lr {group.lr:g}, {group.schedule or self.schedule}, warmup_steps "
+                f"{self.warmup_steps if group.warmup_steps is None else group.warmup_steps}"
+            )
+            for name, group in groups.items()
+        }
+        if not problems and len(set(rates.values())) > 1:
+            shown = "; ".join(f"{name}: {rate}" for name, rate in rates.items())
+            problems.append(
+                "optim.name=prodigy has one learning rate: give all groups the same lr, schedule and "
+                f"warmup_steps, or take adamw; got {shown}"
+            )
+        return problems
 
 
 class TrainConfig(Section):
@@ -73,7 +108,10 @@ class TrainConfig(Section):
     save_every: Count = 500
     """Steps between checkpoints; the last step and an interrupt save too."""
     keep: Count = 2
-    """Checkpoints kept."""
+    """Checkpoints kept: the newest."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints kept besides: those with the lowest held-out loss at their step, named in
+    checkpoints/best.json. Needs validation.every."""
     resume: str = "none"
     """`none`; `auto` for the newest whole checkpoint of run.dir; or a checkpoint's path."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -82,6 +120,40 @@ class TrainConfig(Section):
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What of each block the backward pass computes again, to save memory: `none`; `selective`, all but
     attention; `full`, all. `auto`: the least that fits the device's free memory. No value depends on it."""
+    context_parallel: Count = 1
+    """Processes that share each sample's tokens, for videos too long for one GPU (CogVideoX); batch_size then counts per
+    that many processes. Divides the number of processes, attention heads, text and video tokens."""
+    offload: Literal["none", "group"] = "none"
+    """`group`: frozen weights of the blocks live in host memory, and each block's come to the device when it is
+    computed; by full checkpointing, in the backward pass again. No value depends on it."""
+    compile: bool = False
+    """torch.compile of the transformer's blocks, for each shape once; kept in the cache's folder. Values change in
+    the last bits."""
     vlb: bool | None = None
     """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
     yes where the checkpoint has one."""
+
+    @property
+    def asked_checkpointing(self) -> Literal["auto", "none", "selective", "full"]:
+        """`checkpointing`, whose `auto` is `full` under `offload`."""
+        return "full" if self.offload == "group" else self.checkpointing
+
+    @model_validator(mode="after")
+    def _weights_come_back(self) -> "TrainConfig":
+        if self.compile and self.checkpointing == "selective":
+            raise ValueError(
+                "a compiled block is one piece, of which checkpointing=selective can keep no attention; use "
+                "full, none or auto"
+            )
+        if self.offload == "none":
+            return self
+        if self.checkpointing not in ("auto", "full"):
+            raise ValueError(
+                f"offload=group needs checkpointing=full (or auto), which brings weights back for the "
+                f"backward pass; got checkpointing={self.checkpointing}"
+            )
+        if self.mode == "full":
+            raise ValueError(
+                "offload=group keeps frozen weights in host memory; mode=full has none"
+            )
+        return self

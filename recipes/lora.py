@@ -13,9 +13,11 @@ from dit_lora.recipe import load_recipe
 from dit_lora.report.run_report import write_report
 from dit_lora.training.checkpoint import find_checkpoint
 from dit_lora.training.journal import summary
+from dit_lora.training.optimizer import require_optimizer
 from dit_lora.training.run import finish, fit, prepare
 from dit_lora.training.runtime import Runtime, require_free_folder, running
 from dit_lora.training.task import task_of
+from dit_lora.training.trainable import require_quantization
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -39,6 +41,8 @@ def train(runtime: Runtime, family: Any, checkpoint: Any) -> None:
     task = task_of(recipe.model.family)
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
+    require_optimizer(recipe.optim, runtime.accelerator.device)
+    require_quantization(recipe)
     data = task.prepare_data(runtime, checkpoint)  # encoders live and die here
 
     dtype = runtime.precision.dtype

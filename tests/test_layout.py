@@ -41,7 +41,7 @@ LAYERS = (
     ("dit_lora.families",),
     ("dit_lora.training", "dit_lora.report", "dit_lora.doctor"),
     ("dit_lora.faults",),
-    ("dit_lora.cli", "dit_lora.cli_chat", "dit_lora.__main__"),
+    ("dit_lora.cli", "dit_lora.cli_chat", "dit_lora.cli_plan", "dit_lora.__main__"),
 )
 # Packages of one layer that do not know each other.
 STRANGERS = {

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
+import tiny_chat_models
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -18,6 +20,7 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.data.cache import Spec
 from dit_lora.families import get_family
+from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.families.base import Checkpoint, Tensors
 from dit_lora.numerics.streams import Streams
 
@@ -55,13 +58,46 @@ class TinyStep:
         return found
 
 
+@dataclass
+class ChatStep:
+    """A tiny chat model in training, with adapters, some base weights that train, and a batch."""
+
+    transformer: Any
+    batch: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str) -> "ChatStep":
+        model = with_answer_losses(tiny_chat_models.MODELS[name]()).requires_grad_(False)
+        targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
+        model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+        if name == "videochat2":
+            model.model.qformer.requires_grad_()
+        batch = tiny_chat_models.batch(tiny_chat_models.samples(name))
+        return cls(model.train(), batch)
+
+    def loss(self) -> torch.Tensor:
+        torch.manual_seed(5)
+        return self.transformer(**self.batch).mean()
+
+    gradients = TinyStep.gradients
+
+
 def tiny_step(
-    paths: dict[str, Path], variant: str, *, mixed: str = "no", dropout: float = 0.0
+    paths: dict[str, Path],
+    variant: str,
+    *,
+    mixed: str = "no",
+    dropout: float = 0.0,
+    scratch: dict[str, Any] | None = None,
 ) -> TinyStep:
-    """A step of a variant of the fixture `tiny_checkpoints`; masks are of ones, adapters are not zero."""
+    """A step of a variant of the fixture `tiny_checkpoints`; masks are of ones, adapters are not zero.
+
+    `scratch` changes the model's config, whose weights are then drawn.
+    """
     case = VARIANTS[variant]
     family = get_family(case.family)
-    checkpoint = family.open(ModelConfig(family=case.family, path=str(paths[variant])))
+    config = ModelConfig(family=case.family, path=str(paths[variant]), from_scratch=scratch)
+    checkpoint = family.open(config)
     transformer = checkpoint.load_transformer(torch.bfloat16 if mixed == "bf16" else torch.float32)
     attach_lora(transformer, LoraConfig(rank=4, dropout=dropout), family.lora_targets, seed=0)
     generator = torch.Generator().manual_seed(2)

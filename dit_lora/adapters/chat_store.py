@@ -16,24 +16,33 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dit_lora.adapters.attach import ADAPTER_NAME, is_lora_a
-from dit_lora.adapters.groups import base_parameters
-from dit_lora.adapters.store import BASE_FILE, PROVENANCE_KEY, read_provenance, require_sound
+from dit_lora.adapters.store import (
+    BASE_FILE,
+    PROVENANCE_KEY,
+    Tensors,
+    base_weights,
+    read_provenance,
+    require_sound,
+)
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.numerics.shards import stock_class
 
 CHAT_ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME  # adapter_model.safetensors
 _PREFIX = "base_model.model."  # what PeftModel.save_pretrained puts before every name
 
 
-def save_chat_adapter(model: nn.Module, out: Path, provenance: Mapping[str, Any]) -> Path:
+def save_chat_adapter(
+    model: nn.Module, out: Path, provenance: Mapping[str, Any], weights: Tensors | None = None
+) -> Path:
     """Write `out` so that `PeftModel.from_pretrained(base, out)` and `base.load_adapter(out)` take it.
 
     `base_weights.safetensors` is beside the adapter if base weights trained, and alone, with no
     `adapter_config.json`, if only they did. Provenance is in the headers; its `base_model` and `revision` are
     the base that PEFT's config names. Refuses, before anything is written, what is not finite or has no effect.
-    Returns the adapter's file, or the base weights' if there is no adapter.
+    `weights` are the trained weights by name, whole, where the model's own are spread over ranks. Returns the
+    adapter's file, or the base weights' if there is no adapter.
     """
-    lora = _adapter_tensors(model)
-    base = {name: parameter.detach() for name, parameter in base_parameters(model).items()}
+    lora, base = _adapter_tensors(model, weights), base_weights(model, weights)
     if not lora and not base:
         raise CheckFailedError("refused to save: the model has no adapter and no trained weights")
     require_sound(lora, base)
@@ -91,13 +100,13 @@ def chat_adapter_file(folder: Path) -> Path:
     raise DitLoraError(f"no adapter in {folder}: neither {CHAT_ADAPTER_FILE} nor {BASE_FILE}")
 
 
-def _adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapter by the names of PEFT's file, sharing memory with the model; empty if it has none."""
+def _adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
+    """The adapter by the names of PEFT's file, sharing memory with the model or `weights`; empty if it has none."""
     if not any(is_lora_a(name) for name, _ in model.named_parameters()):
         return {}
     # Whether an adapted head brings its frozen weight is asked of the Hub unless it is said here.
     state = peft.get_peft_model_state_dict(
-        model, adapter_name=ADAPTER_NAME, save_embedding_layers=False
+        model, weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False
     )
     return {f"{_PREFIX}{name}": tensor for name, tensor in state.items()}
 
@@ -111,8 +120,8 @@ def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
     config.lora_dropout = 0.0
     # As PeftModel.save_pretrained does where the task has no type.
     config.auto_mapping = {
-        "base_model_class": type(model).__name__,
-        "parent_library": type(model).__module__,
+        "base_model_class": stock_class(model).__name__,
+        "parent_library": stock_class(model).__module__,
     }
     if isinstance(config.target_modules, set):  # sorted, so that equal adapters are equal files
         config.target_modules = sorted(config.target_modules)

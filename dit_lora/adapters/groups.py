@@ -86,6 +86,12 @@ def recipe_groups(
     return parameter_groups(model, **given, patterns=own)
 
 
+def base_members(model: nn.Module, groups: GroupsConfig, patterns: Patterns) -> set[str]:
+    """Names of the base weights that a recipe's `connector` and `backbone` would train."""
+    members = _members(model, groups.given(), patterns)
+    return {*members.get("connector", ()), *members.get("backbone", ())}
+
+
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters that belong to the base model, by their names in an unadapted model."""
     return {

@@ -20,23 +20,31 @@ from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.loader import lora_pipeline_class, with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.numerics.shards import stock_class
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
 PROVENANCE_KEY = "dit_lora"
 PROVENANCE_FILE = "dit_lora.json"  # of a whole pipeline
 
+Tensors = Mapping[str, torch.Tensor]
+
 
 def save_adapter(
-    transformer: nn.Module, pipeline_class: Any, out: Path, provenance: Mapping[str, Any]
+    transformer: nn.Module,
+    pipeline_class: Any,
+    out: Path,
+    provenance: Mapping[str, Any],
+    weights: Tensors | None = None,
 ) -> Path:
     """Write `out/pytorch_lora_weights.safetensors`, and `base_weights.safetensors` if base weights trained.
 
     Refuses, before anything is written, an adapter that is not finite or has no effect. The pipeline's own
-    `save_lora_weights` decides names and metadata; provenance is added to the header.
+    `save_lora_weights` decides names and metadata; provenance is added to the header. `weights` are the trained
+    weights by name, whole, where the model's own are spread over ranks.
     """
-    lora = peft.get_peft_model_state_dict(transformer, adapter_name=ADAPTER_NAME)
-    base = {name: parameter.detach() for name, parameter in base_parameters(transformer).items()}
+    lora = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
+    base = base_weights(transformer, weights)
     require_sound(lora, base)
     out.mkdir(parents=True, exist_ok=True)
     staged = out / ".staged"
@@ -64,12 +72,20 @@ def save_adapter(
 
 
 def save_pipeline(
-    transformer: Any, base: Path, out: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
+    transformer: Any,
+    base: Path,
+    out: Path,
+    provenance: Mapping[str, Any],
+    index: Mapping[str, Any],
+    weights: Tensors | None = None,
 ) -> Path:
     """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own.
 
-    `index` goes over the base's model_index.json. Written aside and renamed; refused if not finite.
+    `index` goes over the base's model_index.json. Written aside and renamed; refused if not finite. `weights` as
+    in `save_adapter`.
     """
+    if weights is not None:
+        transformer = _holding(transformer, weights)
     require_sound({}, dict(transformer.named_parameters()))
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
@@ -83,6 +99,23 @@ def save_pipeline(
     shutil.rmtree(out, ignore_errors=True)
     staged.rename(out)
     return out
+
+
+def base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
+    """What of the base model trains, by its names in an unadapted model; of `weights`, if given."""
+    found = base_parameters(model)
+    if weights is None:
+        return {name: parameter.detach() for name, parameter in found.items()}
+    bare = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+    return {name: bare[name] for name in found}
+
+
+def _holding(model: Any, weights: Tensors) -> nn.Module:
+    """A model of the same config that holds `weights`, without a copy of them."""
+    made: nn.Module = stock_class(model).from_config(model.config)  # type: ignore[attr-defined]
+    tables = {name: table for name, table in model.named_buffers() if name in made.state_dict()}
+    made.load_state_dict({**weights, **tables}, assign=True)
+    return made
 
 
 def require_sound(

@@ -21,10 +21,13 @@ from torch import nn
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
 Tensors = dict[str, torch.Tensor]
+TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
+"""Shapes and dtypes of tensors by name."""
 TextEncoder = Callable[[Sequence[str]], Tensors]
 """Captions (or class names) to the tensors that condition the model, each (B, ...)."""
 
@@ -91,9 +94,14 @@ class Checkpoint(Protocol):
     def text_limit(self) -> TextLimit | None:
         """Loads the tokenizer; None where samples have classes in place of captions."""
 
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        """One caption's tensors as `load_text_encoder` of that dtype gives them, known from the configs."""
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder: ...
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder: ...
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder: ...
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         """The frozen transformer, loaded in `dtype` from the start, on the CPU.

@@ -49,6 +49,8 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "data.fps": (data.fps is not None, "data.frames are taken from all of a video"),
         "data.buckets": (data.buckets is not None, shapes),
         "data.windows": (data.windows != 1, "give `start` and `end` in the annotations"),
+        "data.vae_tiling": (data.vae_tiling, "there is no VAE"),
+        "data.vae_slicing": (data.vae_slicing, "there is no VAE"),
         "data.precompute": (not data.precompute, "frames are always read as they are needed"),
         "chat.tiles": (chat is not None and chat.tiles is not None, shapes),
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),

@@ -28,7 +28,8 @@ from dit_lora.families.base import (
     refuse_options,
 )
 from dit_lora.families.cogvideox_text import CogVideoXCheckpoint, encode_video
-from dit_lora.numerics.streams import Streams, generator, integers, normal
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.streams import Streams, generator, integers, moved, normal
 
 # Latents are cached, and this noise is on pixels: so many draws of it are encoded for each image.
 NOISED_ENCODINGS = 4
@@ -79,9 +80,11 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         encodings = 1 + NOISED_ENCODINGS * self.image_noise
         return super().video_facts() | {"image": f"{IMAGE_TRANSFORM}: {encodings}"}
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
         """The clip's posterior, and its first image's: (K, C, 1, H, W), a clean encoding and then noised ones."""
-        vae = self._load_vae(dtype, device)
+        vae = memory.set(self._load_vae(dtype, device))
         processor = VideoProcessor(vae_scale_factor=self.spatial_factor)
 
         @torch.no_grad()
@@ -108,14 +111,17 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     ) -> torch.Tensor:
         """Draws which encoding, its latent, and whether the image is left out, for each sample."""
         mean, logvar = batch["image_latent_mean"].float(), batch["image_latent_logvar"].float()
-        rows, device = torch.arange(len(mean)), mean.device
+        device = mean.device
+        rows = torch.arange(len(mean), device=device)
         noised = mean.shape[1] > 1
-        pick = integers(1, mean.shape[1], streams("image_noise")) if noised else 0 * rows
+        pick = 0 * rows
+        if noised:
+            pick = moved(integers(1, mean.shape[1], streams("image_noise")), device)
         mean, logvar = mean[rows, pick], logvar[rows, pick]
-        posterior_noise = normal(mean.shape[1:], streams("image_posterior")).to(device)
+        posterior_noise = moved(normal(mean.shape[1:], streams("image_posterior")), device)
         latent = mean + torch.exp(0.5 * logvar) * posterior_noise
         shares = torch.cat([torch.rand(1, generator=row) for row in streams("image_dropout")])
-        kept = (shares >= self.image_dropout).to(device).view(-1, 1, 1, 1, 1)
+        kept = moved(shares >= self.image_dropout, device).view(-1, 1, 1, 1, 1)
         return self._with_image(transformer, noisy, timesteps, batch, latent * kept)
 
     def predict(

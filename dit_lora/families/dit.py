@@ -24,6 +24,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
+    TensorSpec,
     TextEncoder,
     VideoEncoder,
     load_or_init,
@@ -52,6 +53,7 @@ from dit_lora.families.noise_prediction import (
     trains_variance,
 )
 from dit_lora.families.tiny_dit import build_dit
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import EpsilonPrediction, LossOutput
 
@@ -129,6 +131,9 @@ class DiTCheckpoint:
     def video_facts(self) -> dict[str, Any]:
         return {"vae": self.path / "vae", "transform": IMAGE_TRANSFORM}
 
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return {"class_labels": (torch.Size(()), torch.int64)}
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Names of classes to rows of the label tables, int64 (B,); "" is the null class."""
 
@@ -137,11 +142,14 @@ class DiTCheckpoint:
 
         return encode
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, H, W), so that each epoch draws afresh; the VAE is fp32."""
         vae: Any = AutoencoderKL.from_pretrained(
             self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
         ).to(device)
+        memory.set(vae)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:

@@ -22,6 +22,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Sampling,
     Tensors,
+    TensorSpec,
     TextEncoder,
     TextLimit,
     VideoEncoder,
@@ -45,6 +46,7 @@ from dit_lora.families.noise_prediction import (
     trains_variance,
 )
 from dit_lora.families.tiny_video_dit import build_latte
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import EpsilonPrediction, LossOutput
 
@@ -102,6 +104,13 @@ class LatteCheckpoint:
     def video_facts(self) -> dict[str, Any]:
         return {"vae": self.path / "vae", "transform": VIDEO_TRANSFORM}
 
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (TEXT_TOKENS, self.transformer_config["caption_channels"])
+        return {
+            "prompt_embeds": (torch.Size(size), dtype),
+            "prompt_mask": (torch.Size(size[:1]), torch.bool),
+        }
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """T5 as the pipeline uses it: all 120 tokens, padding too, and a mask of those that are text.
 
@@ -132,8 +141,10 @@ class LatteCheckpoint:
 
         return encode
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
-        return load_frame_encoder(self.path, device)
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        return load_frame_encoder(self.path, device, memory)
 
     def load_transformer(self, dtype: torch.dtype) -> LatteTransformer3DModel:
         return load_or_init(LatteTransformer3DModel, self.path, dtype, self.scratch)
@@ -163,10 +174,11 @@ class LatteCheckpoint:
         cut to the longest, and a bias leaves out what the shorter ones lack.
         """
         embeddings, mask = batch["prompt_embeds"], batch["prompt_mask"]
-        longest = int(mask.sum(1).max())
+        lengths = mask.sum(1)
+        longest, shortest = torch.stack([lengths.max(), lengths.min()]).tolist()
         embeddings, mask = embeddings[:, :longest], mask[:, :longest]
         bias = None
-        if not mask.all():
+        if shortest < longest:
             bias = torch.where(mask, 0.0, MASKED).to(embeddings.dtype)[:, None]
             bias = bias.repeat_interleave(
                 noisy_BCFHW.shape[2], dim=0

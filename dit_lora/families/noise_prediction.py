@@ -14,7 +14,8 @@ from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Tensors, VideoEncoder
-from dit_lora.numerics.streams import Streams, integers, normal
+from dit_lora.models.vae_memory import VaeMemory
+from dit_lora.numerics.streams import Streams, integers, moved, normal
 from dit_lora.objectives import EpsilonPrediction, LossOutput, mean_squared_error
 
 # Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
@@ -31,11 +32,12 @@ def scaling_factor(vae_config: Mapping[str, Any]) -> float:
     return vae_config.get("scaling_factor", 0.18215)
 
 
-def load_frame_encoder(path: Path, device: torch.device) -> VideoEncoder:
+def load_frame_encoder(path: Path, device: torch.device, memory: VaeMemory) -> VideoEncoder:
     """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh; the VAE is fp32."""
     vae: Any = AutoencoderKL.from_pretrained(
         path, subfolder="vae", dtype=torch.float32, use_safetensors=True
     ).to(device)
+    memory.set(vae)
 
     @torch.no_grad()
     def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -67,10 +69,10 @@ def noise_losses(
     """
     mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
     shape, device = mean.shape[1:], mean.device
-    posterior_noise = normal(shape, streams("posterior")).to(device)
+    posterior_noise = moved(normal(shape, streams("posterior")), device)
     clean = (mean + torch.exp(0.5 * logvar) * posterior_noise) * scale
-    noise = normal(shape, streams("noise")).to(device)
-    timesteps = integers(0, len(objective.alpha), streams("timestep")).to(device)
+    noise = moved(normal(shape, streams("noise")), device)
+    timesteps = moved(integers(0, len(objective.alpha), streams("timestep")), device)
 
     noisy = objective.add_noise(clean, noise, timesteps)
     output = predict(noisy, timesteps).float()

@@ -6,9 +6,8 @@ What SANA-Video does alike is here as functions that `sana_video` calls.
 Shapes: B batch, T text tokens, C latent channels, H and W latent size.
 """
 
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -31,6 +30,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
+    TensorSpec,
     TextEncoder,
     TextLimit,
     VideoEncoder,
@@ -39,13 +39,20 @@ from dit_lora.families.base import (
     read_component_config,
     refuse_options,
     require_whole_weights,
-    text_limit,
     to_uint8,
 )
 from dit_lora.families.sana_attention import keep_linear_attention_fp32
+from dit_lora.families.sana_text import (
+    gemma_conditions,
+    gemma_encoder,
+    gemma_facts,
+    gemma_limit,
+    gemma_spec,
+)
 from dit_lora.families.tiny_sana import build_sana
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.preflight import stored_dtype
-from dit_lora.numerics.streams import Streams, normal
+from dit_lora.numerics.streams import Streams, moved, normal
 from dit_lora.objectives import FlowMatching, LossOutput, mean_squared_error
 
 # Changes whenever the same pixels would be encoded otherwise; part of each image's cache key.
@@ -115,14 +122,20 @@ class SanaCheckpoint:
     def video_facts(self) -> dict[str, Any]:
         return {"vae": self.path / "vae", "transform": IMAGE_TRANSFORM}
 
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return gemma_spec(SanaPipeline, self.transformer_config["caption_channels"], dtype)
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         return gemma_encoder(SanaPipeline, self.path, dtype, device)
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
         """Keeps the latent, (C, H, W): DC-AE has no posterior. It encodes in fp32 whatever `dtype` is."""
-        vae = AutoencoderDC.from_pretrained(
+        vae: Any = AutoencoderDC.from_pretrained(
             self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
         ).to(device)
+        memory.set(vae)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -293,69 +306,12 @@ def flow_losses(
     streams: Streams,
 ) -> LossOutput:
     """Losses per sample of a network that predicts velocity; fp32 but for the network itself."""
-    noise = normal(clean.shape[1:], streams("noise")).to(clean.device)
-    sigmas = objective.sigmas(normal((), streams("timestep"))).to(clean.device)
+    noise = moved(normal(clean.shape[1:], streams("noise")), clean.device)
+    sigmas = moved(objective.sigmas(normal((), streams("timestep"))), clean.device)
     noisy = objective.add_noise(clean, noise, sigmas)
     prediction = predict(noisy, sigmas * objective.train_timesteps)
     target = objective.target(clean, noise)
     return LossOutput(mean_squared_error(prediction, target), objective.reported(sigmas))
-
-
-def gemma_facts(path: Path, pipeline_class: Any) -> dict[str, Any]:
-    defaults = _prompt_defaults(pipeline_class)
-    return {
-        "text_encoder": path / "text_encoder",
-        "tokenizer": path / "tokenizer",
-        "tokens": defaults["max_sequence_length"],
-        "instruction": defaults["complex_human_instruction"],
-    }
-
-
-def gemma_limit(path: Path, pipeline_class: Any) -> TextLimit:
-    return text_limit(path, _prompt_defaults(pipeline_class)["max_sequence_length"])
-
-
-def gemma_encoder(
-    pipeline_class: Any, path: Path, dtype: torch.dtype, device: torch.device
-) -> TextEncoder:
-    """Gemma as the pipeline uses it: its instruction before each caption, the first token and the last 299 kept.
-
-    "" is encoded as the pipeline encodes its negative prompt, without the instruction.
-    """
-    pipeline = pipeline_class.from_pretrained(
-        path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
-    ).to(device)
-    defaults = _prompt_defaults(pipeline_class)
-
-    def encode_one(caption: str) -> tuple[torch.Tensor, torch.Tensor]:
-        embeddings, mask, _, _ = pipeline.encode_prompt(
-            caption,
-            do_classifier_free_guidance=False,
-            device=device,
-            max_sequence_length=defaults["max_sequence_length"],
-            complex_human_instruction=defaults["complex_human_instruction"] if caption else None,
-        )
-        return embeddings, mask
-
-    @torch.no_grad()
-    def encode(captions: Sequence[str]) -> Tensors:
-        embeddings, masks = zip(*[encode_one(caption) for caption in captions], strict=True)
-        return {
-            "prompt_embeds": torch.cat(embeddings),
-            "prompt_attention_mask": torch.cat(masks),
-        }
-
-    return encode
-
-
-def gemma_conditions(prompt: str | Tensors, empty: Tensors | None) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    given: dict[str, Any] = dict(prompt)
-    if empty:
-        given |= {f"negative_{name}": tensor for name, tensor in empty.items()}
-        given["negative_prompt"] = None  # its default, "", contradicts embeddings
-    return given
 
 
 def stock_pipeline(
@@ -378,13 +334,6 @@ def wrong_sides(shape: VideoShape, step: int) -> list[str]:
         for name, value in (("height", shape.height), ("width", shape.width))
         if value % step
     ]
-
-
-def _prompt_defaults(pipeline_class: Any) -> dict[str, Any]:
-    """Text length and instruction, the defaults of the pipeline's own call."""
-    parameters = inspect.signature(pipeline_class.__call__).parameters
-    names = ("max_sequence_length", "complex_human_instruction")
-    return {name: parameters[name].default for name in names}
 
 
 FAMILY = Sana()

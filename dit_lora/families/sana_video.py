@@ -22,6 +22,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
+    TensorSpec,
     TextEncoder,
     TextLimit,
     VideoEncoder,
@@ -33,17 +34,21 @@ from dit_lora.families.base import (
 from dit_lora.families.sana import (
     LORA_TARGETS,
     flow_losses,
-    gemma_conditions,
-    gemma_encoder,
-    gemma_facts,
-    gemma_limit,
     open_sana,
     stock_pipeline,
     wrong_sides,
 )
 from dit_lora.families.sana_attention import keep_linear_attention_fp32
+from dit_lora.families.sana_text import (
+    gemma_conditions,
+    gemma_encoder,
+    gemma_facts,
+    gemma_limit,
+    gemma_spec,
+)
 from dit_lora.families.tiny_sana import build_sana_video
-from dit_lora.numerics.streams import Streams, normal
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.streams import Streams, moved, normal
 from dit_lora.objectives import FlowMatching, LossOutput
 
 # Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
@@ -104,15 +109,21 @@ class SanaVideoCheckpoint:
     def video_facts(self) -> dict[str, Any]:
         return {"vae": self.path / "vae", "transform": VIDEO_TRANSFORM}
 
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return gemma_spec(SanaVideoPipeline, self.transformer_config["caption_channels"], dtype)
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Captions as they are: a motion score is part of one, ` motion score: 30.` at its end."""
         return gemma_encoder(SanaVideoPipeline, self.path, dtype, device)
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, F, H, W). It encodes in fp32 whatever `dtype` is."""
-        vae = AutoencoderKLWan.from_pretrained(
+        vae: Any = AutoencoderKLWan.from_pretrained(
             self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
         ).to(device)
+        memory.set(vae)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -132,7 +143,7 @@ class SanaVideoCheckpoint:
     ) -> LossOutput:
         """Velocity losses at logit-normal, shifted noise levels; noising, target and loss are fp32."""
         mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
-        posterior_noise = normal(mean.shape[1:], streams("posterior")).to(mean.device)
+        posterior_noise = moved(normal(mean.shape[1:], streams("posterior")), mean.device)
         latents = mean + torch.exp(0.5 * logvar) * posterior_noise
 
         def predict(noisy: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:

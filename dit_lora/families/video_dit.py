@@ -21,6 +21,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Sampling,
     Tensors,
+    TensorSpec,
     TextEncoder,
     TextLimit,
     VideoEncoder,
@@ -45,6 +46,7 @@ from dit_lora.families.noise_prediction import (
     trains_variance,
 )
 from dit_lora.families.tiny_video_dit import build_video_dit
+from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 from dit_lora.numerics.streams import Streams
@@ -131,6 +133,11 @@ class VideoDiTCheckpoint:
     def video_facts(self) -> dict[str, Any]:
         return {"vae": self.path / "vae", "transform": VIDEO_TRANSFORM}
 
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        if self.classes is not None:
+            return {"class_labels": (torch.Size(()), torch.int64)}
+        return {"pooled_projections": (torch.Size((self.transformer_config["text_dim"],)), dtype)}
+
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Names of classes to rows of the label table, int64 (B,), or texts to what CLIP pools, (B, D)."""
         if self.classes is not None:
@@ -140,8 +147,10 @@ class VideoDiTCheckpoint:
         ).to(device)
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
 
-    def load_video_encoder(self, dtype: torch.dtype, device: torch.device) -> VideoEncoder:
-        return load_frame_encoder(self.path, device)
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        return load_frame_encoder(self.path, device, memory)
 
     def load_transformer(self, dtype: torch.dtype) -> VideoDiTTransformer3DModel:
         scratch, classes = self.scratch, self.classes

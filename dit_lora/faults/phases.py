@@ -14,6 +14,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import Arm, Observation, Stage, Tensors, World
 from dit_lora.files import write_whole
+from dit_lora.numerics.shards import local
 from dit_lora.recipe import dump_recipe
 
 
@@ -24,8 +25,8 @@ def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
         owner = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
         load = owner.load_video_encoder  # type: ignore[attr-defined]
 
-        def loaded(self: Any, *args: Any) -> Any:
-            encode = load(self, *args)
+        def loaded(self: Any, *args: Any, **given: Any) -> Any:
+            encode = load(self, *args, **given)
 
             def bad(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
                 encoded = encode(pixels, image)
@@ -85,7 +86,7 @@ def _before_save(value: float, rank: int) -> Arm:
                 pending.clear()
                 if rank in (-1, stage.rank) or rank >= stage.ranks:
                     with torch.no_grad():
-                        next(iter(stage.trained().values())).view(-1)[3] = value
+                        local(next(iter(stage.trained().values()))).view(-1)[3] = value
 
         stage.patch(module, "require_not_lost", poisoned)
 
@@ -99,7 +100,7 @@ def _before_adapter(stage: Stage) -> None:
 
     def poisoned(*args: Any) -> Path:
         with torch.no_grad():
-            next(iter(stage.trained().values())).view(-1)[3] = torch.nan
+            local(next(iter(stage.trained().values()))).view(-1)[3] = torch.nan
         return write(*args)
 
     stage.patch(task, "save", poisoned)
@@ -111,8 +112,12 @@ def _disk_full(stage: Stage) -> None:
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
+    def fill() -> None:
+        stage.run.saver.wait()  # the checkpoint of step 3, which is written beside the loop
+        stage.patch(module, "_write_synced", refuse)
+
     if stage.run.runtime.is_main:
-        stage.before_step(4, lambda: stage.patch(module, "_write_synced", refuse))
+        stage.before_step(4, fill)
 
 
 def _resumed(damage: Callable[[Path], None]) -> Callable[[Fault, World], Observation]:

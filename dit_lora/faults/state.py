@@ -7,6 +7,7 @@ import torch
 
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import Arm, Stage, Tensors
+from dit_lora.numerics.shards import local
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
@@ -18,7 +19,7 @@ def _write(value: float, stage: Stage, tensor: torch.Tensor, rank: int = -1) -> 
     """On one rank, or on all."""
     if rank in (-1, stage.rank) or rank >= stage.ranks:
         with torch.no_grad():
-            tensor.view(-1)[2] = value
+            local(tensor).view(-1)[2] = value  # of sharded weights this rank's part
 
 
 def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> Arm:

@@ -108,7 +108,8 @@ def judge_all(faults: Sequence[Fault], site: Site) -> Iterator[Judged]:
         for fault in faults:
             yield fault.judge(world)
         accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo lets go of its tensors (docs/log.md)
+    if accelerator.num_processes > 1:
+        time.sleep(0.1)  # gloo lets go of its tensors (docs/log.md)
     accelerator.end_training()
 
 

@@ -284,7 +284,9 @@ def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any) -> R
     task = task_of(recipe.model.family)
     data = task.prepare_data(runtime, checkpoint)
     transformer, groups, _ = task.load_trainable(recipe, family, checkpoint, precision.dtype)
-    return prepare(runtime, family, checkpoint, data, transformer, groups, resume_from)
+    # Counting activations is a third of a tiny run; checkpointing is none as it was loaded.
+    with mock.patch("dit_lora.training.run.choose_checkpointing"):
+        return prepare(runtime, family, checkpoint, data, transformer, groups, resume_from)
 
 
 def poisoned_files(seen: Observation) -> list[Path]:

@@ -82,6 +82,11 @@ def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) 
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
 
+def block_caller(mode: Mode) -> Callable[..., Any] | None:
+    """What `call_blocks_by` takes for a mode."""
+    return _FUNCTIONS[mode]
+
+
 def least_memory(transformer: nn.Module) -> Mode:
     """The mode that needs the least memory: `full`, or `none` of a model without checkpointing."""
     return "full" if supports_checkpointing(transformer) else "none"
@@ -128,9 +133,37 @@ def _mode(transformer: nn.Module) -> Mode:
     return "selective" if _selectively in functions else "full"
 
 
+def before_each_computation(block: nn.Module, function: Callable[[], None]) -> None:
+    """Let `full` checkpointing call `function` before each computation of a block, the backward pass's too.
+
+    A forward pre-hook alone is not enough: Transformers computes a layer again without its hooks.
+    """
+    block.__dict__[_BEFORE] = function
+
+
+_BEFORE = "_dit_lora_before_computation"
+
+
 def _fully(block: Callable[..., Any], *args: Any) -> Any:
     """The block's outputs; everything within it is computed again in the backward pass."""
-    return checkpoint(block, *args, use_reentrant=False)
+    before: Callable[[], None] | None = getattr(called_block(block), _BEFORE, None)
+    if before is None:
+        return checkpoint(block, *args, use_reentrant=False)
+
+    def compute(*args: Any) -> Any:
+        before()
+        return block(*args)
+
+    return checkpoint(compute, *args, use_reentrant=False)
+
+
+def called_block(function: Callable[..., Any]) -> nn.Module | None:
+    """The module that a checkpointed function computes, as Diffusers and Transformers give it."""
+    given: list[Any] = [function]
+    if isinstance(function, partial):
+        # Of the layer's forward, with the layer first; in older versions of its bound `__call__`.
+        given = [*function.args, getattr(function.func, "__self__", None)]
+    return next((one for one in given if isinstance(one, nn.Module)), None)
 
 
 def _selectively(block: Callable[..., Any], *args: Any) -> Any:

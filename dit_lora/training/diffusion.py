@@ -69,13 +69,20 @@ class DiffusionTask:
         encoded: Any = run.data
         sample_videos(run.runtime, _diffusion(run), run.model, encoded, step)
 
-    def save(self, run: "Run", made: Mapping[str, Any]) -> Path:
+    def save(
+        self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
         """`adapter/` of a run in mode `lora`, `model/` of one in mode `full`."""
         folder, checkpoint = run.runtime.dir, _diffusion(run)
         if run.recipe.train.mode == "full":
             index = checkpoint.index_changes()
-            return save_pipeline(run.transformer, checkpoint.path, folder / "model", made, index)
-        return save_adapter(run.transformer, checkpoint.pipeline_class, folder / "adapter", made)
+            own = weights if run.engine.lockstep else None
+            return save_pipeline(
+                run.transformer, checkpoint.path, folder / "model", made, index, own
+            )
+        return save_adapter(
+            run.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
+        )
 
 
 TASK = DiffusionTask()

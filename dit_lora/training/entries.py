@@ -15,6 +15,7 @@ from dit_lora.data.fill import Job
 from dit_lora.data.video import DECODE_VERSION, ClipError, read_frames
 from dit_lora.data_config import VideoShape
 from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
+from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.training.samples import Sample
 
 
@@ -50,9 +51,8 @@ class Encoding:
             }
             return known | {"dtype": str(dtype)}
 
-        return cls(
-            recipe, digests, resolved(checkpoint.text_facts()), resolved(checkpoint.video_facts())
-        )
+        video_facts = {**checkpoint.video_facts(), **VaeMemory.of(recipe.data).facts()}
+        return cls(recipe, digests, resolved(checkpoint.text_facts()), resolved(video_facts))
 
     def text(self, caption: str) -> Job:
         facts = {**self.text_facts, "caption": caption}

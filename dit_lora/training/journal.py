@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from dit_lora.training.run import Run
 
 
+STARVED, WINDOW = 0.2, 50
+"""The share of the last steps' time that is too much to wait for data, and how many they are."""
 LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
 """What a line of metrics.jsonl may have besides, by the kind of model."""
 
@@ -28,6 +31,8 @@ class Journal:
         self.dir = run_dir
         self._samples = 0
         self._held_out_steps: set[int] = set()
+        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._told = False
         if start_step == 0:
             (run_dir / "held_out.jsonl").unlink(missing_ok=True)  # maybe another recipe's
         self.rewind(start_step)
@@ -56,6 +61,18 @@ class Journal:
                 for name, values in modules.items()
             }
         self._append("metrics.jsonl", line)
+
+    def starving(self, line: Mapping[str, Any], workers: int) -> str | None:
+        """Once a run: that its last `WINDOW` steps waited for data for more than `STARVED` of their time."""
+        self._recent.append((line["data_seconds"], line["seconds"]))
+        waited, spent = (sum(column) for column in zip(*self._recent, strict=True))
+        if self._told or len(self._recent) < WINDOW or waited <= STARVED * spent:
+            return None
+        self._told = True
+        return (
+            f"the last {WINDOW} steps waited for data for {waited / spent:.0%} of their time: raise "
+            f"data.workers ({workers}) or data.prefetch, or put data.cache on a local disk"
+        )
 
     def held_out(self, step: int, loss: float) -> None:
         """Once a step: a finished run that is resumed computes the same again."""
@@ -167,4 +184,10 @@ def summary(run: "Run", adapter: Path, report: Path) -> str:
         first, last = losses[min(losses)], losses[max(losses)]
         change = 100 * (last / first - 1)
         lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
+    waited, spent = (
+        sum(line[name] for line in _read(run.runtime.dir / "metrics.jsonl"))
+        for name in ("data_seconds", "seconds")
+    )
+    if spent:
+        lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from dit_lora.data.loader import (
 from dit_lora.data.training_set import Reading
 from dit_lora.data.video import ClipError
 from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
+from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.finite import describe_all
 from dit_lora.training.entries import Encoding, Pixels
 from dit_lora.training.plan import Wanted
@@ -50,11 +51,12 @@ def live_clips(
     samples = {one.video.key: (one.sample, False) for one in wanted}
     samples |= {one.mirror.key: (one.sample, True) for one in wanted if one.mirror}
     where = runtime.precision.dtype, runtime.accelerator.device
+    memory = VaeMemory.of(runtime.recipe.data)
     captions = {job.key: caption for caption, job in texts.items()}
     return LiveClips(
         tuple(one.entry for one in wanted),
         texts[""].key,
-        LiveVideos(Decoder(encoding, samples), checkpoint.load_video_encoder(*where)),
+        LiveVideos(Decoder(encoding, samples), checkpoint.load_video_encoder(*where, memory)),
         LiveTexts(captions, checkpoint.load_text_encoder(*where)),
     )
 

@@ -14,17 +14,15 @@ import torch
 from torch import nn
 
 from dit_lora.data.loader import Batch
-from dit_lora.numerics.gate import (
-    Gate,
-    PoisonedStateError,
-    Trip,
-    local,
-)
+from dit_lora.numerics.gate import Gate, PoisonedStateError, Trip
 from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.shards import local
 from dit_lora.train_config import OptimConfig
 from dit_lora.training.engine import Engine
 from dit_lora.training.optimizer import Schedule, apply_schedule
 from dit_lora.training.replay import LossFunction, Place, forward, replayable
+
+_ALL = "all groups"
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,8 @@ class Loop:
     seed: int
     recovery: Recovery
     watcher: Watcher
+    copies: int = 1
+    """Ranks that run each sample together."""
 
     @cached_property
     def bare(self) -> nn.Module:
@@ -148,11 +148,11 @@ def _take(
         for micro_step in range(loop.accumulate):
             _micro_step(loop, gate, stream, step, micro_step)
     rates, norms, norm, poisoned = _update(loop, gate, number)
-    rows = _gather(loop, step, norms, poisoned, stop_asked())
-    trip = _trip(rows, step, loop.accumulate)
+    rows = _gather(loop, step, {**norms, _ALL: norm}, poisoned, stop_asked())
+    trip = _trip(rows, step, loop.accumulate, loop.copies)
     if trip is not None:
         return trip, step
-    return _result(rows, step, rates, norms, norm, began), step
+    return _result(rows, step, rates, [*norms], began, loop.copies), step
 
 
 def _micro_step(
@@ -207,18 +207,21 @@ def _gather(
         losses,
         torch.cat(step.timesteps).double(),
         torch.stack(flags).double(),
-        known.to(losses.device),
+        stacked.double(),
+        known.to(losses.device, non_blocking=True),
     ]
     return loop.engine.accelerator.gather(torch.cat(row)[None]).cpu()
 
 
-def _trip(rows: torch.Tensor, step: _Step, accumulate: int) -> Trip | None:
+def _trip(rows: torch.Tensor, step: _Step, accumulate: int, copies: int) -> Trip | None:
     """What tripped, from the gathered rows, equal on all ranks; None for a healthy step."""
     count = sum(len(losses) for losses in step.losses)
     bad_losses = ~torch.isfinite(rows[:, :count]).view(len(rows), accumulate, -1).all(2)
     bad_data = rows[:, -2 - accumulate : -2] > 0
     gradient, zero, weights = (rows[:, 2 * count : 2 * count + 3] > 0).any(0).tolist()
-    where = [(rank, micro) for rank, micro in (bad_losses | bad_data).nonzero().tolist()]
+    # The first of the ranks that share a sample stands for them.
+    found = (bad_losses | bad_data).view(-1, copies, accumulate).any(1)
+    where = [(copies * rank, micro) for rank, micro in found.nonzero().tolist()]
     if where:
         kind = "non_finite_loss" if bad_losses.any() else "bad_data"
         return Trip(step.number, kind, tuple(where))
@@ -234,20 +237,24 @@ def _result(
     rows: torch.Tensor,
     step: _Step,
     rates: dict[str, float],
-    norms: Mapping[str, torch.Tensor],
-    norm: torch.Tensor,
+    groups: Sequence[str],
     began: float,
+    copies: int,
 ) -> StepResult:
     count = sum(len(losses) for losses in step.losses)
-    losses = rows[:, :count].flatten()
+    losses = rows[::copies, :count].flatten()
+    first = 2 * count + 3  # the norms are those of all ranks, on each
+    norms = dict(
+        zip([*groups, _ALL], rows[0, first : first + len(groups) + 1].tolist(), strict=True)
+    )
     return StepResult(
         step=step.number,
         loss=losses.mean().item(),
-        grad_norm=norm.item(),
-        grad_norm_groups={name: value.item() for name, value in norms.items()},
+        grad_norm=norms.pop(_ALL),
+        grad_norm_groups=norms,
         lr_groups=rates,
         losses=losses.tolist(),
-        timesteps=rows[:, count : 2 * count].flatten().long().tolist(),
+        timesteps=rows[::copies, count : 2 * count].flatten().long().tolist(),
         seconds=time.perf_counter() - began,
         data_seconds=rows[:, -2].max().item(),
         stop_code=int(rows[:, -1].max().item()),

@@ -22,8 +22,11 @@ from torch.utils._pytree import tree_leaves
 from dit_lora import objectives
 from dit_lora.data.cache import Spec
 from dit_lora.families.base import Tensors
+from dit_lora.fuse.context import whole_context
 from dit_lora.numerics.patches import Patches
+from dit_lora.numerics.shards import local
 from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.switches import eager
 from dit_lora.numerics.whole import ONLY_COUNTS
 from dit_lora.training.checkpointing import (
     MODES,
@@ -35,6 +38,8 @@ from dit_lora.training.checkpointing import (
     set_checkpointing,
     supports_checkpointing,
 )
+from dit_lora.training.optimizer import optimizer_bytes
+from dit_lora.training.sharded import without_gathering
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
@@ -168,7 +173,7 @@ def measure(
     named = [*step.named_parameters(), *step.named_buffers()]
     with fake:
         weights = {
-            name: torch.empty_like(t, device=device).requires_grad_(t.requires_grad)
+            name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(t.requires_grad)
             for name, t in named
         }
         floats = {
@@ -184,7 +189,13 @@ def measure(
     } | {name: tensor.to(device) for name, tensor in (known or {}).items()}
     ledger = _Ledger(weights.values())
     # Outside of the fake mode: tables that a model computes and keeps, and the draws, must be real.
-    with _blocks_into(ledger, transformer), saved_tensors_hooks(ledger.pack, lambda saved: saved):
+    with (
+        without_gathering(transformer),
+        whole_context(transformer),
+        eager(transformer),
+        _blocks_into(ledger, transformer),
+        saved_tensors_hooks(ledger.pack, lambda saved: saved),
+    ):
         functional_call(step, weights, (floats | others,))
     needs = ledger.needs()
     return needs if supports_checkpointing(transformer) else {"none": needs["none"]}
@@ -256,7 +267,7 @@ def choose_checkpointing(run: "Run") -> None:
     depends on the choice, so that a resumed run may take another. Raises `DitLoraError` for a model without
     checkpointing that is asked for it.
     """
-    asked = run.recipe.train.checkpointing
+    asked = run.recipe.train.asked_checkpointing
     require_checkpointing(run.transformer, asked)
     set_checkpointing(run.transformer, "none")
     agreed = most_saving(gather_object([_own(run)]))
@@ -277,7 +288,7 @@ def most_saving(advices: Sequence[Advice]) -> Advice:
 
 def _own(run: "Run") -> Advice:
     """This rank's."""
-    asked, size = run.recipe.train.checkpointing, run.recipe.train.batch_size
+    asked, size = run.recipe.train.asked_checkpointing, run.recipe.train.batch_size
     _, spec = run.data.clips.largest
     batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
     streams = Streams(run.recipe.train.seed, range(size))
@@ -297,6 +308,10 @@ def _own(run: "Run") -> Advice:
         mode = least_memory(run.transformer) if asked == "auto" else asked
         reason = str(error).strip().partition("\n")[0]
         return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
+    shared = run.recipe.train.context_parallel  # but for embeddings and the output, which are small
+    needs = {mode: bytes // shared for mode, bytes in needs.items()}
+    if run.recipe.train.compile:
+        needs = {mode: bytes for mode, bytes in needs.items() if mode != "selective"}
     return advise([needs], free_bytes(run), asked)[0]
 
 
@@ -309,11 +324,15 @@ def free_bytes(run: "Run") -> int:
         free += cached - torch.cuda.memory_allocated(accelerator.device)
     else:
         free = psutil.virtual_memory().available // accelerator.num_processes
-    return max(0, free - bytes_to_come(run.optimizer))
+    return max(
+        0, free - bytes_to_come(run.optimizer, run.recipe.optim.name) - run.engine.bytes_in_flight
+    )
 
 
-def bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
-    """Gradients and AdamW's two moments that do not exist yet."""
+def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = "adamw") -> int:
+    """Gradients, and state of the optimizer that `optim.name` calls so, that do not exist yet."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    missing = [(p, (p.grad is None) + 2 * (p not in optimizer.state)) for p in trained]
-    return sum(count * p.numel() * p.element_size() for p, count in missing)
+    gradients = sum(local(p).nbytes for p in trained if p.grad is None)
+    return gradients + optimizer_bytes(
+        name, [local(p) for p in trained if p not in optimizer.state]
+    )

@@ -8,6 +8,7 @@ import gc
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from dit_lora.data.cache import TensorCache, entry_key
 from dit_lora.data.fill import Filled, Job, fill
 from dit_lora.data.loader import CachedClips, EncodedClips, Entry
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Checkpoint, read_component_config
+from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.training.live import live_clips
 from dit_lora.training.plan import Plan, Wanted, make_plan
 from dit_lora.training.prior import generate_prior
 from dit_lora.training.rejects import Rejects
-from dit_lora.training.runtime import Runtime, agree
+from dit_lora.training.runtime import Runtime, agree, meet
 from dit_lora.training.samples import check_headers
 from dit_lora.training.task import Prepared
 
@@ -50,6 +52,9 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     with accelerator.local_main_process_first():  # the others find the digests remembered
         dtype, group = runtime.precision.dtype, runtime.samples_per_step
         plan = make_plan(recipe, checkpoint, dtype, group=group, quiet=quiet)
+    sizes = {(one.sample.shape.height, one.sample.shape.width) for one in plan.wanted}
+    vae_config = read_component_config(checkpoint.path, "vae")
+    VaeMemory.of(recipe.data).require(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
     for line in (*plan.samples.notes, *(report.lines() if report else ())):
         runtime.say(line)
@@ -119,7 +124,8 @@ def _cached(
     wanted = rejects.without(wanted, _sample_id)
 
     jobs = [job for one in wanted for job in one.videos]
-    bad = _fill(runtime, videos, jobs, checkpoint.load_video_encoder, "clip")
+    load = partial(checkpoint.load_video_encoder, memory=VaeMemory.of(runtime.recipe.data))
+    bad = _fill(runtime, videos, jobs, load, "clip")
     failed = {one.sample.id: bad[job.key] for one in wanted for job in one.videos if job.key in bad}
     rejects.add(failed, "these clips cannot be used; the others are cached")
     entries = tuple(one.entry for one in rejects.without(wanted, _sample_id))
@@ -134,7 +140,7 @@ def _set_aside_bad(runtime: Runtime, cache: TensorCache, jobs: Sequence[Job]) ->
             if fault:
                 cache.set_aside(job.key)
                 runtime.say(f"{job.sample} is encoded anew: {fault}")
-    runtime.accelerator.wait_for_everyone()
+    meet(runtime.accelerator)
 
 
 def _fill(

@@ -17,6 +17,7 @@ from dit_lora.data.video import write_sample
 from dit_lora.data_config import SourceConfig, VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling
+from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.streams import fold
 from dit_lora.training.runtime import Runtime, agree
 
@@ -98,6 +99,7 @@ class _Sampler:
     def pipeline(self) -> Any:
         pipeline = self.checkpoint.pipeline(self.runtime.precision.dtype)
         pipeline.to(self.runtime.accelerator.device)
+        VaeMemory.of(self.runtime.recipe.data).set(pipeline.vae)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

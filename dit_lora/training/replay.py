@@ -1,10 +1,10 @@
 """Micro-batches that can be run again: in the loop that ran them, or from a bundle on another machine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -39,6 +39,8 @@ from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import load_recipe, parse_recipe
 from dit_lora.training.checkpointing import least_memory, set_checkpointing
+from dit_lora.training.compiled import compile_blocks
+from dit_lora.training.offload import offload_base, placement
 from dit_lora.training.runtime import quiet_libraries
 from dit_lora.training.task import Trained, task_of
 
@@ -91,6 +93,30 @@ def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Plac
     )
 
 
+class Parts(NamedTuple):
+    """A micro-batch as it is sent to another rank."""
+
+    batch: Batch
+    """On the CPU."""
+    step: int
+    micro_step: int
+    rank: int
+
+
+def parts_of(one: MicroBatch) -> Parts:
+    tensors = {name: tensor.cpu() for name, tensor in one.tensors.items()}
+    batch = Batch(one.ids, one.draws, tensors, dict(one.faults))
+    return Parts(batch, one.step, one.micro_step, one.rank)
+
+
+def together(
+    parts: Parts, losses: LossFunction, model: nn.Module, seed: int, device: torch.device
+) -> MicroBatch:
+    """The micro-batch that another rank has sent, equal to its own bit for bit."""
+    place = Place(seed, parts.step, parts.micro_step, parts.rank)
+    return replayable(losses, model, parts.batch.to(device), place)
+
+
 def _elsewhere(batch: Batch, number: int) -> Batch:
     """The same samples with draws that no epoch gives them."""
     return replace(batch, draws=tuple(fold(draw, "redrawn", number) for draw in batch.draws))
@@ -100,14 +126,14 @@ def keep_bundle(
     folder: Path,
     micro_batch: MicroBatch,
     event: dict[str, Any],
-    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
     recipe: Recipe,
     precision: Precision,
     transformer_digest: str,
     switched_off: Sequence[str],
     start_peak: float,
 ) -> list[str]:
-    """Write a bundle of a micro-batch; returns what did not fit."""
+    """Write a bundle of a micro-batch, with the trained weights whole; returns what did not fit."""
     facts = {
         "event": event,
         "recipe": recipe.model_dump(mode="json"),
@@ -125,7 +151,6 @@ def keep_bundle(
         "transformer_digest": transformer_digest,
         "packages": dict(probe_environment().versions),
     }
-    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
     limit = recipe.guard.bundle_mib
     return write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
 
@@ -248,14 +273,17 @@ def _rebuild(
     dtype = DTYPES[bundle.facts["dtype"]]
     transformer, _, _ = task.load_trainable(recipe, family, checkpoint, dtype)
     _load(transformer, bundle)
-    mode = recipe.train.checkpointing
+    mode = recipe.train.asked_checkpointing
     set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     accelerator = Accelerator(
         cpu=device.type == "cpu", mixed_precision=Precision(dtype, "as recorded").mixed
     )
-    bare = accelerator.unwrap_model(accelerator.prepare(transformer)).train()
+    offload_base(recipe, transformer, accelerator)
+    compile_blocks(recipe, transformer, accelerator)
+    prepared = accelerator.prepare(transformer, device_placement=placement(transformer))
+    bare = accelerator.unwrap_model(prepared).train()
     facts = bundle.facts["replay"]
     batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(
         accelerator.device

@@ -19,29 +19,34 @@ from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, PositionSampler
 from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.training.checkpoint import damaged_checkpoints, load_checkpoint, save_checkpoint
-from dit_lora.training.ema import TrainedEMA, whole_state
+from dit_lora.training.best import note_best
+from dit_lora.training.compiled import compile_blocks
+from dit_lora.training.context import share_context
+from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.engine import Engine, build_engine
 from dit_lora.training.guarding import (
     build_guard,
     chosen_norms,
-    guard_record,
     held_out_event,
     hidden_events,
+    own_state,
     prime_spikes,
     require_finite_everywhere,
     require_not_lost,
     spike_events,
 )
-from dit_lora.training.journal import Journal, metrics_line, tracker_values
+from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
+from dit_lora.training.keeping import resume, save, saved_to_the_end, settle
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
+from dit_lora.training.offload import offload_base
 from dit_lora.training.optimizer import build_optimizer, build_schedule
-from dit_lora.training.optimizer_state import optimizer_state
+from dit_lora.training.place import SAMPLES
 from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.replay import sample_losses
 from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
+from dit_lora.training.saving import Saver
 from dit_lora.training.task import Prepared, Task, Trained, task_of
 from dit_lora.training.watch import StepWatcher
 
@@ -58,6 +63,7 @@ class Run:
     start_step: int
     journal: Journal | None
     """On the main process alone."""
+    saver: Saver = field(init=False, default_factory=Saver)
     ema: TrainedEMA | None = field(init=False, default=None)
     guard: RunRecovery = field(init=False)
     watcher: StepWatcher = field(init=False)
@@ -99,22 +105,16 @@ def prepare(
 ) -> Run:
     """Optimizer, device placement and DDP, and the state of `resume_from` if given."""
     recipe = runtime.recipe
-    engine = build_engine(runtime.accelerator, transformer, build_optimizer(groups, recipe.optim))
+    share_context(runtime, checkpoint, data, transformer)
+    offload_base(recipe, transformer, runtime.accelerator)
+    compile_blocks(recipe, transformer, runtime.accelerator)
+    engine = build_engine(runtime, transformer, build_optimizer(groups, recipe.optim))
     run = Run(runtime, family, checkpoint, data, engine, start_step=0, journal=None)
     if recipe.train.ema is not None:
         run.ema = TrainedEMA(run.transformer, recipe.train.ema)
     changed: dict[str, Any] = {}
     if resume_from is not None:
-        run.start_step, changed = load_checkpoint(
-            resume_from,
-            run.transformer,
-            run.optimizer,
-            run.identity,
-            run.ema.tensors() if run.ema else None,
-        )
-        runtime.say(f"resumed at step {run.start_step} from {resume_from}")
-        for path in damaged_checkpoints(runtime.dir):
-            runtime.say(f"warning: passed over {path}: it is torn or altered")
+        changed = resume(run, resume_from)
     elif recipe.train.resume == "auto":
         runtime.say(f"no checkpoint in {runtime.dir} yet: starting at step 0")
     if run.start_step > recipe.train.steps:
@@ -122,7 +122,7 @@ def prepare(
             f"train.steps is {recipe.train.steps}, and {resume_from} is beyond it; raise train.steps or "
             "resume an earlier checkpoint"
         )
-    run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step))
+    run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step, wait=True))
     choose_checkpointing(run)
     open_run_folder(runtime)
     if runtime.is_main and run.guard.quarantine.records:
@@ -144,8 +144,8 @@ def fit(run: Run) -> None:
         values = recipe.model_dump(mode="json")
         wandb = {"dir": str(runtime.dir), "name": runtime.dir.name, "config": values}
         accelerator.init_trackers("dit-lora", init_kwargs={"wandb": wandb})
-    if run.start_step == 0:
-        validate(run, step=0)
+    if run.start_step == 0 or _was_not_measured(run):
+        validate(run, step=run.start_step)
     if recipe.guard.preflight:
         for event in preflight(run):
             runtime.say(f"guard: {event['verdict']['words']}")
@@ -165,24 +165,34 @@ def fit(run: Run) -> None:
         def on_step(result: StepResult) -> None:
             _after_step(run, bar, result)
 
-        train(
-            _loop(run),
-            lambda step: _batches(run, step),
-            start_step=run.start_step,
-            steps=recipe.train.steps,
-            stop_asked=stop_asked,
-            on_step=on_step,
-        )
+        with saved_to_the_end(run):
+            train(
+                _loop(run),
+                lambda step: _batches(run, step),
+                start_step=run.start_step,
+                steps=recipe.train.steps,
+                stop_asked=lambda: max(stop_asked(), run.saver.stop_code()),
+                on_step=on_step,
+            )
+
+
+def _was_not_measured(run: Run) -> bool:
+    """Whether the run was stopped between a checkpoint and the held-out loss of its step."""
+    every, step = run.recipe.validation.every, run.start_step
+    losses = held_out_losses(run.runtime.dir)
+    due = every is not None and step % every == 0 and step < run.recipe.train.steps
+    return due and bool(losses) and step not in losses
 
 
 def finish(run: Run) -> Path | None:
     """Save the adapter or whole pipeline, checked, then validate; returns its path on the main process."""
     runtime, steps = run.runtime, run.recipe.train.steps
     error, path = None, None
-    if runtime.is_main:
+    with averaged(run):
+        weights = run.engine.weights()  # collective where they are sharded
         try:
-            with averaged(run):
-                path = run.task.save(run, provenance(run))
+            if runtime.is_main:
+                path = run.task.save(run, provenance(run), weights)
         except (OSError, SafetensorError) as problem:
             error = DitLoraError(
                 f"cannot write the result to {runtime.dir}: {problem}; the checkpoint "
@@ -193,6 +203,7 @@ def finish(run: Run) -> Path | None:
     agree(runtime.accelerator, error)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
+    settle(run)
     return path
 
 
@@ -203,17 +214,22 @@ def run_identity(run: Run) -> dict[str, Any]:
     flat = {
         "model.family": recipe.model.family,
         "model.dtype": str(runtime.precision.dtype),
+        "model.quantize": recipe.model.quantize,
         "model (digest of the transformer's files)": run.data.transformer_digest,
         "data (digest of clips, captions and shape)": run.data.data_digest,
         "train.mode": recipe.train.mode,
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
-        "train.batch_size x accumulate x processes": runtime.samples_per_step,
+        SAMPLES: runtime.samples_per_step,
         **run.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
+    if recipe.train.compile:
+        flat["train.compile"] = True
     optim = dict(values["optim"])
     groups = optim.pop("groups")
+    if optim["name"] == "adamw":
+        del optim["name"]  # as in checkpoints from before there was a choice
     flat |= {f"optim.{key}": value for key, value in optim.items()}
     flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
     given = recipe.optim.groups.given().values()
@@ -234,6 +250,7 @@ def provenance(run: Run) -> dict[str, Any]:
         **_lora_facts(recipe),
         **{key: getattr(recipe.train, key) for key in ("steps", "ema", "seed")},
         "dtype": str(run.runtime.precision.dtype),
+        "quantize": recipe.model.quantize,
         **run.task.provenance(run),
         "packages": dict(probe_environment().versions),
     }
@@ -256,6 +273,7 @@ def _loop(run: Run) -> Loop:
         schedule=lambda group, step: schedule(group, step) * run.guard.state.lr_scale,
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
+        copies=recipe.train.context_parallel,
         seed=recipe.train.seed,
         recovery=run.guard,
         watcher=run.watcher,
@@ -270,8 +288,8 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         steps=recipe.train.steps,
         batch_size=recipe.train.batch_size,
         accumulate=recipe.train.accumulate,
-        rank=accelerator.process_index,
-        ranks=accelerator.num_processes,
+        rank=run.runtime.data_rank,
+        ranks=run.runtime.data_ranks,
     )
     how = Reading(
         sampler,
@@ -290,14 +308,15 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     if run.ema is not None:
         run.ema.step(step)
     _note(run, bar, result)
+    if result.stop_code:
+        settle(run)  # a checkpoint that could not be written stops the run as a signal does
     last, snapshots = step == recipe.train.steps, run.guard.snapshots
     to_save = step % recipe.train.save_every == 0 or last or bool(result.stop_code)
     if to_save or snapshots.due(step):
-        require_not_lost(run.transformer, run.guard.suspects.start_peak, step)
-        state = whole_state(run.transformer, run.ema) | optimizer_state(run.optimizer)
-        require_finite_everywhere(run.runtime.accelerator, state, step)
+        require_not_lost(run.engine, run.guard.suspects.start_peak, step)
+        require_finite_everywhere(run.runtime.accelerator, own_state(run), step)
     if to_save:
-        save(run, step)
+        save(run, step, wait=last or bool(result.stop_code))
     if snapshots.due(step):
         snapshots.take(step)
     if result.stop_code:
@@ -319,32 +338,15 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     if run.journal is None:
         return
     run.journal.step(line, modules)
+    starving = run.journal.starving(line, run.recipe.data.workers)
+    if starving is not None:
+        run.runtime.say(f"warning: step {step}: {starving}")
     run.runtime.accelerator.log(tracker_values(line), step=step)
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     bar.update(step - bar.n)
     for event in [*spike_events(step, spikes), *hidden_events(step, hidden)]:
         run.journal.event(event)
         run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
-
-
-def save(run: Run, step: int) -> None:
-    """One process writes; all learn whether it could. Raises if the state is not finite."""
-    error = None
-    if run.runtime.is_main:
-        try:
-            save_checkpoint(
-                run.runtime.dir,
-                step,
-                run.transformer,
-                run.optimizer,
-                run.identity,
-                keep=run.recipe.train.keep,
-                guard=guard_record(run.guard),
-                ema=run.ema.tensors() if run.ema else None,
-            )
-        except DitLoraError as problem:
-            error = problem
-    agree(run.runtime.accelerator, error)
 
 
 def validate(run: Run, step: int) -> None:
@@ -362,6 +364,7 @@ def _validate(run: Run, step: int) -> None:
     if run.journal is not None and loss is not None:
         if math.isfinite(loss):
             run.journal.held_out(step, loss)
+            note_best(run, step)
             run.runtime.accelerator.log({"held_out_loss": loss}, step=step)
         else:
             event = held_out_event(step)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -10,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -37,9 +40,20 @@ from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.recipe import dump_recipe
+from dit_lora.training.launch import (
+    Sharding,
+    require_for_zero,
+    require_shardable,
+    take_sharding,
+    take_zero,
+)
 
-# Others wait while rank 0 digests a checkpoint's files or samples videos; NCCL's own limit is 10 minutes.
-_RANK_0_WORK = timedelta(hours=2)
+# A collective of training that takes so long has lost a rank; NCCL's own limit is a third of it.
+_STALL = timedelta(minutes=30)
+# One rank may encode, sample or write for as long as it takes: the others do not wait in a collective of training.
+_PATIENCE = timedelta(days=7)
+_PASSED_ON = 1.0
+"""Seconds within which a signal that comes again is the same one, passed on by a launcher."""
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -52,6 +66,10 @@ class Runtime:
     precision: Precision
     launcher: int | None = None
     """Process id of the `accelerate launch` that waits for this one."""
+    sharding: Sharding | None = None
+    """How weights are spread over ranks; None where each holds all of them."""
+    zero: int | None = None
+    """DeepSpeed's ZeRO stage, if the launch asks for it."""
 
     @property
     def dir(self) -> Path:
@@ -62,10 +80,19 @@ class Runtime:
         return self.accelerator.is_main_process
 
     @property
+    def data_rank(self) -> int:
+        """Of the samples that this process reads: those that share their tokens read the same."""
+        return self.accelerator.process_index // self.recipe.train.context_parallel
+
+    @property
+    def data_ranks(self) -> int:
+        return self.accelerator.num_processes // self.recipe.train.context_parallel
+
+    @property
     def samples_per_step(self) -> int:
         """Of one optimizer step, over micro-steps and ranks."""
         train = self.recipe.train
-        return train.batch_size * train.accumulate * self.accelerator.num_processes
+        return train.batch_size * train.accumulate * self.data_ranks
 
     def say(self, line: str) -> None:
         """One line for the user, from one process."""
@@ -83,12 +110,14 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
         if error.collective:
             # Said, and all ranks here, before one of them ends: the launcher stops the others at once.
             show(error)
-            runtime.accelerator.wait_for_everyone()
+            meet(runtime.accelerator)
         raise
     finally:
+        _waiting_room.cache_clear()
         # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
         # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
-        time.sleep(0.1)
+        if runtime.accelerator.num_processes > 1:
+            time.sleep(0.1)
         runtime.accelerator.end_training()
 
 
@@ -96,6 +125,12 @@ def _start(recipe: Recipe) -> Runtime:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
     quiet_libraries()
     _require_trackers(recipe)
+    sharding = take_sharding(os.environ)  # before Accelerate reads it
+    if sharding is not None:
+        require_shardable(recipe)
+    zero = take_zero(os.environ)
+    if zero is not None:
+        require_for_zero(recipe, some_idle=_some_idle(recipe))
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
@@ -109,16 +144,18 @@ def _start(recipe: Recipe) -> Runtime:
         log_with=list(recipe.run.trackers) or None,
         project_config=ProjectConfiguration(project_dir=recipe.run.dir),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=_RANK_0_WORK),
+            InitProcessGroupKwargs(timeout=_STALL),
             DistributedDataParallelKwargs(find_unused_parameters=_some_idle(recipe)),
         ],
     )
-    _check_launch(accelerator)
+    _check_launch(accelerator, sharding)
     _check_settings(recipe, accelerator)
-    runtime = Runtime(recipe, accelerator, precision, _launcher())
+    runtime = Runtime(recipe, accelerator, precision, _launcher(), sharding, zero)
     for warning in warnings:
         runtime.say(f"warning: {warning}")
-    runtime.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
+    spread = ", weights sharded over them (FSDP2)" if sharding else ""
+    spread += f", gradients and optimizer shared out (ZeRO-{zero})" if zero else ""
+    runtime.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}{spread}")
     runtime.say(f"precision: {precision.dtype}: {precision.reason}")
     return runtime
 
@@ -161,7 +198,7 @@ def open_run_folder(runtime: Runtime) -> None:
         environment["precision"] = f"{runtime.precision.dtype}: {runtime.precision.reason}"
         text = json.dumps(environment, indent=2, sort_keys=True)
         write_whole(folder / "environment.json", text + "\n")
-    runtime.accelerator.wait_for_everyone()
+    meet(runtime.accelerator)
 
 
 def quiet_libraries() -> None:
@@ -178,13 +215,18 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
     """Within it, the first SIGINT or SIGTERM is remembered and asks for a clean stop; the second acts.
 
     Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
-    as SIGTERM: `accelerate launch` ends on that signal and does not pass it on.
+    as SIGTERM: `accelerate launch` ends on that signal and does not pass it on. torchrun does, to ranks that
+    a terminal or Slurm has sent it to already, so a second one counts a second later.
     """
-    asked = {"code": 0}
+    asked, last = {"code": 0}, -math.inf
 
     def remember(number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
         if asked["code"]:
-            raise KeyboardInterrupt
+            if last - before < _PASSED_ON:
+                return
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         asked["code"] = 128 + number
         # A plain write: the signal may have come in the middle of one of Python's own.
         os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
@@ -203,16 +245,30 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
 
 
 def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
-    """Raise on every rank if any rank brings an error, with the first one's message."""
-    from accelerate.utils import gather_object
-
-    found: list[Any] = gather_object([None if error is None else (str(error), error.exit_code)])
+    """Raise on every rank if any rank brings an error, with the first one's message; ranks wait as in `meet`."""
+    own = None if error is None else (str(error), error.exit_code)
+    found: list[Any] = [own]
+    if accelerator.num_processes > 1:
+        found = [None] * accelerator.num_processes
+        dist.all_gather_object(found, own, group=_waiting_room(dist.group.WORLD))
     first = next((item for item in found if item is not None), None)
     if first is None:
         return
     agreed = DitLoraError(first[0])
     agreed.exit_code, agreed.collective = first[1], True
     raise agreed from error
+
+
+def meet(accelerator: Accelerator) -> None:
+    """Wait for all ranks, for days if need be: after work that one rank does alone, or that takes some longer."""
+    if accelerator.num_processes > 1:
+        dist.barrier(group=_waiting_room(dist.group.WORLD))
+
+
+@cache
+def _waiting_room(_world: Any) -> Any:
+    """A group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
+    return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
@@ -224,6 +280,9 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
             f"gradient accumulation of {micro_steps}, against train.accumulate={recipe.train.accumulate}; "
             "launch without --gradient_accumulation_steps"
         )
+    shared, processes = recipe.train.context_parallel, accelerator.num_processes
+    if processes % shared:
+        wrong.append(f"{processes} process(es), against train.context_parallel={shared}")
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("no", accelerator.mixed_precision):
         wrong.append(
@@ -255,7 +314,7 @@ def _launcher() -> int | None:
     return None
 
 
-def _check_launch(accelerator: Accelerator) -> None:
+def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
     """Two processes asked for and one started is an error, not a slow run."""
     parent = psutil.Process().parent()
     try:
@@ -265,8 +324,7 @@ def _check_launch(accelerator: Accelerator) -> None:
     problem = launch_problem(
         processes_asked(command, folder),
         accelerator.num_processes,
-        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"),
-        str(accelerator.distributed_type),
+        sharding is not None,
     )
     if problem:
         raise DitLoraError(problem)

@@ -80,8 +80,13 @@ class Task(Protocol):
     def show(self, run: "Run", step: int) -> None:
         """Write what the model makes of the validation prompts below samples/step_NNNNNN. Collective."""
 
-    def save(self, run: "Run", made: Mapping[str, Any]) -> Path:
-        """Write the result, on the main process; refused if it is not finite or without effect."""
+    def save(
+        self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
+        """Write the result, on the main process; refused if it is not finite or without effect.
+
+        `weights` are what was trained, whole.
+        """
 
 
 def task_of(family: str) -> Task:

@@ -1,13 +1,16 @@
 """The transformer that a recipe trains, with what of it trains."""
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import Patterns, base_members, recipe_groups
+from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config import Recipe
+from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Family
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.registry import WITHOUT_TRITON
@@ -31,9 +34,11 @@ def load_trainable(
         transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
     said = "full: every weight trains, in fp32"
     if not full:
-        said = str(
-            attach_lora(transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed)
+        narrowed = quantized(recipe, transformer, family.group_patterns)
+        attached = attach_lora(
+            transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed
         )
+        said = f"{narrowed}{attached}"
     if is_emulated(transformer):
         said += (
             f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, in which this "
@@ -45,13 +50,33 @@ def load_trainable(
     return transformer, groups, f"{said}\n{put_kernels(recipe, transformer)}"
 
 
+def require_quantization(recipe: Recipe) -> None:
+    """Raise `DitLoraError` where this machine lacks what `model.quantize` needs."""
+    if recipe.model.quantize == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise DitLoraError(
+            "model.quantize=nf4: bitsandbytes is not installed; pip install 'dit-lora[bitsandbytes]', or take "
+            "int8 or fp8, which do without"
+        )
+
+
+def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
+    """Quantise the base as `model.quantize` says, without what `optim.groups` trains; a line about it, or nothing."""
+    kind = recipe.model.quantize
+    if kind is None:
+        return ""
+    return f"{quantize_base(model, kind, base_members(model, recipe.optim.groups, patterns))}\n"
+
+
 def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     """Put the recipe's kernels in, and say which; preflight compares them."""
     ops = recipe.kernels.ops()
     unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in WITHOUT_TRITON]
     if not recipe.guard.preflight:
         ops |= dict.fromkeys(unchecked, "off")
-    said = str(fuse(transformer, ops, attention=recipe.kernels.attention, check=False))
+    attention = recipe.kernels.attention
+    if attention == "auto" and recipe.train.context_parallel > 1:
+        attention = "native"  # tokens are exchanged by Diffusers' dispatcher, past which PyTorch would be called
+    said = str(fuse(transformer, ops, attention=attention, check=False))
     if not recipe.guard.preflight:
         said += (
             f"\nkernels: {', '.join(unchecked)}: off: guard.preflight, which compares them, is off"

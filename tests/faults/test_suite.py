@@ -1,21 +1,26 @@
 """Every injected fault gets its verdict and its action, on one rank and on two; and the judge can say no."""
 
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from launching import forked
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from dit_lora.cli import app
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_family
+from dit_lora.faults import phases, suite
 from dit_lora.faults.fault import Expected, Fault, judged
 from dit_lora.faults.site import DEFAULT, SITES, site_of
 from dit_lora.faults.suite import catalog, chosen, judge_all, run_suite, totals
@@ -34,8 +39,9 @@ from dit_lora.faults.world import Observation, World
     ],
 )
 def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(
-    variant: str, ranks: int
+    variant: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=forked))
     AcceleratorState._reset_state(reset_partial_state=True)
     results = run_suite(None, ranks, variant)
     failed = {one.name: one.why for one in results if not one.passed}
@@ -122,12 +128,16 @@ def test_every_chat_models_faults_are_named_and_recovered(variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pattern", "variant", "faults"),
-    [("NaN in*", DEFAULT, 20), ("chat:no labels", "videochat2-mistral", 1)],
+    ("pattern", "variant", "faults", "launcher"),
+    [
+        ("NaN in*", DEFAULT, 20, forked),
+        ("chat:no labels", "videochat2-mistral", 1, subprocess.run),
+    ],
 )
 def test_faults_are_named_and_recovered_on_two_ranks(
-    pattern: str, variant: str, faults: int
+    pattern: str, variant: str, faults: int, launcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=launcher))
     AcceleratorState._reset_state(reset_partial_state=True)
     results = run_suite(pattern, 2, variant)
     assert not {one.name: one.why for one in results if not one.passed}

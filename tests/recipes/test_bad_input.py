@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ROOT
 
 from dit_lora.data.cache import TensorCache
 from dit_lora.data.shapes import write_shapes
@@ -268,18 +267,7 @@ def test_a_quarantine_list_that_leaves_no_sample(
 def test_from_the_shell_it_is_a_message_and_exit_code_2(
     launch, smoke: list[str], tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
-    import subprocess
-    import sys
-
-    from launching import SCRIPT, launch_environment
-
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"],
-        capture_output=True,
-        text=True,
-        env=launch_environment(),
-        cwd=ROOT,
-    )
+    done = launch([*smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"])
     assert done.returncode == 2
     assert "error: data.path: no folder nowhere" in done.stderr
     assert "Traceback" not in done.stderr

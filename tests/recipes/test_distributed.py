@@ -1,4 +1,4 @@
-"""Two ranks on this CPU, started by torchrun (accelerate launch --cpu would start one)."""
+"""Two ranks on this CPU: started by torchrun (accelerate launch --cpu would start one), or forked as it does."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,10 @@ def trajectory(run: Path) -> torch.Tensor:
 def test_two_ranks_with_half_the_batch_each_train_alike(
     launch, lora_main, smoke, tmp_path, shape_clips: Path
 ) -> None:  # type: ignore[no-untyped-def]
-    """Same losses and gradient norms, over buckets, caption dropout and held-out loss; half encode each."""
+    """Same losses and gradient norms, over buckets, caption dropout and held-out loss; half encode each.
+
+    By torchrun itself: its ranks have hash seeds of their own.
+    """
     write_shapes(tmp_path / "stills", clips=4, frames=1, height=64, width=96, fps=8)
     sources = [{"path": str(shape_clips)}, {"path": str(tmp_path / "stills"), "loss_weight": 0.5}]
     common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "validation.held_out_draws=2"]
@@ -33,6 +36,7 @@ def test_two_ranks_with_half_the_batch_each_train_alike(
     done = launch(
         [*common, "train.batch_size=2", "train.accumulate=2", f"run.dir={tmp_path / 'two'}"],
         ranks=2,
+        really=True,
     )
     assert done.returncode == 0, done.stderr
     assert "2 process(es) on cpu" in done.stderr

@@ -1,7 +1,7 @@
 """The main job, end to end: train, load in a stock pipeline, resume bit for bit, split a batch any way."""
 
 import json
-import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from launching import launch_command, launch_environment
+from launching import launch_environment, started
 from safetensors.torch import load_file
 
+from benchmarks import kill_nine
 from dit_lora.errors import DitLoraError
 from dit_lora.recipe import load_recipe
 
@@ -198,43 +199,25 @@ def test_7_and_13_resumed_steps_equal_20(
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_then_resume_equals_the_undisturbed_run(
-    lora_main: Main, smoke: list[str], tmp_path: Path
+    smoke: list[str], tmp_path: Path
 ) -> None:
-    common = [
-        *smoke,
-        "train.steps=120",
-        "train.save_every=3",
-        "train.accumulate=2",
-        "train.batch_size=1",
-    ]
-    lora_main([*common, f"run.dir={tmp_path / 'whole'}"])
-    run = tmp_path / "killed"
-    command = launch_command([*common, f"run.dir={run}", "train.resume=auto"])
-    kills = 0
-    for lines in (5, 40, 77):
-        process = subprocess.Popen(
-            command, env=launch_environment(), stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        while process.poll() is None and written_lines(run) < lines:
-            time.sleep(0.002)
-        if process.poll() is None:
-            kill_session(process)
-            kills += 1
-    assert kills == 3
-    lora_main([*common, f"run.dir={run}", "train.resume=auto"])
-    assert state(run, 120) == state(tmp_path / "whole", 120)
-    assert trajectory(run) == trajectory(tmp_path / "whole")
+    """As `python -m benchmarks.kill_nine` does a hundred times, and on two ranks too."""
+    trial = kill_nine.Trial(
+        kill_nine.load_script().main,
+        [*smoke, *kill_nine.SETTINGS],
+        tmp_path,
+        steps=30,
+        chance=random.Random(3),
+    )
+    kill_nine.play(trial, rounds=4, progress=False)
+    assert trial.tally.failures == []
+    assert trial.tally.kills.total() == 4
+    assert trial.tally.ended >= 1
 
 
 def written_lines(run: Path) -> int:
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def kill_session(process: subprocess.Popen) -> None:
-    """kill -9 for the launcher and the script that it started."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 @pytest.mark.slow
@@ -244,18 +227,15 @@ def test_an_interrupt_saves_and_the_resumed_run_equals_the_undisturbed_one(
 ) -> None:
     common = [*smoke, "train.steps=60", "train.save_every=1000", "train.batch_size=1"]
     run = tmp_path / "interrupted"
-    script = launch_command([*common, f"run.dir={run}"])[-len(common) - 2 :]
-    process = subprocess.Popen(
-        [sys.executable, *script], env=launch_environment(), stderr=subprocess.PIPE, text=True
-    )
+    process = started([*common, f"run.dir={run}"])
     while written_lines(run) < 5:
         assert process.poll() is None
         time.sleep(0.002)
     process.send_signal(number)
-    _, output = process.communicate()
-    assert process.returncode == code
-    assert "continue with train.resume=auto" in output
-    assert "Traceback" not in output
+    done = process.wait()
+    assert done.returncode == code
+    assert "continue with train.resume=auto" in done.stderr
+    assert "Traceback" not in done.stderr
     lora_main([*common, f"run.dir={run}", "train.resume=auto"])
     lora_main([*common, f"run.dir={tmp_path / 'whole'}"])
     assert state(run, 60) == state(tmp_path / "whole", 60)

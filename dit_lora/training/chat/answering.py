@@ -27,6 +27,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.numerics.switches import eager
 from dit_lora.recipe import load_recipe
 from dit_lora.training.runtime import quiet_libraries
 
@@ -108,7 +109,9 @@ class Answerer:
         mixed = torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16
         )
-        with torch.inference_mode(), mixed:
+        # Not inference_mode: what a sharded model gathers within it could not train afterwards. Eager: each token is
+        # a shape of its own, of which train.compile would make a graph.
+        with torch.no_grad(), mixed, eager(self.model):
             return self.checkpoint.answer(self.model, rendered, seen.pixels, max_tokens)
 
     def ask(

@@ -15,8 +15,7 @@ from dit_lora.files import write_whole
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.chat.answering import Answerer
 from dit_lora.training.chat.training_set import ChatSet
-from dit_lora.training.runtime import agree
-from dit_lora.training.validation import evaluating
+from dit_lora.training.validation import agreed, evaluating, of_any_rank, own_share
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
@@ -34,9 +33,9 @@ def held_out_loss(run: "Run", clips: ChatSet) -> float | None:
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of tokens
     faults: dict[str, str] = {}
     with evaluating(run.model):
-        for entry in entries[accelerator.process_index :: accelerator.num_processes]:
+        for entry in own_share(entries, accelerator, run.transformer):
             sample = clips.sample(entry, 0)
-            if sample.faults:
+            if of_any_rank(sample.faults, run.transformer):
                 faults |= sample.faults
                 continue
             batch = sample.to(accelerator.device)
@@ -55,23 +54,25 @@ def write_answers(run: "Run", step: int) -> None:
     """Write samples/step_NNNNNN/answers.json: what the model says to each of `validation.prompts`. Collective."""
     if not run.recipe.validation.prompts:
         return
-    error = None
-    if run.runtime.is_main:
-        try:
-            _write_on_main(run, step)
-        except DitLoraError as problem:
-            error = problem
-    agree(run.runtime.accelerator, error)
+    # A sharded model answers on all ranks at once, the same on each.
+    takes_part = run.runtime.is_main or run.engine.lockstep
+    agreed(run.runtime, (lambda: _write(run, step)) if takes_part else None)
 
 
-def _write_on_main(run: "Run", step: int) -> None:
+def _write(run: "Run", step: int) -> None:
     settings, accelerator = run.recipe.validation, run.runtime.accelerator
     checkpoint: Any = run.checkpoint
     answerer = Answerer(
         checkpoint, run.transformer, accelerator.device, run.runtime.precision.dtype
     )
     answers = []
-    bar = tqdm(settings.prompts, desc=f"answering at step {step}", unit="answer", leave=False)
+    bar = tqdm(
+        settings.prompts,
+        desc=f"answering at step {step}",
+        unit="answer",
+        leave=False,
+        disable=not run.runtime.is_main,
+    )
     with evaluating(run.model):
         for index, prompt in enumerate(bar):
             file = settings.media[index] if settings.media else None
@@ -84,5 +85,7 @@ def _write_on_main(run: "Run", step: int) -> None:
             except ClipError as problem:
                 raise DitLoraError(f"validation.media: {problem}") from problem
             answers.append({"prompt": prompt, "media": file, "answer": said})
+    if not run.runtime.is_main:
+        return
     folder = run.runtime.dir / "samples" / f"step_{step:06d}"
     write_whole(folder / ANSWERS, json.dumps(answers, indent=2, ensure_ascii=False) + "\n")

@@ -24,7 +24,7 @@ from dit_lora.training.loop import StepResult
 from dit_lora.training.rejects import Rejects
 from dit_lora.training.runtime import Runtime
 from dit_lora.training.task import Prepared
-from dit_lora.training.trainable import put_kernels
+from dit_lora.training.trainable import put_kernels, quantized
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
@@ -73,6 +73,7 @@ class ChatTask:
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
         model = checkpoint.load_model(dtype)
+        narrowed = quantized(recipe, model, family.group_patterns)
         said = "no adapter: optim.groups.adapter is null"
         if recipe.optim.groups.adapter is not None:
             attached = attach_lora(
@@ -84,7 +85,7 @@ class ChatTask:
             )
             said = str(attached)
         groups = recipe_groups(model, recipe.optim.groups, family.group_patterns)
-        return model, groups, f"{said}\n{put_kernels(recipe, model)}"
+        return model, groups, f"{narrowed}{said}\n{put_kernels(recipe, model)}"
 
     def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
         return entry_key({file.name: digests.component(file) for file in checkpoint.model_files()})
@@ -111,8 +112,10 @@ class ChatTask:
     def show(self, run: "Run", step: int) -> None:
         write_answers(run, step)
 
-    def save(self, run: "Run", made: Mapping[str, Any]) -> Path:
-        return save_chat_adapter(run.transformer, run.runtime.dir / "adapter", made)
+    def save(
+        self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
+        return save_chat_adapter(run.transformer, run.runtime.dir / "adapter", made, weights)
 
 
 TASK = ChatTask()

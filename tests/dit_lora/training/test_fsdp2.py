@@ -1,11 +1,5 @@
-"""The loop over parameters that FSDP2 shards, on two gloo ranks that torchrun starts.
+"""The loop over parameters that FSDP2 shards, on two gloo ranks."""
 
-As a script, `torchrun test_fsdp2.py MODEL OUT SPOILED`: one run; what each rank saw goes to OUT/rank_N.pt.
-"""
-
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from launching import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -155,35 +150,9 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
     }
 
 
-def main(path: str, out: str, spoiled: str) -> None:
-    torch.set_num_threads(1)
-    seen = run(Path(path), spoiled == "True")
-    accelerator = Accelerator(cpu=True)
-    torch.save(seen, Path(out) / f"rank_{accelerator.process_index}.pt")
-    accelerator.wait_for_everyone()
-    time.sleep(0.1)  # gloo lets go of its tensors (docs/log.md)
-    accelerator.end_training()
-
-
-def on_two_ranks(path: Path, out: Path, *, spoiled: bool) -> list[dict[str, Any]]:
-    from launching import launch_environment  # on pytest's path, not on the script's
-
-    out.mkdir()
-    head = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-    command = [sys.executable, "-m", *head, __file__, str(path), str(out), str(spoiled)]
-    done = subprocess.run(
-        command, env=launch_environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(RANKS)]
-
-
 @pytest.fixture(scope="module")
-def clean(
-    tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("fsdp2") / "clean"
-    return on_two_ranks(tiny_checkpoints["cogvideox-5b"], out, spoiled=False)
+def clean(tiny_checkpoints: dict[str, Path]) -> list[dict[str, Any]]:
+    return on_ranks(RANKS, run, tiny_checkpoints["cogvideox-5b"], False)
 
 
 def equal(one: Tensors, other: Tensors) -> bool:
@@ -212,13 +181,11 @@ def test_two_ranks_with_sharded_weights_train_as_one_process_without(
 
 @pytest.mark.slow
 def test_bad_data_or_a_nan_loss_on_one_rank_moves_no_ranks_shard_and_all_recover(
-    clean: list[dict[str, Any]], tiny_checkpoints: dict[str, Path], tmp_path: Path
+    clean: list[dict[str, Any]], tiny_checkpoints: dict[str, Path]
 ) -> None:
     """And the steps that are taken again are those of the run without it, to the last bit."""
     path = tiny_checkpoints["cogvideox-5b"]
-    for seen, healthy in zip(
-        on_two_ranks(path, tmp_path / "out", spoiled=True), clean, strict=True
-    ):
+    for seen, healthy in zip(on_ranks(RANKS, run, path, True), clean, strict=True):
         assert seen["ranks"] == RANKS
         assert seen["trips"] == [
             (UNREAD, "bad_data", ((1, 0),)),
@@ -230,7 +197,3 @@ def test_bad_data_or_a_nan_loss_on_one_rank_moves_no_ranks_shard_and_all_recover
         assert seen["results"] == healthy["results"]
         assert equal(seen["states"][STEPS], healthy["states"][STEPS])
     assert not equal(clean[0]["states"][1], clean[1]["states"][1])  # they hold different shards
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

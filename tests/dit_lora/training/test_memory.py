@@ -21,6 +21,7 @@ from dit_lora.config import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Tensors
+from dit_lora.train_config import TrainConfig
 from dit_lora.training import memory
 from dit_lora.training.checkpointing import MODES, Mode, set_checkpointing
 from dit_lora.training.memory import (
@@ -262,13 +263,13 @@ def test_all_ranks_follow_the_one_that_must_save_most() -> None:
 def test_gradients_and_moments_are_counted_until_they_exist() -> None:
     weights = [nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(6))]
     optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights])
-    assert bytes_to_come(optimizer) == 16 * 4 * 3
+    assert bytes_to_come(optimizer) == 16 * 4 * 3 + 2 * 4  # each weight's step count
     (weights[0] * 2).sum().backward()
-    assert bytes_to_come(optimizer) == 16 * 4 * 3 - 10 * 4
+    assert bytes_to_come(optimizer) == 16 * 4 * 3 - 10 * 4 + 2 * 4
     optimizer.step()
-    assert bytes_to_come(optimizer) == 6 * 4 * 3
+    assert bytes_to_come(optimizer) == 6 * 4 * 3 + 4
     optimizer.zero_grad()
-    assert bytes_to_come(optimizer) == 6 * 4 * 3 + 10 * 4
+    assert bytes_to_come(optimizer) == 6 * 4 * 3 + 10 * 4 + 4
 
 
 def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
@@ -276,8 +277,10 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
     said: list[str] = []
     specs = {name: (shape[1:], dtype) for name, (shape, dtype) in step.spec.items()}
     trained = [p for p in step.transformer.parameters() if p.requires_grad]
+    train = TrainConfig(steps=1, checkpointing=asked, batch_size=2, seed=0)
     run = SimpleNamespace(
-        recipe=SimpleNamespace(train=SimpleNamespace(checkpointing=asked, batch_size=2, seed=0)),
+        recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
+        engine=SimpleNamespace(bytes_in_flight=0),
         runtime=SimpleNamespace(
             accelerator=SimpleNamespace(device=CPU, num_processes=1), say=said.append
         ),

@@ -2,34 +2,45 @@
 
 import os
 import signal
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from launching import on_ranks
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training import runtime
-from dit_lora.training.runtime import agree, stop_signals
+from dit_lora.training.runtime import agree, meet, stop_signals
 
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
 def test_a_parallel_mode_that_is_not_tested_is_refused(kind: DistributedType) -> None:
     accelerator: Any = SimpleNamespace(distributed_type=kind, num_processes=2)
     with pytest.raises(DitLoraError, match=r"is not supported by this version.*ddp\.yaml"):
-        runtime._check_launch(accelerator)
+        runtime._check_launch(accelerator, None)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_asks_and_the_second_acts(number: int, code: int) -> None:
+def test_the_first_signal_asks_and_the_second_acts(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(number)
+    acts = KeyboardInterrupt if number == signal.SIGINT else SystemExit
     with stop_signals() as asked:
         assert asked() == 0
         os.kill(os.getpid(), number)
         assert asked() == code
-        with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)  # torchrun passes on what the ranks were sent too
+        assert asked() == code
+        monkeypatch.setattr(runtime, "_PASSED_ON", 0.0)
+        with pytest.raises(acts) as raised:
             os.kill(os.getpid(), number)
+        assert getattr(raised.value, "code", 130) == code
     assert signal.getsignal(number) is before
 
 
@@ -51,3 +62,20 @@ def test_ranks_agree_on_an_error_and_on_none() -> None:
     with pytest.raises(DitLoraError, match="disk") as raised:
         agree(accelerator, error)
     assert raised.value.exit_code == 7
+
+
+def alone_for_a_while(how: str) -> float:
+    """Rank 0 works for longer than a collective of training may take; the other waits."""
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=1))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[limit])
+    assert accelerator.num_processes == 2
+    meet(accelerator)  # the room is there before anybody is late
+    if accelerator.is_main_process:
+        time.sleep(2)
+    {"meet": meet, "agree": lambda accelerator: agree(accelerator, None)}[how](accelerator)
+    return float(accelerator.gather(torch.ones(1)).sum())
+
+
+@pytest.mark.parametrize("how", ["meet", "agree"])
+def test_work_of_one_rank_may_take_longer_than_a_collective_of_training(how: str) -> None:
+    assert on_ranks(2, alone_for_a_while, how) == [2.0, 2.0]

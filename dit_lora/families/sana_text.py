@@ -1,0 +1,82 @@
+"""Sana's and SANA-Video's text encoder, Gemma 2, as their pipelines use it."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, text_limit
+
+
+def gemma_facts(path: Path, pipeline_class: Any) -> dict[str, Any]:
+    defaults = _prompt_defaults(pipeline_class)
+    return {
+        "text_encoder": path / "text_encoder",
+        "tokenizer": path / "tokenizer",
+        "tokens": defaults["max_sequence_length"],
+        "instruction": defaults["complex_human_instruction"],
+    }
+
+
+def gemma_limit(path: Path, pipeline_class: Any) -> TextLimit:
+    return text_limit(path, _prompt_defaults(pipeline_class)["max_sequence_length"])
+
+
+def gemma_spec(pipeline_class: Any, width: int, dtype: torch.dtype) -> TensorSpec:
+    tokens = _prompt_defaults(pipeline_class)["max_sequence_length"]
+    return {
+        "prompt_embeds": (torch.Size((tokens, width)), dtype),
+        "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
+    }
+
+
+def gemma_encoder(
+    pipeline_class: Any, path: Path, dtype: torch.dtype, device: torch.device
+) -> TextEncoder:
+    """Gemma as the pipeline uses it: its instruction before each caption, the first token and the last 299 kept.
+
+    "" is encoded as the pipeline encodes its negative prompt, without the instruction.
+    """
+    pipeline = pipeline_class.from_pretrained(
+        path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+    ).to(device)
+    defaults = _prompt_defaults(pipeline_class)
+
+    def encode_one(caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+        embeddings, mask, _, _ = pipeline.encode_prompt(
+            caption,
+            do_classifier_free_guidance=False,
+            device=device,
+            max_sequence_length=defaults["max_sequence_length"],
+            complex_human_instruction=defaults["complex_human_instruction"] if caption else None,
+        )
+        return embeddings, mask
+
+    @torch.no_grad()
+    def encode(captions: Sequence[str]) -> Tensors:
+        embeddings, masks = zip(*[encode_one(caption) for caption in captions], strict=True)
+        return {
+            "prompt_embeds": torch.cat(embeddings),
+            "prompt_attention_mask": torch.cat(masks),
+        }
+
+    return encode
+
+
+def gemma_conditions(prompt: str | Tensors, empty: Tensors | None) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    given: dict[str, Any] = dict(prompt)
+    if empty:
+        given |= {f"negative_{name}": tensor for name, tensor in empty.items()}
+        given["negative_prompt"] = None  # its default, "", contradicts embeddings
+    return given
+
+
+def _prompt_defaults(pipeline_class: Any) -> dict[str, Any]:
+    """Text length and instruction, the defaults of the pipeline's own call."""
+    parameters = inspect.signature(pipeline_class.__call__).parameters
+    names = ("max_sequence_length", "complex_human_instruction")
+    return {name: parameters[name].default for name in names}

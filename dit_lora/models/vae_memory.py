@@ -1,0 +1,92 @@
+"""What a VAE does to need less memory: the tiles of a picture, or the rows of a batch, one after the other."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from dit_lora.data_config import DataConfig
+from dit_lora.errors import DitLoraError, listed
+
+
+@dataclass(frozen=True)
+class VaeMemory:
+    """`data.vae_tiling` and `data.vae_slicing` of a recipe, for encoding and for decoding."""
+
+    tiling: bool = False
+    slicing: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "VaeMemory":
+        return cls(data.vae_tiling, data.vae_slicing)
+
+    def set(self, vae: Any) -> Any:
+        """The same VAE, which now does so."""
+        if self.tiling:
+            vae.enable_tiling()
+        if self.slicing:
+            vae.enable_slicing()
+        return vae
+
+    def facts(self) -> dict[str, Any]:
+        """What latents depend on: overlapping tiles are blended. Samples are encoded one by one, sliced or not."""
+        return {"tiling": True} if self.tiling else {}
+
+    def require(
+        self, checkpoint: str, vae_config: Mapping[str, Any], sizes: Iterable[tuple[int, int]]
+    ) -> None:
+        """Raise `DitLoraError` if this VAE cannot do what is asked for at these heights and widths.
+
+        Tiles whose step is no multiple of a latent's pixels give latents of another shape, of other places. Tried
+        on tensors without values; loads no weights.
+        """
+        asked = {"data.vae_tiling": self.tiling, "data.vae_slicing": self.slicing}
+        if not any(asked.values()):
+            return
+        name = vae_config["_class_name"]
+        with torch.device("meta"):
+            vae = getattr(diffusers, name).from_config(dict(vae_config))
+        flags = {option: option.replace("data.vae", "use") for option in asked}
+        cannot = [o for o, is_set in asked.items() if is_set and not hasattr(vae, flags[o])]
+        if cannot:
+            raise DitLoraError(
+                f"{', '.join(cannot)}: {name}, the VAE of {checkpoint}, cannot; set it to false"
+            )
+        wrong = [
+            f"{height}x{width}" for height, width in sizes if not self._aligned(vae, height, width)
+        ]
+        if wrong:
+            raise DitLoraError(
+                listed(
+                    f"data.vae_tiling: the tiles of {name}, the VAE of {checkpoint}, do not fit these heights "
+                    "and widths; choose others, or set it to false",
+                    wrong,
+                )
+            )
+
+    def _aligned(self, vae: Any, height: int, width: int) -> bool:
+        """Whether a frame of this size has latents of the same shape in tiles as whole."""
+        of_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+        frame = torch.empty((1, 3, *((1,) if of_video else ()), height, width), device="meta")
+        vae.disable_tiling()
+        shapes = [_latent_shape(vae, frame)]
+        if self.tiling:
+            vae.enable_tiling()
+            shapes.append(_latent_shape(vae, frame))
+        return shapes[0] == shapes[-1] is not None
+
+
+@torch.no_grad()
+def _latent_shape(vae: Any, frame: torch.Tensor) -> torch.Size | None:
+    """None where the VAE cannot encode it."""
+    try:
+        (latent,) = vae.encode(frame, return_dict=False)
+    except RuntimeError:  # a last tile that is smaller than a kernel
+        return None
+    return latent.shape if isinstance(latent, torch.Tensor) else latent.mean.shape
+
+
+PLAIN_VAE = VaeMemory()

@@ -1,0 +1,29 @@
+"""The repeated blocks of a transformer: what is checkpointed, offloaded and compiled one by one."""
+
+from accelerate.utils import DistributedType
+from diffusers import DiTTransformer2DModel
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+"""Those in which every rank has whole blocks, and calls them as they are."""
+
+
+def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
+    """The modules that gradient checkpointing calls one by one, in the order of their names.
+
+    Of Transformers' models the layers that say so; of Diffusers' and ours the members of the model's own
+    `ModuleList`s (hunyuan's token refiner, for one, is in none of those and is not checkpointed).
+    """
+    if isinstance(transformer, PreTrainedModel):
+        return [m for m in transformer.modules() if isinstance(m, GradientCheckpointingLayer)]
+    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks]
+
+
+def read_outside(transformer: nn.Module) -> set[nn.Parameter]:
+    """Weights of blocks that the model reads outside of them too: DiT's head embeds time and class by its first block."""
+    if isinstance(transformer, DiTTransformer2DModel):
+        return set(transformer.get_submodule("transformer_blocks.0.norm1.emb").parameters())
+    return set()

@@ -1,0 +1,190 @@
+"""What makes the host wait in a healthy step: one copy of one row. Counted on the CPU, where nothing waits."""
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_runs import common, write_data
+from launching import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.data.loader import Batch
+from dit_lora.training import loop
+
+Main = Callable[[list[str]], None]
+STEPS = 3
+OPTIONS = [
+    f"train.steps={STEPS}",
+    "train.accumulate=2",
+    "train.ema=0.9",
+    "guard.preflight=false",
+    "guard.monitor_every=0",
+    "kernels.finite_norm=off",  # Triton's interpreter reads what a GPU does not
+]
+METHODS = ("cpu", "tolist", "numpy")  # no op on the CPU tells of them
+OPS = {
+    torch.ops.aten._local_scalar_dense.default: "item",
+    torch.ops.aten.nonzero.default: "nonzero",
+    torch.ops.aten.masked_select.default: "masked_select",
+    torch.ops.aten.equal.default: "equal",
+    torch.ops.aten.repeat_interleave.Tensor: "repeat_interleave",
+    torch.ops.aten._unique2.default: "unique",
+}
+INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+
+
+class Reads(TorchDispatchMode):
+    """Follows what would be on the device, from weights and batches on, and notes each read of it by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.where: list[str] = []
+        self.by_step: list[list[str]] = []
+        self._there: dict[int, torch.UntypedStorage] = {}
+
+    def put(self, tensors: Any) -> None:
+        """These are on the device."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._there[storage._cdata] = storage  # held: no other storage takes its number
+
+    def note(self, name: str, *values: Any) -> None:
+        if any(self._has(value) for value in values):
+            self.found.append(name)
+            stack = traceback.extract_stack()[:-2]
+            self.where.append(f"{name}: {''.join(traceback.format_list(stack[-4:]))}")
+
+    def _has(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._there
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        if func in OPS:
+            self.note(OPS[func], *given)
+        if func in INDEXING:
+            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            self.note("a mask as an index", *masks)
+        output = func(*args, **(kwargs or {}))
+        if any(self._has(value) for value in given):
+            self.put(t for t in tree_leaves(output) if isinstance(t, torch.Tensor))
+        return output
+
+
+@contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    """The reads of every step of the runs within it."""
+    reads, take, to = Reads(), loop._take, Batch.to
+
+    def taken(one: loop.Loop, *rest: Any) -> Any:
+        reads.put([*one.engine.bare.parameters(), *one.engine.bare.buffers()])
+        before = len(reads.found)
+        with reads:
+            outcome = take(one, *rest)
+        assert isinstance(outcome[0], loop.StepResult)
+        reads.by_step.append(reads.found[before:])
+        return outcome
+
+    def moved(batch: Batch, device: torch.device) -> Batch:
+        there = to(batch, device)
+        reads.put(there.tensors.values())
+        return there
+
+    with patch.context() as during:
+        during.setattr(loop, "_take", taken)
+        during.setattr(Batch, "to", moved)
+        for name in METHODS:
+            during.setattr(torch.Tensor, name, noting(reads, name), raising=False)
+        yield reads
+
+
+def noting(reads: Reads, name: str) -> Callable[..., Any]:
+    """A method of tensors that is noted; what `cpu` gives is a copy, as from a GPU."""
+    method = getattr(torch.Tensor, name)
+
+    def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        reads.note(name, tensor)
+        with _disable_current_modes():
+            found = method(tensor, *args, **options)
+            return found.clone() if name == "cpu" else found
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("recipe", "variant", "shape", "of_masks"),
+    [
+        ("cogvideox", "cogvideox-5b", ["data.height=32", "data.width=48"], []),
+        ("sana", "sana-600m", [], ["item"]),  # a mask's lengths decide shapes, or the backend
+        pytest.param("latte", "latte", [], ["tolist"], marks=pytest.mark.thorough),
+    ],
+)
+def test_a_healthy_step_is_read_once(
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    variant: str,
+    shape: list[str],
+    of_masks: list[str],
+) -> None:
+    """With two micro-steps, an average of the weights, dropout, clipping, and metrics written."""
+    args = [
+        str(ROOT / "recipes" / "smoke" / f"{recipe}.yaml"),
+        *shape,
+        *OPTIONS,
+        "lora.dropout=0.1",
+    ]
+    args += [f"model.path={tiny_checkpoints[variant]}", f"data.path={shape_clips}"]
+    args += [f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}"]
+    args += ["validation.prompts=[]", "validation.held_out_draws=0"]
+    with counted(monkeypatch) as reads:
+        lora_main(args)
+    assert reads.by_step == [[*of_masks * 2, "cpu"]] * STEPS, "\n".join(reads.where)
+
+
+def test_a_healthy_step_of_a_chat_model_is_read_once(
+    lora_main: Main,
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = write_data(tmp_path / "data")
+    args = common("videochat2", tiny_checkpoints["videochat2-mistral"], data, tmp_path)
+    with counted(monkeypatch) as reads:
+        lora_main([*args, f"run.dir={tmp_path / 'run'}", *OPTIONS])
+    assert reads.by_step == [["cpu"]] * STEPS, "\n".join(reads.where)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_waits_for_the_gpu_once_a_step(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PyTorch itself counts; the first step makes what is kept."""
+    waits, take = [], loop._take
+
+    def taken(*args: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return take(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                said = [str(one.message) for one in caught]
+                waits.append([words for words in said if "synchronizing" in words])
+
+    monkeypatch.setattr(loop, "_take", taken)
+    lora_main([*smoke, f"run.dir={tmp_path / 'run'}", *OPTIONS])
+    assert [len(step) for step in waits[1:]] == [1] * (STEPS - 1), waits

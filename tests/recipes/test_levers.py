@@ -1,0 +1,191 @@
+"""Offload and compiled blocks in whole runs: they resume, recover, run on two ranks, and what they leave loads."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_runs import common, with_peft, write_data
+from diffusers import CogVideoXPipeline, SanaPipeline
+from launching import ROOT
+from runs import adapter, lines, same_adapter, trajectory
+from safetensors.torch import load_file
+
+from dit_lora.data.media import MediaFile
+from dit_lora.training import compiled
+from dit_lora.training.chat.answering import load_answerer
+
+Main = Callable[[list[str]], None]
+COMPILED, OFFLOADED = "train.compile=true", "train.offload=group"
+STOCK: dict[str, Any] = {"cogvideox": CogVideoXPipeline, "sana": SanaPipeline}
+VARIANTS = {
+    "cogvideox": "cogvideox-5b",
+    "sana": "sana-600m",
+    "videochat2": "videochat2-mistral",
+    "llava_next_video": "llava-next-video",
+    "qwen": "qwen2.5-vl",
+    "smolvlm2": "smolvlm2",
+}
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("chat") / "data")
+
+
+@pytest.fixture
+def recipe_of(
+    tiny_checkpoints: dict[str, Path], shape_clips: Path, conversations: Path, tmp_path: Path
+) -> Callable[[str], list[str]]:
+    """A smoke recipe that validates nothing and saves every second step."""
+
+    def args(name: str) -> list[str]:
+        base = tiny_checkpoints[VARIANTS[name]]
+        if name not in STOCK:
+            return [*common(name, base, conversations, tmp_path), "train.save_every=2"]
+        return [
+            str(ROOT / "recipes" / "smoke" / f"{name}.yaml"),
+            f"model.path={base}",
+            f"data.path={shape_clips}",
+            f"data.cache={tmp_path / 'cache'}",
+            "validation.prompts=[]",
+            "validation.held_out_draws=0",
+            "train.save_every=2",
+        ]
+
+    return args
+
+
+def trained(run: Path) -> dict[str, torch.Tensor]:
+    """What its last checkpoint holds, the optimizer's state too."""
+    last = max((run / "checkpoints").glob("step_*"))
+    return load_file(last / "trainable.safetensors") | load_file(last / "optimizer.safetensors")
+
+
+def same_state(one: Path, other: Path) -> bool:
+    first, second = trained(one), trained(other)
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def loads(run: Path, name: str, base: Path, clip: Path) -> bool:
+    """Whether the stock pipeline takes the adapter, or the stock model with it answers as the trained one."""
+    if name in STOCK:
+        pipe = STOCK[name].from_pretrained(base)
+        pipe.load_lora_weights(run / "adapter")
+        return bool(pipe.get_active_adapters()) and bool(adapter(run))
+    said = [
+        answerer.ask(MediaFile(clip), "What shape is it?", max_tokens=4)
+        for answerer in (load_answerer(run), with_peft(run))
+    ]
+    return said[0] == said[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["cogvideox", "sana", "videochat2"])
+def test_inductor_trains_as_eager_does_and_resumes_with_the_same_bits_from_its_cache(
+    lora_main: Main,
+    recipe_of: Callable[[str], list[str]],
+    tiny_checkpoints: dict[str, Path],
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """VideoChat2's Q-Former draws dropout and drops paths, as in eager mode."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    counters = torch._dynamo.utils.counters["inductor"]
+    base, args = tiny_checkpoints[VARIANTS[name]], recipe_of(name)
+
+    def run(folder: str, steps: int, *given: str) -> Path:
+        torch._dynamo.reset()
+        counters.clear()
+        lora_main([*args, f"run.dir={tmp_path / folder}", f"train.steps={steps}", *given])
+        return tmp_path / folder
+
+    plain = run("plain", 4)
+    whole = run("whole", 4, COMPILED)
+    assert counters["fxgraph_cache_miss"] > 0
+    assert any((tmp_path / "cache" / "compile").iterdir())
+    run("half", 2, COMPILED)
+    half = run("half", 4, COMPILED, "train.resume=auto")
+    assert counters["fxgraph_cache_hit"] > 0
+    assert counters["fxgraph_cache_miss"] == 0
+    torch.testing.assert_close(trajectory(whole), trajectory(plain), rtol=1e-3, atol=0)
+    assert trajectory(half) == trajectory(whole)
+    assert same_state(half, whole)
+    assert not same_state(whole, plain)
+    assert lines(whole, "events.jsonl") == []  # compiled to the end
+    assert loads(whole, name, base, next(conversations.rglob("*.mp4")))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["videochat2", "llava_next_video", "qwen", "smolvlm2"])
+@pytest.mark.parametrize("given", [OFFLOADED, COMPILED])
+def test_a_chat_recipe_trains_resumes_and_loads(
+    lora_main: Main,
+    recipe_of: Callable[[str], list[str]],
+    tiny_checkpoints: dict[str, Path],
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    given: str,
+) -> None:
+    """Q-Former and encoder draw dropout. Offloaded, with the bits of a run that is not."""
+    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compile"))
+    args = [*recipe_of(name), "train.checkpointing=auto"]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    lora_main([*args, "train.steps=4", f"run.dir={whole}", *[given] * (given is COMPILED)])
+    lora_main([*args, given, "train.steps=2", f"run.dir={half}"])
+    lora_main([*args, given, "train.steps=4", f"run.dir={half}", "train.resume=auto"])
+    assert trajectory(half) == trajectory(whole)
+    assert same_state(half, whole)
+    assert lines(half, "events.jsonl") == []
+    base = tiny_checkpoints[VARIANTS[name]]
+    assert loads(half, name, base, next(conversations.rglob("*.mp4")))
+
+
+@pytest.mark.parametrize("given", [OFFLOADED, pytest.param(COMPILED, marks=pytest.mark.thorough)])
+def test_a_nan_in_one_cached_latent_ends_as_a_run_on_a_folder_without_the_clip(
+    lora_main: Main,
+    poisoned: list[str],
+    without: str,
+    bad_clip: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+) -> None:
+    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compile"))
+    run, never = tmp_path / "run", tmp_path / "never"
+    args = [*poisoned, given, "train.checkpointing=auto", "train.steps=4"]
+    lora_main([*args, f"run.dir={run}"])
+    lora_main([*args, without, f"run.dir={never}"])
+    assert same_adapter(run, never)
+    assert trajectory(run) == trajectory(never)
+    assert not (never / "events.jsonl").exists()
+    (event,) = lines(run, "events.jsonl")
+    assert (event["step"], event["action"]) == (3, "quarantine")
+    assert event["sample_ids"] == [bad_clip]
+    assert event["verdict"]["cause"] == "data"
+    assert "latent_mean has 1 NaN" in event["verdict"]["words"]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("given", [OFFLOADED, COMPILED])
+def test_two_ranks_train_as_one_process_does(  # type: ignore[no-untyped-def]
+    launch, lora_main: Main, recipe_of: Callable[[str], list[str]], tmp_path: Path, given: str
+) -> None:
+    """Each rank holds the frozen base in its own host memory, and compiles its own blocks."""
+    args = [*recipe_of("cogvideox"), "train.steps=4", "train.checkpointing=auto"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    done = launch([*args, given, "train.batch_size=1", f"run.dir={two}"], ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es) on cpu" in done.stderr
+    lora_main([*args, "train.batch_size=2", f"run.dir={one}"])
+    torch.testing.assert_close(trajectory(two), trajectory(one), rtol=1e-4, atol=0)
+    found, expected = adapter(two), adapter(one)
+    assert found.keys() == expected.keys()

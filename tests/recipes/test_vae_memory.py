@@ -1,0 +1,59 @@
+"""`data.vae_tiling` and `data.vae_slicing` in a run, and which models are in memory beside which."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import AutoencoderKLCogVideoX
+from transformers import T5EncoderModel
+
+from dit_lora.data.cache import TensorCache
+from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
+
+Main = Callable[[list[str]], None]
+
+
+def alive(known: set[int]) -> list[str]:
+    """Encoders in memory, but for those that other tests hold."""
+    kinds = (AutoencoderKLCogVideoX, T5EncoderModel)
+    found = [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]
+    return sorted(type(one).__name__ for one in found)
+
+
+def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {id(one) for one in gc.get_objects()}
+    beside: dict[str, list[str]] = {}
+    settings: list[tuple[bool, bool]] = []
+    load, generate = CogVideoXCheckpoint.load_transformer, CogVideoXCheckpoint.generate
+    load_vae = CogVideoXCheckpoint.load_video_encoder
+
+    def loading(self: Any, dtype: Any) -> Any:
+        beside["training"] = alive(known)
+        return load(self, dtype)
+
+    def generating(self: Any, pipeline: Any, *args: Any) -> Any:
+        beside["sampling"] = alive(known)
+        settings.append((pipeline.vae.use_tiling, pipeline.vae.use_slicing))
+        return generate(self, pipeline, *args)
+
+    def encoding(self: Any, *args: Any, **given: Any) -> Any:
+        beside["encoding"] = alive(known)
+        return load_vae(self, *args, **given)
+
+    monkeypatch.setattr(CogVideoXCheckpoint, "load_transformer", loading)
+    monkeypatch.setattr(CogVideoXCheckpoint, "generate", generating)
+    monkeypatch.setattr(CogVideoXCheckpoint, "load_video_encoder", encoding)
+    args = [*smoke, "train.steps=1", "validation.prompts=[a]", "validation.inference_steps=2"]
+    lora_main([*args, f"run.dir={tmp_path / 'plain'}"])
+    assert beside == {"encoding": [], "training": [], "sampling": ["AutoencoderKLCogVideoX"]}
+    assert alive(known) == []
+    videos = TensorCache(tmp_path / "cache" / "videos")
+    entries = len(list(videos.entries()))
+    both = ["data.vae_tiling=true", "data.vae_slicing=true"]
+    lora_main([*args, *both, f"run.dir={tmp_path / 'tiled'}"])
+    assert len(list(videos.entries())) == 2 * entries
+    assert settings == 2 * [(False, False)] + 2 * [(True, True)]

@@ -1,0 +1,112 @@
+"""A loop on a model small enough to check by hand, with data and a recovery that notes its calls."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from dit_lora.data.loader import Batch
+from dit_lora.numerics.gate import Trip
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.streams import Streams, integers
+from dit_lora.objectives import LossOutput
+from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.training.engine import Replicated
+from dit_lora.training.loop import Loop, StepResult, train
+from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.watch import StepWatcher
+
+
+def batches(count: int, size: int = 2) -> list[Batch]:
+    g = torch.Generator().manual_seed(0)
+    return [
+        Batch(
+            ids=tuple(f"{k}-{row}" for row in range(size)),
+            draws=tuple(range(k * size, (k + 1) * size)),
+            tensors={"x": torch.randn(size, 3, generator=g)},
+        )
+        for k in range(count)
+    ]
+
+
+def losses_of(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+    timesteps = integers(0, 1000, streams("timestep"))
+    return LossOutput(model(batch.tensors["x"]).square().flatten(1).mean(1) + 1, timesteps)
+
+
+class TrippedError(Exception):
+    """What a recovery raises that was not told where to go on."""
+
+
+@dataclass
+class FakeRecovery:
+    """Notes its calls and answers with the steps that it was given; then it raises."""
+
+    answers: list[int] = field(default_factory=list)
+    trips: list[Trip] = field(default_factory=list)
+    ids: list[list[tuple[str, ...]]] = field(default_factory=list)
+    controls: list[MicroBatch | None] = field(default_factory=list)
+
+    def recover(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> int:
+        self.trips.append(trip)
+        self.ids.append([one.ids for one in micro_batches])
+        self.controls.append(control)
+        if not self.answers:
+            raise TrippedError
+        return self.answers.pop(0)
+
+
+def build(
+    accumulate: int = 1,
+    clip: float | None = 1.0,
+    losses: Callable = losses_of,
+    answers: Sequence[int] = (),
+) -> Loop:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    names = [name for name, _ in model.named_parameters()]
+    group = {"name": "adapter", "params": list(model.parameters()), "param_names": names, "lr": 0.1}
+    optim = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=0.1)), clip=clip, weight_decay=0)
+    prepared, optimizer = accelerator.prepare(model, build_optimizer([group], optim))
+    return Loop(
+        engine=Replicated(accelerator, prepared, optimizer),
+        losses=losses,
+        schedule=build_schedule(optim, 10),
+        optim=optim,
+        accumulate=accumulate,
+        seed=7,
+        recovery=FakeRecovery(list(answers)),
+        watcher=StepWatcher(Snapshots(lambda: {}, every=10)),
+    )
+
+
+def run(
+    loop: Loop,
+    steps: int,
+    data: list[Batch],
+    *,
+    on_step: Callable[[StepResult], None] = lambda result: None,
+) -> list[StepResult]:
+    results: list[StepResult] = []
+
+    def note(result: StepResult) -> None:
+        on_step(result)
+        results.append(result)
+
+    train(
+        loop,
+        lambda step: data[step * loop.accumulate :],
+        start_step=0,
+        steps=steps,
+        stop_asked=lambda: 0,
+        on_step=note,
+    )
+    return results
