@@ -161,6 +161,8 @@ class VideoTextCheckpoint:
         model = self.model_class.from_pretrained(
             self.path, dtype=dtype, use_safetensors=True, local_files_only=True
         )
+        if self.config.model_type == "smolvlm":
+            _name_dtype(model.model)
         return with_answer_losses(model.requires_grad_(False))
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -273,3 +275,14 @@ def _model_type(path: Path) -> str:
 
 
 FAMILY = VideoTextFamily()
+
+
+def _name_dtype(model: nn.Module) -> None:
+    """Let the model say the dtype of its token embeddings, not of its first weight: a vision encoder in training is fp32.
+
+    SmolVLM casts image features to its dtype and puts them among those embeddings (transformers,
+    models/smolvlm/modeling_smolvlm.py).
+    """
+    own = type(model)
+    said = property(lambda self: self.get_input_embeddings().weight.dtype)
+    model.__class__ = type(own.__name__, (own,), {"dtype": said, "__module__": own.__module__})

@@ -379,3 +379,18 @@ def test_tiny_checkpoints_are_equal_bytes_for_equal_seeds(folder: Path, tmp_path
     assert same == ours
     assert {name for name in ours if ours[name] != other[name]} == {"model.safetensors"}
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2**20
+
+
+def test_smolvlm_says_its_embeddings_dtype_while_its_vision_encoder_trains_in_fp32(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    """Else it casts image features to fp32 among bf16 embeddings, and fails."""
+    given = ModelConfig(family="chat", path=str(tiny_checkpoints["smolvlm2"]))
+    model = FAMILY.open(given).load_model(torch.bfloat16)
+    trunk: Any = model.model
+    trunk.vision_model.float()
+    assert trunk.dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        features = trunk.get_image_features(torch.ones(1, 1, 3, 64, 64), None, return_dict=True)
+    assert features.pooler_output[0].dtype is torch.bfloat16
+    assert trunk.float().dtype is torch.float32
