@@ -64,7 +64,7 @@ class Checkpoint:
     def answer(
         self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
-        assert torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
         self.pixels.append(pixels)
         return self.say(model, self.asked[-1][0].turns[-1].question)
 
