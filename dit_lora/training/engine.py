@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import gated_step, weights_are_bad
@@ -52,6 +53,9 @@ class Engine(Protocol):
     @property
     def bytes_in_flight(self) -> int:
         """Of the weights that a pass gathers from other ranks, as many as are whole at one time."""
+
+    def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
+        """Before the first step, and with a loss of its first samples: what a first backward settles for good."""
 
     def micro_step(self) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-step; gradients meet in a step's last one."""
@@ -111,6 +115,15 @@ class Replicated:
     @property
     def bare(self) -> nn.Module:
         return self.accelerator.unwrap_model(self.model)
+
+    def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
+        """DDP orders its buckets by its first backward, which over three ranks and more is another order of sums.
+
+        Without this, the first step after a resume would round otherwise than the same step of a run that went on.
+        """
+        if isinstance(self.model, DistributedDataParallel) and self.accelerator.num_processes > 2:
+            loss().backward()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def micro_step(self) -> AbstractContextManager[Any]:
         # A module, never a list: a list disables no_sync and all-reduces in every micro-step.

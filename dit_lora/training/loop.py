@@ -121,6 +121,7 @@ def train(
     optimizer as they were; `loop.recovery` says where to go on, or raises `NonFiniteError` on every rank.
     """
     loop.engine.model.train()
+    loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
     done, control = start_step, None
     while done < steps:
         stream = iter(batches(done))
@@ -137,6 +138,14 @@ def train(
                 done = loop.recovery.recover(trip, step.micro_batches, control)
                 break
             done, control = number, step.micro_batches[-1]
+
+
+def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
+    """Of this rank's first micro-batch."""
+    accelerator = loop.engine.accelerator
+    batch = next(iter(batches)).to(accelerator.device)
+    place = Place(loop.seed, number, 0, accelerator.process_index)
+    return forward(loop.losses, loop.engine.model, batch, place).losses.mean()
 
 
 def _take(

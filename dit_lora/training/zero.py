@@ -131,6 +131,9 @@ class Zero2:
         """The bucket of gradients: weights are never gathered in a pass."""
         return 4 * self._bucket
 
+    def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
+        """Nothing: the parts are what they are from the start."""
+
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         self._micro_steps += 1

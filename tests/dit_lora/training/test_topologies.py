@@ -26,6 +26,7 @@ SAMPLES, STEPS, RATE = 16, 4, 1e-3
 # Measured over all topologies: losses 3e-8, gradient norms 5e-7, weights 2e-7. A sum in the mean's place is a gradient
 # norm as many times as large as there are ranks.
 LOSS, NORM, WEIGHT = 1e-6, 5e-6, 2e-3 * RATE
+ZERO = importlib.util.find_spec("deepspeed") is not None
 TARGET = "02_blue_disc.mp4"
 FEW = 4
 """Samples of a step with a fault: of five clips, none is in it twice."""
@@ -181,11 +182,7 @@ def require_faults_named(table: Table, tag: str, ranks: int, block: int = 0) -> 
 
 
 def require_recovered(table: Table, name: str, other: str) -> None:
-    """To the last bit; by DDP on four ranks within rounding, since it orders its buckets anew after a first backward."""
-    if name.startswith(("ddp_4", "context_4")):
-        pair = adapter(table.run(name)), adapter(table.run(other))
-        torch.testing.assert_close(*pair, rtol=0, atol=WEIGHT)
-        return
+    """To the last bit."""
     assert same_adapter(table.run(name), table.run(other))
 
 
@@ -193,7 +190,7 @@ def require_same_state(table: Table, name: str, other: str) -> None:
     """On each rank the same bits of weights and moments."""
     for own, theirs in zip(table.seen[name], table.seen[other], strict=True):
         assert own.own.keys() == theirs.own.keys()
-        assert len(own.own) > 2 * own.trained  # weights, and as many moments as this rank has
+        assert len(own.own) > own.trained  # weights, and as many moments as this rank has
         assert all(torch.equal(own.own[key], theirs.own[key]) for key in own.own)
 
 
@@ -218,7 +215,7 @@ def test_two_ranks_with_sharded_weights_train_recover_and_resume_as_one_process(
     assert any(not torch.equal(first.own[name], second.own[name]) for name in first.own)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs deepspeed")
+@pytest.mark.skipif(not ZERO, reason="needs deepspeed")
 def test_two_ranks_that_share_the_optimizer_out_train_recover_and_resume_as_one_process(
     table: Table,
 ) -> None:
@@ -276,29 +273,31 @@ def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(
     assert lines(table.run(f"{tag}_1"), "metrics.jsonl")[-1]["samples"] == SAMPLES * STEPS
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_every_topology_is_the_same_run(table: Table, ranks: int) -> None:
     """Each engine, each split into micro-steps, faults on the last of four ranks too."""
-    alike = {
-        **healthy(table, "ddp", ranks, [1, 4]),
-        **healthy(table, "fsdp2", ranks, [1, 4]),
-        **resumed(table, "fsdp2", ranks, 1, f"fsdp2_{ranks}_1"),
-    }
+    engines: list[Engine] = ["ddp", "fsdp2", *(["zero2"] if ZERO else [])]
+    alike = {}
+    for engine in engines:
+        alike |= healthy(table, engine, ranks, [1, 4])
+        alike |= resumed(table, engine, ranks, 1, f"{engine}_{ranks}_1")
     if ranks == 2:  # what four wrote goes on on two
         table.launch(4, healthy(table, "fsdp2", 4, [1]))
         alike |= resumed(table, "fsdp2", 2, 1, "fsdp2_4_1")
-    cases = alike | faulty(table, "ddp", ranks) | faulty(table, "fsdp2", ranks)
+    cases = dict(alike)
+    for engine in engines:
+        cases |= faulty(table, engine, ranks)
     for one in cases.values():
-        shutil.rmtree(one.folder, ignore_errors=True)  # of the test above
-    table.launch(ranks, cases, timeout=400)
+        shutil.rmtree(one.folder, ignore_errors=True)  # of the tests above
+    table.launch(ranks, cases, timeout=500)
     for name in alike:
         require_whole(table, name, ranks)
         table.require_alike(name)
-    for engine in ("ddp", "fsdp2"):
-        require_faults_named(table, f"{engine}_{ranks}", ranks)
-    name = f"fsdp2_{ranks}_1"
-    require_same_state(table, f"fsdp2_{ranks}_from_{name}", name)
+    for engine in engines:
+        name = f"{engine}_{ranks}_1"
+        require_same_state(table, f"{engine}_{ranks}_from_{name}", name)
+        # The first block's parameters are among the first ranks' parts of ZeRO's flat groups.
+        require_faults_named(table, f"{engine}_{ranks}", ranks, block=int(engine == "zero2"))
 
 
 @pytest.mark.thorough
