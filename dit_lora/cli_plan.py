@@ -25,7 +25,7 @@ def plan(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, a GPU each.")] = 1,
     sharding: Annotated[
-        Literal["ddp", "zero2", "zero3", "fsdp2"],
+        Literal["ddp", "zero2", "fsdp2"],
         typer.Option(help="What the launch shares out among them."),
     ] = "ddp",
     tflops: Annotated[

@@ -5,7 +5,7 @@ Counted of the run's own code on tensors without values. What is not counted is 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError
@@ -16,8 +16,7 @@ from dit_lora.training.checkpointing import Mode
 from dit_lora.training.memory import Needs, advise
 from dit_lora.training.optimizer import optimizer_bytes
 
-Sharding = Literal["ddp", "zero2", "zero3", "fsdp2"]
-SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
+Sharding = Literal["ddp", "zero2", "fsdp2"]
 
 GIB = 2**30
 CONTEXT = int(0.75 * GIB)
@@ -25,10 +24,6 @@ CONTEXT = int(0.75 * GIB)
 ROUNDING = 1.05
 """What the allocator rounds up and cannot use, of activations: assumed."""
 _SNAPSHOTS = 2
-_BLOCK, _SMALL = (
-    256,
-    4096,
-)  # bitsandbytes' 8-bit optimizers: absmax of so many; smaller tensors stay fp32
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Launch:
 
     @property
     def weight_parts(self) -> int:
-        return self.ranks if self.sharding in ("zero3", "fsdp2") else 1
+        return self.ranks if self.sharding == "fsdp2" else 1
 
 
 @dataclass(frozen=True)

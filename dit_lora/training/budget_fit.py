@@ -16,6 +16,7 @@ from dit_lora.training.budget import GIB, Budget, Launch, count
 from dit_lora.training.budget_model import opened, without_weights
 from dit_lora.training.budget_subject import Subject
 from dit_lora.training.checkpointing import MODES
+from dit_lora.training.launch import require_for_zero, require_shardable
 
 _SCALES = (0.75, 0.5)  # of a side that is made smaller
 
@@ -88,23 +89,19 @@ def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:
 
 
 def _require_possible(recipe: Recipe, launch: Launch) -> None:
-    sharded = launch.sharding in ("zero3", "fsdp2", "zero2")
-    if sharded and launch.ranks == 1:
+    """Raise `DitLoraError` for what training refuses of a recipe and a launch together."""
+    if launch.sharding != "ddp" and launch.ranks == 1:
         raise DitLoraError(f"--sharding {launch.sharding} needs --ranks 2 or more; got 1")
-    for name, value in (
-        ("model.quantize", recipe.model.quantize),
-        ("train.offload", _offload(recipe)),
-    ):
-        if sharded and value:
-            raise DitLoraError(f"{name}={value} does not go with --sharding {launch.sharding}")
+    if launch.sharding == "fsdp2":
+        require_shardable(recipe)
+    if launch.sharding == "zero2":
+        require_for_zero(recipe, some_idle=False)
+    if recipe.train.offload != "none" and recipe.model.quantize is not None:
+        raise DitLoraError("train.offload and model.quantize do not go together; leave one out")
     if launch.ranks % recipe.train.context_parallel:
         raise DitLoraError(
             f"train.context_parallel={recipe.train.context_parallel} must divide --ranks {launch.ranks}"
         )
-
-
-def _offload(recipe: Recipe) -> str | None:
-    return recipe.train.offload if recipe.train.offload != "none" else None
 
 
 @dataclass

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dit_lora.training.checkpointing import is_attention
-
 _aten: Any = torch.ops.aten
 
 
@@ -24,8 +22,6 @@ class Work:
 
     flops: int = 0
     """Of matrix products, convolutions and attention; a product and a sum are two."""
-    attention_flops: int = 0
-    """Of them, those of attention's forward."""
     moved: int = 0
     """Bytes that the ops read and wrote, each op on its own: nothing stays in a cache."""
 
@@ -61,10 +57,7 @@ class Live(TorchDispatchMode):
         counts = _FLOPS.get(func._overloadpacket)
         if counts is None:
             return
-        flops = int(counts(*args, **kwargs, out_val=output))
-        self.work.flops += flops
-        if is_attention(func):
-            self.work.attention_flops += flops
+        self.work.flops += int(counts(*args, **kwargs, out_val=output))
 
     def _count(self, number: int, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()

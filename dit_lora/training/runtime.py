@@ -282,7 +282,9 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     shared, processes = recipe.train.context_parallel, accelerator.num_processes
     if processes % shared:
-        wrong.append(f"{processes} process(es), against train.context_parallel={shared}")
+        wrong.append(
+            f"{processes} process(es), which train.context_parallel={shared} does not divide"
+        )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("no", accelerator.mixed_precision):
         wrong.append(
