@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | gpu-check. Each works alone from a clean clone.
+# make setup | demo | test | lint | docs | build | gpu-check. Each works alone from a clean clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test test-all lint gpu-check clean
+.PHONY: setup demo test test-all lint docs docs-serve build gpu-check clean
 
 setup: $(VENV)/.installed
 
@@ -43,6 +43,21 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, into build/site; any broken link, anchor or page without a place in the navigation is an error.
+docs docs-serve: export NO_MKDOCS_2_WARNING = 1
+docs: setup
+	$(BIN)/mkdocs build --quiet --strict
+	@echo 'Open build/site/index.html.'
+
+docs-serve: setup
+	$(BIN)/mkdocs serve
+
+# What a release is: an sdist, and the wheel that the sdist makes.
+build: setup
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 # Under ten minutes on one GPU; what there is no time for says so. In the project's environment, or with
 # `make gpu-check PYTHON=python3` in that interpreter's, where nothing is installed. OUT: a folder for copies.

@@ -8,13 +8,16 @@ from typing import Annotated
 import typer
 
 import dit_lora
-from dit_lora import cli_chat, cli_plan
+from dit_lora import cli_chat, cli_export, cli_plan, cli_push, cli_report, cli_start, cli_verify
+from dit_lora.cli_complete import Overrides, RecipeFile, recipe_files, tiny_variants
+from dit_lora.cli_help import EPILOG, arrange
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
+from dit_lora.families import TINY_VARIANTS
 
 app = typer.Typer(
     name="dit-lora",
     help="LoRA fine-tuning of diffusion transformers that does not die of NaN.",
-    epilog="Training: accelerate launch recipes/lora.py RECIPE.yaml \\[key.path=value ...]",
+    epilog=EPILOG,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -70,33 +73,31 @@ def _make_folder(out: Path) -> None:
 @app.command()
 def families() -> None:
     """List the model families and the tiny checkpoints that can be built of each."""
-    from dit_lora.families import FAMILIES, get_family
-
-    for name in FAMILIES:
-        typer.echo(f"{name}: tiny {', '.join(get_family(name).tiny_variants)}")
+    for name, variants in TINY_VARIANTS.items():
+        typer.echo(f"{name}: tiny {', '.join(variants)}")
 
 
 @app.command()
 def tiny(
-    variant: Annotated[str, typer.Argument(help="For instance cogvideox-2b; see `families`.")],
+    variant: Annotated[
+        str,
+        typer.Argument(
+            help="For instance cogvideox-2b; see `families`.", autocompletion=tiny_variants
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
     seed: Annotated[int, typer.Option(help="Equal seeds give equal bytes.")] = 0,
 ) -> None:
     """Build a complete random checkpoint, small enough for a CPU, without the Hub."""
-    from dit_lora.families import FAMILIES, get_family
+    family_of = {name: family for family, names in TINY_VARIANTS.items() for name in names}
+    if variant not in family_of:
+        raise DitLoraError(f"no tiny checkpoint {variant!r}; known: {', '.join(family_of)}")
+    from dit_lora.families import get_family
     from dit_lora.training.runtime import quiet_libraries
 
-    known = {
-        name: family
-        for f in FAMILIES
-        for family in [get_family(f)]
-        for name in family.tiny_variants
-    }
-    if variant not in known:
-        raise DitLoraError(f"no tiny checkpoint {variant!r}; known: {', '.join(known)}")
     _make_folder(out)
     quiet_libraries()
-    known[variant].build_tiny(variant, out, seed)
+    get_family(family_of[variant]).build_tiny(variant, out, seed)
     typer.echo(f"wrote {out}")
 
 
@@ -138,7 +139,9 @@ def shapes(
 
 @app.command()
 def sample(
-    target: Annotated[Path, typer.Argument(help="A run's folder, or an adapter.")],
+    target: Annotated[
+        Path, typer.Argument(help="A run's folder, an adapter, or its OWNER/NAME on the Hub.")
+    ],
     prompt: Annotated[list[str], typer.Option(help="Or a class's name. Repeat for several.")],
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the run's.")
@@ -178,14 +181,6 @@ def sample(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Write report.html of a run, finished or not."""
-    from dit_lora.report.run_report import write_report
-
-    typer.echo(write_report(run))
-
-
-@app.command()
 def faults(
     as_json: JsonFlag = False,
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Processes that torchrun starts.")] = 1,
@@ -210,15 +205,14 @@ def faults(
         raise typer.Exit(CheckFailedError.exit_code)
 
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="key.path=value, as for training.", show_default=False)
-]
-
-
 @app.command()
 def audit(
     target: Annotated[
-        str, typer.Argument(help="A recipe (.yaml), or a folder, .tar or dataset of its own.")
+        str,
+        typer.Argument(
+            help="A recipe (.yaml), or a folder, .tar or dataset of its own.",
+            autocompletion=recipe_files,
+        ),
     ],
     overrides: Overrides = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every verdict.")] = None,
@@ -262,13 +256,14 @@ def audit(
 
 cache = typer.Typer(help="Fill, check and tidy the cache of encoded clips and captions.")
 app.add_typer(cache, name="cache", no_args_is_help=True)
-CacheTarget = Annotated[str, typer.Argument(help="A recipe (.yaml), or a cache's folder.")]
+CacheTarget = Annotated[
+    str,
+    typer.Argument(help="A recipe (.yaml), or a cache's folder.", autocompletion=recipe_files),
+]
 
 
 @cache.command("build")
-def cache_build(
-    recipe: Annotated[str, typer.Argument(help="A recipe (.yaml).")], overrides: Overrides = None
-) -> None:
+def cache_build(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Encode everything that a recipe trains on; `accelerate launch -m dit_lora cache build` shares the work."""
     from dit_lora.training.upkeep import build
 
@@ -322,7 +317,12 @@ def cache_prune(
 
 
 cli_chat.register(app)
+cli_export.register(app)
 cli_plan.register(app)
+cli_push.register(app)
+cli_report.register(app)
+cli_start.register(app)
+cli_verify.register(app)
 
 
 @app.command()
@@ -354,3 +354,6 @@ def schema() -> None:
     from dit_lora.recipe import recipe_schema
 
     typer.echo(json.dumps(recipe_schema(), indent=2))
+
+
+arrange(app)

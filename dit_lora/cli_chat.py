@@ -1,4 +1,4 @@
-"""The verbs of `dit-lora` for chat models: convert, show, chat, evaluate, export."""
+"""The verbs of `dit-lora` for chat models: convert, show, chat, evaluate."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from dit_lora.cli_complete import Overrides, RecipeFile
 from dit_lora.errors import DitLoraError
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="key.path=value, as for training.", show_default=False)
-]
 Target = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
 Base = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
 
@@ -63,7 +61,7 @@ def convert_videochat2(
 
 
 def show(
-    recipe: Annotated[str, typer.Argument(help="A recipe (.yaml) of a chat model.")],
+    recipe: RecipeFile,
     overrides: Overrides = None,
     sample: Annotated[str, typer.Option(help="A sample's id, or its number from 0.")] = "0",
     draw: Annotated[
@@ -175,22 +173,8 @@ def evaluate(
     typer.echo(page)
 
 
-def export(
-    target: Annotated[Path, typer.Argument(help="A run's folder, or an adapter's.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
-    to: Annotated[
-        Literal["merged"], typer.Option(help="merged: the whole checkpoint, adapter included.")
-    ] = "merged",
-    model: Base = None,
-) -> None:
-    """Write a chat model's adapter in another form."""
-    from dit_lora.training.chat.export import export_merged
-
-    typer.echo(export_merged(target, out, model, lambda line: typer.echo(line, err=True)))
-
-
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
     app.add_typer(convert, name="convert", no_args_is_help=True)
-    for verb in (show, chat, evaluate, export):
+    for verb in (show, chat, evaluate):
         app.command()(verb)

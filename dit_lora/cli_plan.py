@@ -6,17 +6,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from dit_lora.cli_complete import Overrides, RecipeFile
 from dit_lora.errors import CheckFailedError, DitLoraError
 
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe (.yaml).")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="key.path=value, as for training.", show_default=False),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     gpu: Annotated[
         str | None,
         typer.Option(

@@ -339,6 +339,10 @@ def read_launch_config(path: Path) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))  # reads JSON too
+    except FileNotFoundError as error:
+        raise DitLoraError(
+            f"no accelerate config {path}; `dit-lora init RECIPE DIR` writes one, such as one_gpu.yaml"
+        ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DitLoraError(f"cannot read the accelerate config {path}: {error}") from error
     if not isinstance(values, dict):

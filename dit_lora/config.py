@@ -1,5 +1,6 @@
 """What a recipe says, typed; `dit_lora.recipe` reads it."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -171,6 +172,46 @@ class RunConfig(Section):
     """Run in spite of an untested or known-bad combination of versions."""
 
 
+# As the Hub's own rule (huggingface_hub.utils.validate_repo_id), with the owner always given.
+_REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]{0,95}", re.ASCII)
+
+
+def repo_id_problem(repo_id: str) -> str | None:
+    """Why this cannot name a repository on the Hub, or None."""
+    parts = repo_id.split("/")
+    ends = any(part.endswith((".", "-", ".git")) for part in parts)
+    if _REPO_ID.fullmatch(repo_id) and not ends and "--" not in repo_id and ".." not in repo_id:
+        return None
+    return "a repository is OWNER/NAME of letters, digits and single . - _, such as me/kitten-lora"
+
+
+class HubConfig(Section):
+    """The result on the Hugging Face Hub: adapter, model card and samples, as `dit-lora push` uploads them."""
+
+    push: bool = False
+    """Push when training has ended. Token and rights are checked before it starts."""
+    repo_id: str | None = None
+    """OWNER/NAME of the repository, which is made if it is not there."""
+    private: bool = True
+    """A repository that is made is private: nobody has looked at the result yet."""
+
+    @field_validator("repo_id")
+    @classmethod
+    def _owner_and_name(cls, repo_id: str | None) -> str | None:
+        problem = repo_id_problem(repo_id) if repo_id is not None else None
+        if problem:
+            raise ValueError(problem)
+        return repo_id
+
+    @model_validator(mode="after")
+    def _somewhere_to_push(self) -> "HubConfig":
+        if self.push and self.repo_id is None:
+            raise ValueError(
+                "hub.push needs hub.repo_id: OWNER/NAME on the Hub, such as me/kitten-lora"
+            )
+        return self
+
+
 class Recipe(Section):
     """One training run, whole."""
 
@@ -185,6 +226,7 @@ class Recipe(Section):
     guard: GuardConfig = GuardConfig()
     kernels: KernelsConfig = KernelsConfig()
     run: RunConfig
+    hub: HubConfig = HubConfig()
 
     @model_validator(mode="after")
     def _rate_of_clips(self) -> "Recipe":

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.remedies import recipe_remedy
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -35,6 +36,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         values = yaml.load(
             path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader
         )  # a SafeLoader
+    except FileNotFoundError as error:
+        raise DitLoraError(f"no recipe {path}; {recipe_remedy(path)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
     except yaml.YAMLError as error:

@@ -3,21 +3,24 @@
 accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips run.dir=runs/kitten
 """
 
-import contextlib
 import sys
 from typing import Any
 
 from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
+from dit_lora.hub.at_end import push_result, require_hub
 from dit_lora.recipe import load_recipe
-from dit_lora.report.run_report import write_report
+from dit_lora.report.live import Reporting
 from dit_lora.training.checkpoint import find_checkpoint
+from dit_lora.training.facts import write_facts
 from dit_lora.training.journal import summary
 from dit_lora.training.optimizer import require_optimizer
 from dit_lora.training.run import finish, fit, prepare
 from dit_lora.training.runtime import Runtime, require_free_folder, running
 from dit_lora.training.task import task_of
+from dit_lora.training.told import status_noted, write_data_record
 from dit_lora.training.trainable import require_quantization
+from dit_lora.training.verify import require_verified
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -33,16 +36,17 @@ def main(argv: list[str]) -> None:
     checkpoint = family.open(recipe.model).for_recipe(recipe)
 
     with running(recipe) as runtime:
-        train(runtime, family, checkpoint)
+        train(runtime, family, checkpoint, argv[0])
 
 
-def train(runtime: Runtime, family: Any, checkpoint: Any) -> None:
+def train(runtime: Runtime, family: Any, checkpoint: Any, recipe_file: str) -> None:
     recipe = runtime.recipe
     task = task_of(recipe.model.family)
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
     require_optimizer(recipe.optim, runtime.accelerator.device)
     require_quantization(recipe)
+    require_hub(runtime)
     data = task.prepare_data(runtime, checkpoint)  # encoders live and die here
 
     dtype = runtime.precision.dtype
@@ -50,16 +54,21 @@ def train(runtime: Runtime, family: Any, checkpoint: Any) -> None:
     runtime.say(attached)
 
     run = prepare(runtime, family, checkpoint, data, model, groups, resume_from)
+    write_facts(run)
+    write_data_record(run)
+    report = Reporting(runtime.dir, runtime.say, writes=runtime.is_main)
     try:
-        fit(run)
-        adapter = finish(run)
+        with status_noted(run, recipe_file):
+            fit(run, on_checkpoint=report.update)
+            adapter = finish(run)
     except DitLoraError:
-        if runtime.is_main:  # a run that was stopped has curves and events too
-            with contextlib.suppress(DitLoraError):
-                write_report(runtime.dir)
+        report.finish()  # a run that was stopped has curves and events too
         raise
+    written = report.finish()
     if adapter is not None:
-        runtime.say(summary(run, adapter, write_report(runtime.dir)))
+        runtime.say(summary(run, adapter, written))
+    require_verified(run)
+    push_result(runtime)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Shared fixtures: tiny checkpoints and clips, built once a session; recipes, run here or launched."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -35,6 +36,16 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first, so that no worker ends with it alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection of garbage need not look at it, and there are many in a run."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else nanobind reports what is left as leaks
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open[-1:]:
+        if self.open[-1:] not in (["style"], ["script"]):
             self.words.append(data)
 
     def all(self, tag: str) -> list[dict[str, str | None]]:

@@ -5,6 +5,7 @@ A process that starts from nothing imports torch, Diffusers, Transformers and PE
 imports happened before, and all ranks share one hash seed. It has a session, an environment and a stdin of its own.
 """
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -236,6 +237,7 @@ class _Call:
 
 def _rank(body: Callable[[], None], folder: Path, environment: dict[str, str]) -> None:
     """Be a process of its own: session, environment, signals, streams; then do what it is for."""
+    gc.freeze()  # what the server has imported stays
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

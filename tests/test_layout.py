@@ -27,6 +27,8 @@ LAYERS = (
         "dit_lora.train_config",
         "dit_lora.config",
         "dit_lora.recipe",
+        "dit_lora.stock",
+        "dit_lora.remedies",
         "dit_lora.compat",
     ),
     ("dit_lora.objectives",),
@@ -39,9 +41,21 @@ LAYERS = (
         "dit_lora.families.base",
     ),
     ("dit_lora.families",),
-    ("dit_lora.training", "dit_lora.report", "dit_lora.doctor"),
+    ("dit_lora.training", "dit_lora.report", "dit_lora.doctor", "dit_lora.hub"),
     ("dit_lora.faults",),
-    ("dit_lora.cli", "dit_lora.cli_chat", "dit_lora.cli_plan", "dit_lora.__main__"),
+    (
+        "dit_lora.cli",
+        "dit_lora.cli_chat",
+        "dit_lora.cli_plan",
+        "dit_lora.cli_push",
+        "dit_lora.cli_report",
+        "dit_lora.cli_complete",
+        "dit_lora.cli_export",
+        "dit_lora.cli_help",
+        "dit_lora.cli_start",
+        "dit_lora.cli_verify",
+        "dit_lora.__main__",
+    ),
 )
 # Packages of one layer that do not know each other.
 STRANGERS = {
@@ -212,6 +226,7 @@ def test_every_recipe_loads_opens_with_its_launch_command_and_explains_its_value
     header = text[: text.index("model:")]
     relative = path.relative_to(ROOT)
     assert f"recipes/lora.py {relative}" in header
+    assert "Task:" in header
     assert "Memory:" in header
     assert "Time:" in header
 

@@ -116,9 +116,9 @@ def _kept_run(kept: list[Run]) -> Iterator[None]:
     """`kept` gets the run that the recipe's script makes."""
     fit = running.fit
 
-    def noted(run: Run) -> None:
+    def noted(run: Run, **hooks: Any) -> None:
         kept.append(run)
-        fit(run)
+        fit(run, **hooks)
 
     # The script has the function under its own name.
     module = _script()

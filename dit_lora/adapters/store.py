@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
+from dit_lora.adapters.fetch import fetched
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.loader import lora_pipeline_class, with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
@@ -147,13 +148,13 @@ def read_provenance(file: Path) -> dict[str, Any]:
 
 
 def load_adapter(pipeline: Any, adapter: str | Path) -> None:
-    """Load an adapter folder or file as the stock pipeline does, and what was trained beside it.
+    """Load an adapter's folder, file or repository on the Hub as the stock pipeline does, and what was trained beside it.
 
     That is base weights, and classes that are new to a model with a class table, names included. A pipeline
     without a LoRA loader gets one (`with_lora`). Raises `DitLoraError` if the adapter does not fit.
     """
     with_lora(pipeline)
-    adapter = Path(adapter)
+    adapter = fetched(adapter, (ADAPTER_FILE, BASE_FILE))
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")

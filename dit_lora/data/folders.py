@@ -24,7 +24,10 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
     if source.generate is not None:
         return _plain(_Listing(root), source)
     if not root.is_dir():
-        raise DitLoraError(f"no folder {source.path}")
+        raise DitLoraError(
+            f"no folder {source.path}; put your clips there, or name their folder in data.path; "
+            f"to try things on: dit-lora shapes {source.path}"
+        )
     layout, found = _read_layout(root, source, memo)
     if not found.clips and not found.problems:
         raise DitLoraError(

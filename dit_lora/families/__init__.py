@@ -20,6 +20,28 @@ CHAT_FAMILIES = {
 }
 """They have the contract of `families.chat_base`."""
 FAMILIES = DIFFUSION_FAMILIES | CHAT_FAMILIES
+TINY_VARIANTS = {
+    "cogvideox": (
+        "cogvideox-2b",
+        "cogvideox-5b",
+        "cogvideox-5b-i2v",
+        "cogvideox-1.5",
+        "cogvideox-1.5-i2v",
+    ),
+    "dit": ("dit-tiny",),
+    "sana": ("sana-600m", "sana-1.5", "sana-fp16"),
+    "sana_video": ("sana-video",),
+    "video_dit": ("video-dit-class", "video-dit-text"),
+    "latte": ("latte",),
+    "videochat2": (
+        "videochat2-mistral",
+        "videochat2-vicuna",
+        "videochat2-phi3",
+        "videochat2-hd",
+    ),
+    "chat": ("llava-next-video", "qwen2.5-vl", "qwen3-vl", "smolvlm2", "internvl"),
+}
+"""Each family's own, repeated here because importing a family takes seconds."""
 
 
 def get_family(name: str) -> Any:

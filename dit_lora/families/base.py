@@ -24,6 +24,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
+from dit_lora.remedies import hub_remedy, looks_local, missing_folder
 
 Tensors = dict[str, torch.Tensor]
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
@@ -166,11 +167,8 @@ def local_checkpoint(model: ModelConfig) -> Path:
     path = Path(model.path).expanduser()
     if path.is_dir():
         return path
-    looks_local = path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1
-    if looks_local:
-        raise DitLoraError(
-            f"model.path: no folder {model.path}; give a Diffusers checkpoint folder or a Hub id"
-        )
+    if looks_local(model.path):
+        raise DitLoraError(missing_folder(model.path))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -178,9 +176,9 @@ def local_checkpoint(model: ModelConfig) -> Path:
         files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        remedy = hub_remedy(model.path, error)
         raise DitLoraError(
-            f"model.path: no local folder {model.path}, and the Hub did not give it: {reason}"
+            f"model.path: no local folder {model.path}, and the Hub did not give it: {remedy}"
         ) from error
 
 

@@ -135,11 +135,11 @@ def op_of_target(change: Change, module: str) -> Arm:
             return batch
 
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-            parts = [
-                change(part) if is_target else part
-                for part, is_target in zip(output.chunk(len(rows[0])), rows[0], strict=True)
-            ]
-            return torch.cat(parts)
+            parts = output.chunk(len(rows[0]))
+            if len(parts) != len(rows[0]):
+                return output  # no batch of samples: the probe that a run's end notes
+            pairs = zip(parts, rows[0], strict=True)
+            return torch.cat([change(part) if is_target else part for part, is_target in pairs])
 
         stage.checkpoint.before.append(note)
         stage.transformer.get_submodule(stage.site.named(module)).register_forward_hook(hook)

@@ -81,6 +81,10 @@ def read_bundle(folder: Path) -> Bundle:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(left_out)}")
         samples = load((folder / _SAMPLES).read_bytes())
         weights = load((folder / _WEIGHTS).read_bytes())
+    except FileNotFoundError as error:
+        raise DitLoraError(
+            f"{folder} is not a whole bundle: no {error.filename}; give a folder below a run's bundles/"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DitLoraError(f"{folder} is not a whole bundle: {error}") from error
     return Bundle(facts, samples, weights)

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.report.audit_charts import aspect_ratios, channel_chart, counted, histogram
 from dit_lora.report.charts import number
+from dit_lora.report.pages import render
 
 CARDS = 200
 """Samples that are shown; the others are in the JSON file."""
@@ -108,14 +108,9 @@ def _render(
     encoded: Mapping[str, Any] | None,
     notes: Sequence[str],
 ) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    source = resources.files("dit_lora.report").joinpath("audit_page.html")
     rejects, warnings = _sheet(judged)
-    return environment.from_string(source.read_text(encoding="utf-8")).render(
+    return render(
+        "audit_page.html",
         title=title,
         totals=totals,
         shares=_shares(totals),
@@ -124,7 +119,7 @@ def _render(
         warnings=warnings,
         codes=_codes(judged),
         charts=_charts(judged),
-        buckets=_buckets(buckets) if buckets else None,
+        buckets=bucket_rows(buckets) if buckets else None,
         encoded=[_channels(name, stats) for name, stats in (encoded or {}).items()],
         outliers=_encoded_findings(judged) if encoded else [],
         duplicates=_duplicates(judged),
@@ -334,8 +329,8 @@ def _named_last(words: str, files: Collection[str]) -> str | None:
     return next((tail for tail in tails if tail in files), None)
 
 
-def _buckets(report: Mapping[str, Any]) -> Buckets:
-    """From `BucketReport.as_dict`."""
+def bucket_rows(report: Mapping[str, Any]) -> Buckets:
+    """What buckets.html shows, from `BucketReport.as_dict`."""
     rows = []
     for row in report["buckets"]:
         shape = row["shape"]

@@ -1,7 +1,8 @@
-"""Charts as inline SVG from plain numbers: no script, no file beside them, light or dark.
+"""Charts as inline SVG from plain numbers: no file beside them, light or dark, whole without a script.
 
 The outer `<svg>` is the plot area itself, with positions in percent, so text keeps its size on a phone and
-on a desktop; the lines sit in a nested `<svg>` that stretches. Margins and colours are the page's CSS.
+on a desktop; the lines sit in a nested `<svg>` that stretches. Margins and colours are the page's CSS. What
+page.js needs to name values and to smooth otherwise is in `data-chart`.
 """
 
 import html
@@ -11,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-PALETTE_SIZE = 6  # .c0 to .c5 in page.html
-_COLUMNS = 600  # a longer line keeps its extremes per column: a screen shows no more
+from dit_lora.report.chart_data import Numbers, chart_data, extremes, smooth
+
+PALETTE_SIZE = 6  # .c0 to .c5 in style.css
 _LOG_DECADES = 6.0
 _LARGEST = 1e300  # beyond it, padding a range overflows
 
@@ -22,10 +24,22 @@ class Series:
     """One line, or dots joined by a thin line; `x` counts steps, and `y` is as long."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Numbers
+    y: Numbers
     color: int = 0
-    style: Literal["line", "faint", "dots"] = "line"
+    style: Literal["line", "dots"] = "line"
+    window: int = 1
+    """Values that the line averages."""
+    faint: bool = False
+    """Whether the values themselves are drawn below the averages."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step, as an upright line."""
+
+    x: float
+    words: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,30 @@ class Bar:
     name: str
     value: float
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The points of a series that a screen shows: its values, its averages, and what the axis has to hold of them."""
+
+    series: Series
+    values: list[tuple[float, float]]
+    averages: list[tuple[float, float]]
+    reach: list[float]
+
+    @classmethod
+    def of(cls, one: Series) -> "_Drawn":
+        values = _points(one.x, one.y)
+        if one.window <= 1:
+            return cls(one, values, values, [y for _, y in values])
+        # Not every spike of a faint line: they would press the averages flat.
+        bulk = smooth(one.y, max(1, one.window // 4))
+        reach = [y for _, y in _points(one.x, bulk)]
+        return cls(one, values, _points(one.x, smooth(one.y, one.window)), reach)
+
+    @property
+    def color(self) -> str:
+        return f"c{self.series.color % PALETTE_SIZE}"
 
 
 @dataclass(frozen=True)
@@ -65,20 +103,24 @@ def line_chart(
     x_range: tuple[float, float] | None = None,
     log_y: bool = False,
     from_zero: bool = False,
+    marks: Sequence[Mark] = (),
 ) -> str:
     """A `<figure>` with title, legend, axes and lines; a value that is not finite leaves a marked gap."""
-    drawn = [y for one in series for y in one.y if _drawable(y, log_y)]
-    bad = sorted({x for one in series for x, y in _pairs(one) if not math.isfinite(y)})
+    lines = [_Drawn.of(one) for one in series]
+    drawn = [y for one in lines for y in one.reach if _drawable(y, log_y)]
+    bad = sorted({x for one in lines for x, y in one.values if not math.isfinite(y)})
     legend = "".join(_legend_item(f"c{s.color % PALETTE_SIZE} {s.style}", s.name) for s in series)
     if bad:
         legend += _legend_item("bad", "not finite")
+    if marks:
+        legend += _legend_item("mark", "guard")
     head = f"<figcaption>{html.escape(title)}</figcaption>"
     if not drawn:
         return (
             f'<figure class="chart">{head}<p class="absent">No finite value to draw.</p></figure>'
         )
     y_axis = _y_axis(drawn, log_y, from_zero)
-    x_axis = _x_axis(x_range or _extent([x for one in series for x in one.x]))
+    x_axis = _x_axis(x_range or _extent([x for one in lines for x, _ in one.values]))
     about = (
         f"{title}: {y_label} by {x_label}, from {number(min(drawn))} to {number(max(drawn))}"
         + (", logarithmic" if log_y else "")
@@ -89,18 +131,14 @@ def line_chart(
         f"{' (logarithmic)' if log_y else ''}</text>",
         f'<text class="label" x="100%" y="100%" dy="2.9em" text-anchor="end">{html.escape(x_label)}</text>',
         *_bad_marks(bad, x_axis, x_label),
-        '<svg class="lines" width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none">',
-        *(_path(one, x_axis, y_axis) for one in series),
-        "</svg>",
-        *(
-            _dots(one, x_axis, y_axis, x_label)
-            if one.style == "dots"
-            else _lone_points(one, x_axis, y_axis)
-            for one in series
-        ),
+        *_marks(marks, x_axis, x_label),
+        *_strokes(lines, x_axis, y_axis, x_label),
     ]
+    points = chart_data(series, marks, (x_axis.low, x_axis.high), (y_axis.low, y_axis.high), log_y)
     return (
-        f'<figure class="chart">{head}<ul class="legend">{legend}</ul><div class="plot">'
+        f'<figure class="chart">{head}<ul class="legend">{legend}</ul>'
+        f'<div class="plot" tabindex="0" role="group" aria-label="{html.escape(title)}: arrow keys read values"'
+        f' data-chart="{html.escape(points)}">'
         f'<svg role="img" aria-label="{html.escape(about)}" width="100%" height="100%">{"".join(parts)}</svg>'
         "</div></figure>"
     )
@@ -130,15 +168,6 @@ def bar_chart(title: str, bars: Sequence[Bar], *, label: str) -> str:
         f'<svg role="img" aria-label="{html.escape(about)}" width="100%" height="100%">{"".join(rows)}</svg>'
         "</div></figure>"
     )
-
-
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the finite values among the last `window`; NaN where the value itself is not finite."""
-    smoothed = []
-    for index, value in enumerate(values):
-        last = [v for v in values[max(0, index + 1 - window) : index + 1] if math.isfinite(v)]
-        smoothed.append(sum(last) / len(last) if math.isfinite(value) else math.nan)
-    return smoothed
 
 
 def wants_log(values: Sequence[float], ratio: float = 30.0) -> bool:
@@ -189,8 +218,12 @@ def _scientific(value: float, digits: int) -> str:
 
 def _tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
     """Labels with as many decimals as the distance between ticks needs; on a log axis, as each needs."""
-    if log and min(values) >= 1e-3 and max(values) < 1e6:
-        return [f"{value:,.6g}" for value in values]
+    if log:
+        plain = [1e-3 <= value < 1e6 for value in values]
+        return [
+            f"{value:,.6g}" if short else _scientific(value, 3)
+            for value, short in zip(values, plain, strict=True)
+        ]
     largest = max((abs(value) for value in values), default=0.0)
     if largest >= 1e6 or 0 < largest < 1e-3:
         return ["0" if value == 0 else _scientific(value, 3) for value in values]
@@ -261,28 +294,57 @@ def _percent(axis: _Axis, value: float, flipped: bool = False) -> str:
     return f"{100 * (1 - fraction if flipped else fraction):.2f}"
 
 
-def _path(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
-    """One `<path>`, lifted off the paper at every value that cannot be drawn."""
+def _strokes(lines: Sequence[_Drawn], x_axis: _Axis, y_axis: _Axis, x_label: str) -> Iterator[str]:
+    """The lines, in an `<svg>` that stretches, and the dots, in the one that does not."""
+    yield '<svg class="lines" width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none">'
+    for one in lines:
+        if one.series.faint and one.series.window > 1:
+            yield _path(one.values, f"{one.color} faint", x_axis, y_axis)
+    for index, one in enumerate(lines):
+        yield _path(one.averages, f"{one.color} {one.series.style}", x_axis, y_axis, index)
+    yield "</svg>"
+    for one in lines:
+        if one.series.style == "dots":
+            yield _dots(one.series, x_axis, y_axis, x_label)
+        else:
+            yield _lone_points(one, x_axis, y_axis)
+
+
+def _points(xs: Numbers, ys: Numbers) -> list[tuple[float, float]]:
+    return [(float(xs[index]), float(ys[index])) for index in extremes(ys)]
+
+
+def _path(
+    points: Sequence[tuple[float, float]],
+    classes: str,
+    x_axis: _Axis,
+    y_axis: _Axis,
+    index: int | None = None,
+) -> str:
+    """One `<path>`, lifted off the paper at every value that cannot be drawn; `index` is the series' own."""
     strokes = "".join(
-        "M" + "L".join(f"{1000 * x:.1f} {1000 * (1 - y):.1f}" for x, y in _thinned(run))
-        for run in _runs(series, x_axis, y_axis)
+        "M" + "L".join(f"{1000 * x:.1f} {1000 * (1 - y):.1f}" for x, y in run)
+        for run in _runs(points, x_axis, y_axis)
     )
-    return f'<path class="c{series.color % PALETTE_SIZE} {series.style}" d="{strokes}"/>'
+    number_of = "" if index is None else f' data-series="{index}"'
+    return f'<path class="{classes}"{number_of} d="{strokes}"/>'
 
 
-def _lone_points(series: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+def _lone_points(one: _Drawn, x_axis: _Axis, y_axis: _Axis) -> str:
     """A dot for each value between two gaps, which a path would not show."""
     return "".join(
-        f'<circle class="lone c{series.color % PALETTE_SIZE} {series.style}" cx="{100 * run[0][0]:.2f}%"'
+        f'<circle class="lone {one.color} {one.series.style}" cx="{100 * run[0][0]:.2f}%"'
         f' cy="{100 * (1 - run[0][1]):.2f}%" r="2"/>'
-        for run in _runs(series, x_axis, y_axis)
+        for run in _runs(one.averages, x_axis, y_axis)
         if len(run) == 1
     )
 
 
-def _runs(series: Series, x_axis: _Axis, y_axis: _Axis) -> Iterator[list[tuple[float, float]]]:
+def _runs(
+    points: Sequence[tuple[float, float]], x_axis: _Axis, y_axis: _Axis
+) -> Iterator[list[tuple[float, float]]]:
     run: list[tuple[float, float]] = []
-    for x, y in _pairs(series):
+    for x, y in points:
         at_x, at_y = x_axis.fraction(x), y_axis.fraction(y)
         if at_x is not None and at_y is not None:
             run.append((at_x, max(-1.0, min(2.0, at_y))))
@@ -291,26 +353,6 @@ def _runs(series: Series, x_axis: _Axis, y_axis: _Axis) -> Iterator[list[tuple[f
             run = []
     if run:
         yield run
-
-
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The first, lowest, highest and last point of every column, so that no spike is lost."""
-    if len(points) <= 4 * _COLUMNS:
-        return points
-    columns: dict[int, list[int]] = {}
-    for index, (x, _) in enumerate(points):
-        columns.setdefault(int(x * _COLUMNS), []).append(index)
-
-    def height(index: int) -> float:
-        return points[index][1]
-
-    return [
-        points[index]
-        for column in columns.values()
-        for index in sorted(
-            {column[0], min(column, key=height), max(column, key=height), column[-1]}
-        )
-    ]
 
 
 def _dots(series: Series, x_axis: _Axis, y_axis: _Axis, x_label: str) -> str:
@@ -329,6 +371,16 @@ def _bad_marks(steps: Sequence[float], x_axis: _Axis, x_label: str) -> Iterator[
         yield (
             f'<line class="bad" x1="{at}%" x2="{at}%" y1="0" y2="100%">'
             f"<title>not finite at {html.escape(x_label)} {step:g}</title></line>"
+        )
+
+
+def _marks(marks: Sequence[Mark], x_axis: _Axis, x_label: str) -> Iterator[str]:
+    """An upright line a place; those that coincide share one, and the first says what it was."""
+    places = {_percent(x_axis, mark.x)[:-1]: mark for mark in reversed(marks)}
+    for at, mark in places.items():
+        yield (
+            f'<line class="mark" x1="{at}%" x2="{at}%" y1="0" y2="100%">'
+            f"<title>{html.escape(x_label)} {mark.x:g}: {html.escape(mark.words)}</title></line>"
         )
 
 

@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.view import NAMES, counts, shown_pieces
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
+from dit_lora.report.pages import render
 
 FRAMES = 32
 """Pictures on the page; of more frames, evenly spread ones."""
@@ -36,13 +36,8 @@ def write_chat_sample_page(
     `frames` uint8 (F, 3, H, W), `seconds` theirs; `instruction` is what a Q-Former reads. Raises `DitLoraError` if
     it cannot be written.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    source = resources.files("dit_lora.report").joinpath("chat_sample_page.html")
-    page = environment.from_string(source.read_text(encoding="utf-8")).render(
+    page = render(
+        "chat_sample_page.html",
         sample=sample,
         kind=kind,
         size=f"{frames.shape[3]} x {frames.shape[2]}" if frames is not None else "",

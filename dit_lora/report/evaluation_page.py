@@ -5,7 +5,6 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from dit_lora.data.chat.mvbench import Question, letter, read_facts, read_frames
 from dit_lora.data.video import ClipError
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
+from dit_lora.report.pages import render
 
 CARDS = 48
 """Questions that are shown; predictions.jsonl has all."""
@@ -116,19 +116,14 @@ def _render(
     predictions: Sequence[Mapping[str, Any]],
     title: str,
 ) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    source = resources.files("dit_lora.report").joinpath("evaluation_page.html")
     total, average = results["all"], results["average"]
     failed = [
         (one.id, _clipped(line["failed"]))
         for one, line in zip(questions, predictions, strict=True)
         if "failed" in line
     ]
-    return environment.from_string(source.read_text(encoding="utf-8")).render(
+    return render(
+        "evaluation_page.html",
         title=title,
         setting=_setting(results["setting"]),
         total=total,

@@ -1,89 +1,167 @@
-"""What a run's model made of the validation prompts: videos, images and answers, before and after."""
+"""What a run's model made of the validation prompts: videos, images and answers, before, during and after."""
 
 import base64
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 EMBED_LIMIT_BYTES = 64 * 2**20
 """Videos beyond this many bytes of base64 stay beside the page and are linked."""
+STEPS = 60
+"""Sampled steps that are shown of one prompt: of more, evenly spread ones with the first and the last."""
+PROMPTS = 64
+"""Prompts that are shown."""
+TYPES = {".mp4": "video/mp4", ".png": "image/png"}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One sample; `source` is a data URI or a link."""
+
+    step: int
+    label: str
+    source: str
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The first and the last sample of a prompt, or the only one, each as (label, source)."""
+    """What was sampled for one prompt, the first step first."""
 
     prompt: str
-    clips: list[tuple[str, str]]
+    kind: str
+    """`video` or `image`."""
+    clips: Sequence[Clip]
+
+
+@dataclass(frozen=True)
+class Answer:
+    step: int
+    label: str
+    words: str
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A question and what was answered, first and last, each as (label, answer)."""
+    """A question and what was answered, the first step first."""
 
     prompt: str
     media: str
     """The file's name; empty where the question is about none."""
-    answers: list[tuple[str, str]]
+    answers: Sequence[Answer]
 
 
-def find_answers(folder: Path) -> list[Answered]:
-    """First and last answer to every validation prompt of a chat model's run; files that are torn are left out."""
-    by_step: dict[int, list[dict[str, str | None]]] = {}
-    for path in (folder / "samples").glob("step_*/answers.json"):
-        match = re.fullmatch(r"step_(\d+)", path.parent.name)
-        try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+@dataclass(frozen=True)
+class Sampled:
+    """All that was sampled; `linked` samples stay beside the page, and `hidden` steps are not shown."""
+
+    samples: Sequence[Sample] = ()
+    answers: Sequence[Answered] = ()
+    linked: int = 0
+    hidden: int = 0
+
+    @property
+    def steps(self) -> list[tuple[int, str]]:
+        """All that can be chosen, with their names."""
+        shown = {clip.step: clip.label for one in self.samples for clip in one.clips}
+        return sorted(shown.items())
+
+
+def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) -> Sampled:
+    """Every prompt's samples; without `embed`, or where the page would be too big, they are linked."""
+    files: dict[int, dict[int, Path]] = {}
+    for path in (folder / "samples").glob("step_*/prompt_*.*"):
+        match = re.fullmatch(
+            r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}"
+        )
+        if match:
+            files.setdefault(int(match[2]), {})[int(match[1])] = path
+    chosen = {index: _spread(by_step) for index, by_step in sorted(files.items())[:PROMPTS]}
+    hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
+    # What shows the most is embedded first: both ends of every prompt, then the latest of the others.
+    wanted = [files[i][step] for i, steps in chosen.items() for step in {steps[0], steps[-1]}]
+    wanted += [
+        files[i][step]
+        for step in sorted({s for steps in chosen.values() for s in steps}, reverse=True)
+        for i, steps in chosen.items()
+        if step in steps
+    ]
+    room = EMBED_LIMIT_BYTES if embed else 0
+    embedded = _embedded(wanted, room)
+    samples = [
+        Sample(
+            prompts[index] if index < len(prompts) else f"prompt {index}",
+            "image" if files[index][steps[-1]].suffix == ".png" else "video",
+            [
+                Clip(step, when(step), embedded.get(path) or path.relative_to(folder).as_posix())
+                for step in steps
+                for path in [files[index][step]]
+            ],
+        )
+        for index, steps in chosen.items()
+    ]
+    linked = sum(1 for one in samples for clip in one.clips if not clip.source.startswith("data:"))
+    return Sampled(samples, _find_answers(folder), linked, hidden)
+
+
+def when(step: int) -> str:
+    return f"after step {step:,}" if step else "before"
+
+
+def _spread(steps: Iterable[int]) -> list[int]:
+    ordered = sorted(steps)
+    if len(ordered) <= STEPS:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (STEPS - 1))] for i in range(STEPS)]
+
+
+def _embedded(paths: Iterable[Path], room: int) -> dict[Path, str]:
+    """Data URIs of as many as there is room for; files that go away meanwhile are left out."""
+    found: dict[Path, str] = {}
+    for path in paths:
+        if path in found:
             continue
-        if match and isinstance(given, list):
-            by_step[int(match[1])] = given
-    if not by_step:
-        return []
-    steps = sorted({min(by_step), max(by_step)})
-    found = []
-    for index, one in enumerate(by_step[steps[-1]]):
-        answers = [
-            (_when(step), str(by_step[step][index].get("answer", "")))
-            for step in steps
-            if index < len(by_step[step])
-        ]
-        media = Path(str(one.get("media") or "")).name
-        found.append(Answered(str(one.get("prompt", "")), media, answers))
+        try:
+            size = 4 * math.ceil(path.stat().st_size / 3)
+            if size > room:
+                continue
+            text = base64.b64encode(path.read_bytes()).decode()
+        except OSError:
+            continue
+        found[path] = f"data:{TYPES[path.suffix]};base64,{text}"
+        room -= size
     return found
 
 
-def find_samples(folder: Path, prompts: Sequence[str]) -> tuple[list[Sample], int]:
-    """First and last sample of every prompt, and how many are linked because the page would be too big."""
-    found: dict[int, dict[int, Path]] = {}
-    for path in (folder / "samples").glob("step_*/prompt_*.*"):
-        name = f"{path.parent.name}/{path.name}"
-        match = re.fullmatch(r"step_(\d+)/prompt_(\d+)\.(mp4|png)", name)
-        if match:
-            found.setdefault(int(match[2]), {})[int(match[1])] = path
-    samples, room, linked = [], EMBED_LIMIT_BYTES, 0
-    for index, by_step in sorted(found.items()):
-        clips = []
-        for step in sorted({min(by_step), max(by_step)}):
-            source, cost = _source(by_step[step], folder, room)
-            room, linked = room - cost, linked + (cost == 0)
-            clips.append((_when(step), source))
-        prompt = prompts[index] if index < len(prompts) else f"prompt {index}"
-        samples.append(Sample(prompt, clips))
-    return samples, linked
-
-
-def _source(path: Path, folder: Path, room: int) -> tuple[str, int]:
-    """A data URI and its bytes, or a relative link and 0 where the URI would exceed `room`."""
-    encoded = 4 * math.ceil(path.stat().st_size / 3)
-    if encoded > room:
-        return path.relative_to(folder).as_posix(), 0
-    kind = "image/png" if path.suffix == ".png" else "video/mp4"
-    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode(), encoded
-
-
-def _when(step: int) -> str:
-    return f"after step {step:,}" if step else "before"
+def _find_answers(folder: Path) -> list[Answered]:
+    """Answers to every validation prompt of a chat model's run; files that are torn are left out."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    paths = {
+        int(match[1]): path
+        for path in (folder / "samples").glob("step_*/answers.json")
+        if (match := re.fullmatch(r"step_(\d{1,12})", path.parent.name))
+    }
+    for step in _spread(paths):
+        try:
+            given = json.loads(paths[step].read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(given, list):
+            by_step[step] = [one if isinstance(one, dict) else {} for one in given]
+    if not by_step:
+        return []
+    return [
+        Answered(
+            str(one.get("prompt", "")),
+            Path(str(one.get("media") or "")).name,
+            [
+                Answer(step, when(step), str(answers[index].get("answer", "")))
+                for step, answers in sorted(by_step.items())
+                if index < len(answers)
+            ],
+        )
+        for index, one in enumerate(by_step[max(by_step)][:PROMPTS])
+    ]

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.remedies import hub_remedy, looks_local, missing_folder
 
 _WEIGHTS = ("transformer", "vae", "text_encoder")
 _CONFIGS = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -26,28 +27,32 @@ _CONFIGS = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 @contextmanager
 def without_weights(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe with a local `model.path` whose configs are the checkpoint's; weights that are not there are empty.
+    """The recipe with a `model.path` as `configs_alone` makes it."""
+    with configs_alone(recipe.model) as model:
+        yield recipe.model_copy(update={"model": model})
+
+
+@contextmanager
+def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
+    """The model with a local path whose configs are the checkpoint's; weights that are not there are empty.
 
     Of a Hub id, the small files alone are fetched. Raises `DitLoraError` where neither is there.
     """
-    folder = Path(recipe.model.path).expanduser()
+    folder = Path(model.path).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(recipe.model)
-    elif recipe.model.family in CHAT_FAMILIES or not _lacking(folder):
-        yield recipe
+        folder = _from_hub(model)
+    elif model.family in CHAT_FAMILIES or not _lacking(folder):
+        yield model
         return
     with tempfile.TemporaryDirectory() as made:
-        path = (
-            Path(made) / Path(recipe.model.path).name
-        )  # of which some families read what it was trained in
+        path = Path(made) / Path(model.path).name  # of which some read what it was trained in
         shutil.copytree(
             folder, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.ckpt", "*.pth")
         )
-        for component in _lacking(path) if recipe.model.family not in CHAT_FAMILIES else ():
+        for component in _lacking(path) if model.family not in CHAT_FAMILIES else ():
             (path / component).mkdir(exist_ok=True)
             save_file({}, path / component / "model.safetensors")
-        model = recipe.model.model_copy(update={"path": str(path)})
-        yield recipe.model_copy(update={"model": model})
+        yield model.model_copy(update={"path": str(path)})
 
 
 def _lacking(folder: Path) -> list[str]:
@@ -55,15 +60,17 @@ def _lacking(folder: Path) -> list[str]:
 
 
 def _from_hub(model: ModelConfig) -> Path:
+    if looks_local(model.path):
+        raise DitLoraError(missing_folder(model.path))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=_CONFIGS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        remedy = hub_remedy(model.path, error)
         raise DitLoraError(
-            f"model.path: no local folder {model.path}, and the Hub did not give its configs: {reason}"
+            f"model.path: no local folder {model.path}, and the Hub did not give its configs: {remedy}"
         ) from error
 
 

@@ -16,6 +16,7 @@ from dit_lora.training.loop import StepResult
 from dit_lora.training.plan import transformer_digest
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import Runtime
+from dit_lora.training.stock import DiffusionStock
 from dit_lora.training.trainable import load_trainable
 from dit_lora.training.validation import held_out_loss, sample_videos
 
@@ -68,6 +69,9 @@ class DiffusionTask:
     def show(self, run: "Run", step: int) -> None:
         encoded: Any = run.data
         sample_videos(run.runtime, _diffusion(run), run.model, encoded, step)
+
+    def stock(self, checkpoint: Checkpoint) -> DiffusionStock:
+        return DiffusionStock(checkpoint)
 
     def save(
         self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]

@@ -6,6 +6,7 @@ The loop, the gate, recovery and checkpoints are the same for all of them.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -112,8 +113,9 @@ class Replicated:
     lockstep: ClassVar[bool] = False
     bytes_in_flight: ClassVar[int] = 0
 
-    @property
+    @cached_property
     def bare(self) -> nn.Module:
+        # Once: each call takes 2 ms, to look whether DeepSpeed is installed.
         return self.accelerator.unwrap_model(self.model)
 
     def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:

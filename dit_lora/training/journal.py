@@ -16,6 +16,7 @@ from dit_lora.training.loop import StepResult
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
+    from dit_lora.training.trackers import Trackers
 
 
 STARVED, WINDOW = 0.2, 50
@@ -25,10 +26,13 @@ LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
 
 
 class Journal:
-    """Appends one JSON object a line; only the main process writes."""
+    """Appends one JSON object a line, and tells the trackers; only the main process writes."""
 
-    def __init__(self, run_dir: Path, *, start_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, *, start_step: int, trackers: "Trackers | None" = None
+    ) -> None:
         self.dir = run_dir
+        self.trackers = trackers
         self._samples = 0
         self._held_out_steps: set[int] = set()
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
@@ -53,6 +57,9 @@ class Journal:
     ) -> None:
         """Write a `metrics_line`; `modules` in the steps that have statistics."""
         self._samples += line["samples"]
+        if self.trackers is not None:
+            values = {**tracker_values(line), "samples": self._samples}
+            self.trackers.scalars(values, line["step"])
         line = {**line, "samples": self._samples}
         if modules is not None:
             # JSON has no Inf; a module that reached it has an event of its own.
@@ -80,9 +87,13 @@ class Journal:
             return
         self._held_out_steps.add(step)
         self._append("held_out.jsonl", {"step": step, "held_out_loss": loss})
+        if self.trackers is not None:
+            self.trackers.scalars({"held_out_loss": loss}, step)
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._append("events.jsonl", event)
+        if self.trackers is not None:
+            self.trackers.event(event)
 
     def rejected(self, samples: Mapping[str, str], step: int) -> None:
         """What `data.rejects: skip` leaves out, by sample; once a run for equal lists."""
@@ -133,10 +144,11 @@ def held_out_losses(run_dir: Path) -> dict[int, float]:
 
 
 def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """A metrics line flattened for trackers: `lr/adapter`, `grad_norm/adapter`."""
+    """A step's `metrics_line` flattened for trackers, with `lr/adapter`, `grad_norm/adapter`, `samples_per_second`."""
     flat = {
         k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
     }
+    flat["samples_per_second"] = line["samples"] / line["seconds"]
     for name in ("lr_groups", "grad_norm_groups", *LOSS_PARTS):
         prefix = name.removesuffix("_groups")
         flat |= {f"{prefix}/{key}": value for key, value in line.get(name, {}).items()}
@@ -170,11 +182,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def summary(run: "Run", adapter: Path, report: Path) -> str:
+def summary(run: "Run", adapter: Path, report: Path | None) -> str:
     """What the run made, where, and by how much the held-out loss fell."""
     losses = held_out_losses(run.runtime.dir)
     kind = "model" if run.recipe.train.mode == "full" else "adapter"
-    lines = [f"{kind + ':':9}{adapter}", f"report:  {report}"]
+    lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
         lines.insert(
@@ -190,4 +202,6 @@ def summary(run: "Run", adapter: Path, report: Path) -> str:
     )
     if spent:
         lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
+    if run.verification is not None:
+        lines.append(run.verification.line())
     return "\n".join(lines)

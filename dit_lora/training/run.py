@@ -1,7 +1,8 @@
 """One run from a prepared model to a saved adapter: resume, train with its hooks, finish."""
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,7 +36,7 @@ from dit_lora.training.guarding import (
     require_not_lost,
     spike_events,
 )
-from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
+from dit_lora.training.journal import Journal, held_out_losses, metrics_line
 from dit_lora.training.keeping import resume, save, saved_to_the_end, settle
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
@@ -48,6 +49,7 @@ from dit_lora.training.replay import sample_losses
 from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
 from dit_lora.training.saving import Saver
 from dit_lora.training.task import Prepared, Task, Trained, task_of
+from dit_lora.training.verify import Verification, noted_output, verify_result
 from dit_lora.training.watch import StepWatcher
 
 
@@ -65,6 +67,8 @@ class Run:
     """On the main process alone."""
     saver: Saver = field(init=False, default_factory=Saver)
     ema: TrainedEMA | None = field(init=False, default=None)
+    verification: Verification | None = field(init=False, default=None)
+    """Of the result, once it is written; on the main process alone."""
     guard: RunRecovery = field(init=False)
     watcher: StepWatcher = field(init=False)
 
@@ -128,7 +132,8 @@ def prepare(
     if runtime.is_main and run.guard.quarantine.records:
         run.guard.quarantine.save()
     if runtime.is_main:
-        run.journal = Journal(runtime.dir, start_step=run.start_step)
+        runtime.trackers.start(_told(runtime), run.start_step)
+        run.journal = Journal(runtime.dir, start_step=run.start_step, trackers=runtime.trackers)
         run.journal.rejected(run.data.rejected, run.start_step)
     prime_spikes(run)
     for group in groups:
@@ -137,13 +142,12 @@ def prepare(
     return run
 
 
-def fit(run: Run) -> None:
-    """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops."""
-    recipe, accelerator, runtime = run.recipe, run.runtime.accelerator, run.runtime
-    if recipe.run.trackers:
-        values = recipe.model_dump(mode="json")
-        wandb = {"dir": str(runtime.dir), "name": runtime.dir.name, "config": values}
-        accelerator.init_trackers("dit-lora", init_kwargs={"wandb": wandb})
+def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
+    """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops.
+
+    `on_checkpoint` is called at the start, and after each step that is saved or validated.
+    """
+    recipe, runtime = run.recipe, run.runtime
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
@@ -152,6 +156,8 @@ def fit(run: Run) -> None:
             if run.journal is not None:
                 run.journal.event(event)
     run.guard.snapshots.take(run.start_step)
+    on_checkpoint()
+    shown = [recipe.train.save_every, recipe.validation.every]
     bar = tqdm(
         total=recipe.train.steps,
         initial=run.start_step,
@@ -164,6 +170,8 @@ def fit(run: Run) -> None:
 
         def on_step(result: StepResult) -> None:
             _after_step(run, bar, result)
+            if any(every and result.step % every == 0 for every in shown):
+                on_checkpoint()
 
         with saved_to_the_end(run):
             train(
@@ -176,6 +184,12 @@ def fit(run: Run) -> None:
             )
 
 
+def _told(runtime: Runtime) -> dict[str, Any]:
+    """What trackers are told of a run beside its numbers: the recipe, and what it runs on."""
+    environment = json.loads((runtime.dir / "environment.json").read_text(encoding="utf-8"))
+    return {**runtime.recipe.model_dump(mode="json"), "environment": environment}
+
+
 def _was_not_measured(run: Run) -> bool:
     """Whether the run was stopped between a checkpoint and the held-out loss of its step."""
     every, step = run.recipe.validation.every, run.start_step
@@ -185,14 +199,17 @@ def _was_not_measured(run: Run) -> bool:
 
 
 def finish(run: Run) -> Path | None:
-    """Save the adapter or whole pipeline, checked, then validate; returns its path on the main process."""
+    """Save the adapter or whole pipeline, checked, verify the file, then validate; its path on the main process."""
     runtime, steps = run.runtime, run.recipe.train.steps
     error, path = None, None
     with averaged(run):
         weights = run.engine.weights()  # collective where they are sharded
+        output = noted_output(run)
         try:
             if runtime.is_main:
-                path = run.task.save(run, provenance(run), weights)
+                made = {**provenance(run), "output": output}
+                path = run.task.save(run, made, weights)
+                run.verification = verify_result(run, path, made, weights)
         except (OSError, SafetensorError) as problem:
             error = DitLoraError(
                 f"cannot write the result to {runtime.dir}: {problem}; the checkpoint "
@@ -341,7 +358,6 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     starving = run.journal.starving(line, run.recipe.data.workers)
     if starving is not None:
         run.runtime.say(f"warning: step {step}: {starving}")
-    run.runtime.accelerator.log(tracker_values(line), step=step)
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     bar.update(step - bar.n)
     for event in [*spike_events(step, spikes), *hidden_events(step, hidden)]:
@@ -365,9 +381,9 @@ def _validate(run: Run, step: int) -> None:
         if math.isfinite(loss):
             run.journal.held_out(step, loss)
             note_best(run, step)
-            run.runtime.accelerator.log({"held_out_loss": loss}, step=step)
         else:
             event = held_out_event(step)
             run.journal.event(event)
             run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
     run.task.show(run, step)
+    run.runtime.trackers.samples(step, run.recipe.validation.prompts)

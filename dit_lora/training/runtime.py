@@ -1,6 +1,5 @@
 """What a run runs on: versions checked, launch checked, one owner of autocast, the run's folder."""
 
-import importlib.util
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,6 +46,7 @@ from dit_lora.training.launch import (
     take_sharding,
     take_zero,
 )
+from dit_lora.training.trackers import Trackers, login_problem, require_trackers
 
 # A collective of training that takes so long has lost a rank; NCCL's own limit is a third of it.
 _STALL = timedelta(minutes=30)
@@ -79,6 +79,11 @@ class Runtime:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
+    @cached_property
+    def trackers(self) -> Trackers:
+        """Of the main process; not started yet."""
+        return Trackers(self.accelerator, self.dir, self.recipe.run.trackers, self.say)
+
     @property
     def data_rank(self) -> int:
         """Of the samples that this process reads: those that share their tokens read the same."""
@@ -104,8 +109,10 @@ class Runtime:
 def running(recipe: Recipe) -> Iterator[Runtime]:
     """A started run; trackers and process group are closed at its end, whatever ends it."""
     runtime = _start(recipe)
+    failed = True
     try:
         yield runtime
+        failed = False
     except DitLoraError as error:
         if error.collective:
             # Said, and all ranks here, before one of them ends: the launcher stops the others at once.
@@ -113,6 +120,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
             meet(runtime.accelerator)
         raise
     finally:
+        runtime.trackers.finish(failed=failed)
         _waiting_room.cache_clear()
         # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
         # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
@@ -124,7 +132,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
 def _start(recipe: Recipe) -> Runtime:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
     quiet_libraries()
-    _require_trackers(recipe)
+    require_trackers(recipe.run.trackers)
     sharding = take_sharding(os.environ)  # before Accelerate reads it
     if sharding is not None:
         require_shardable(recipe)
@@ -151,10 +159,13 @@ def _start(recipe: Recipe) -> Runtime:
     _check_launch(accelerator, sharding)
     _check_settings(recipe, accelerator)
     runtime = Runtime(recipe, accelerator, precision, _launcher(), sharding, zero)
+    agree(accelerator, login_problem(recipe.run.trackers) if runtime.is_main else None)
     for warning in warnings:
         runtime.say(f"warning: {warning}")
     spread = ", weights sharded over them (FSDP2)" if sharding else ""
     spread += f", gradients and optimizer shared out (ZeRO-{zero})" if zero else ""
+    if not on_gpu and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
+        spread += ": torch finds no GPU that it can use; see dit-lora doctor"
     runtime.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}{spread}")
     runtime.say(f"precision: {precision.dtype}: {precision.reason}")
     return runtime
@@ -293,16 +304,6 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     if wrong:
         raise DitLoraError(listed("the launch contradicts the recipe, which decides", wrong))
-
-
-def _require_trackers(recipe: Recipe) -> None:
-    """Accelerate leaves out a tracker that is not installed, in silence."""
-    missing = [name for name in recipe.run.trackers if importlib.util.find_spec(name) is None]
-    if missing:
-        extras = ",".join(missing)
-        raise DitLoraError(
-            f"run.trackers: {', '.join(missing)} not installed; pip install 'dit-lora[{extras}]'"
-        )
 
 
 def _launcher() -> int | None:

@@ -3,15 +3,17 @@
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from dit_lora.adapters.fetch import fetched
 from dit_lora.adapters.store import (
     ADAPTER_FILE,
+    BASE_FILE,
     PROVENANCE_FILE,
     load_adapter,
     read_provenance,
@@ -35,7 +37,7 @@ class SampleRequest:
     """What to sample; values left None are those that the adapter was trained with."""
 
     target: Path
-    """A run's folder, an adapter's folder or its file."""
+    """A run's folder, an adapter's folder or its file, or a repository on the Hub that a run was pushed to."""
     prompts: tuple[str, ...]
     model: str | None = None
     seed: int = 0
@@ -53,6 +55,7 @@ class SampleRequest:
 def sample(request: SampleRequest) -> list[Path]:
     """Write one mp4 (of an image model: png) a prompt, each from the same seed, and return their paths."""
     quiet_libraries()
+    request = _from_hub(request)
     whole = _whole_pipeline(request.target)
     adapter = None if whole else find_adapter(request.target)
     made = read_provenance(adapter) if adapter else _made(whole)
@@ -85,6 +88,17 @@ def sample(request: SampleRequest) -> list[Path]:
         fps = _value("fps", request.fps, video) if len(frames) > 1 else None
         paths.append(write_sample(out / _file_name(prompt, how), frames, fps))
     return paths
+
+
+def _from_hub(request: SampleRequest) -> SampleRequest:
+    """With a local folder in place of a repository; samples go to samples/NAME then, not into the Hub's cache."""
+    folder = fetched(request.target, (ADAPTER_FILE, BASE_FILE, "model_index.json"))
+    if folder == request.target:
+        return request
+    if (folder / "model_index.json").is_file():
+        fetched(request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt"))
+    out = request.out or Path("samples") / request.target.name
+    return replace(request, target=folder, out=out)
 
 
 def _file_name(prompt: str, how: Sampling) -> str:

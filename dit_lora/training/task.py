@@ -23,6 +23,7 @@ from dit_lora.training.runtime import Runtime
 
 if TYPE_CHECKING:
     from dit_lora.training.loop import StepResult
+    from dit_lora.training.output_record import Stock
     from dit_lora.training.run import Run
 
 
@@ -79,6 +80,9 @@ class Task(Protocol):
 
     def show(self, run: "Run", step: int) -> None:
         """Write what the model makes of the validation prompts below samples/step_NNNNNN. Collective."""
+
+    def stock(self, checkpoint: Any) -> "Stock":
+        """The checkpoint as its own library loads it, for checks of what was saved."""
 
     def save(
         self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]

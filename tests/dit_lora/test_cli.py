@@ -14,6 +14,7 @@ import dit_lora
 from dit_lora.cli import app
 from dit_lora.data.video import read_frames, read_header
 from dit_lora.errors import DitLoraError
+from dit_lora.families import FAMILIES, TINY_VARIANTS, get_family
 
 runner = CliRunner()
 
@@ -95,6 +96,10 @@ def test_class_folders_are_of_images_by_default(tmp_path: Path) -> None:
     files = sorted((tmp_path / "images").rglob("*.png"))
     assert len({path.parent.name for path in files}) == 6
     assert len(files) == 7
+
+
+def test_tiny_checkpoints_are_listed_as_the_families_name_them() -> None:
+    assert {name: get_family(name).tiny_variants for name in FAMILIES} == TINY_VARIANTS
 
 
 def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:

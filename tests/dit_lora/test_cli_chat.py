@@ -145,8 +145,15 @@ def test_export_writes_a_checkpoint_that_is_the_tuned_model(
         )
     names = {name for file in out.glob("*.safetensors") for name in load_file(file)}
     assert names == {name for file in base.glob("*.safetensors") for name in load_file(file)}
+    again = ("--out", tmp_path / "again")
     with pytest.raises(DitLoraError, match="is no adapter and no run with one"):
-        invoke("export", base, "--out", tmp_path / "again")
+        invoke("export", base, *again)
+    with pytest.raises(DitLoraError, match="whose adapter is in PEFT's own format already"):
+        invoke("export", adapter, "--to", "peft", *again)
+    with pytest.raises(DitLoraError, match="--to kohya is for diffusion models"):
+        invoke("export", adapter / "adapter_model.safetensors", "--to", "kohya", *again)
+    with pytest.raises(DitLoraError, match="are for diffusion models; give one adapter"):
+        invoke("export", adapter, adapter, *again)
 
 
 def test_verbs_of_diffusion_and_of_chat_send_to_each_other(
@@ -167,8 +174,5 @@ def test_verbs_of_diffusion_and_of_chat_send_to_each_other(
     del values["chat"]
     values["model"]["family"], values["data"]["fps"] = "cogvideox", 8
     (diffusion / "config.yaml").write_text(yaml.safe_dump(values))
-    for verb in (
-        ("chat", diffusion, "--prompt", "x"),
-        ("export", diffusion, "--out", tmp_path / "o"),
-    ):
-        assert "cogvideox, which answers no questions; see dit-lora sample" in refused(*verb)
+    said = refused("chat", diffusion, "--prompt", "x")
+    assert "cogvideox, which answers no questions; see dit-lora sample" in said

@@ -82,7 +82,12 @@ def test_yaml_cannot_make_python_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "cannot read"), ("- a\n", "must hold sections"), ("", "must hold")]
+    ("text", "message"),
+    [
+        (None, "no recipe .*r.yaml; dit-lora recipes lists"),
+        ("- a\n", "must hold sections"),
+        ("", "must hold"),
+    ],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "r.yaml"

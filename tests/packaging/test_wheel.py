@@ -1,7 +1,9 @@
-"""The wheel holds the two packages whole, and nothing else."""
+"""The wheel holds the two packages whole, with what `dit-lora init` writes; and a first hour needs nothing else."""
 
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from launching import ROOT, launch_environment
 
 pytestmark = pytest.mark.slow
 
+STOCK = ("lora.py", "schema.json", "README.md", "cogvideox/5b_t2v.yaml", "smoke/cogvideox.yaml")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 for name in ("dit_lora", "dit_lora_kernels"):
@@ -39,7 +42,16 @@ def test_the_wheel_holds_two_packages_their_data_and_nothing_else(wheel: Path) -
         for root in (ROOT, ROOT / "kernels")
         for path in root.glob("dit_lora*/**/*.py")
     }
-    assert sources == {name for name in names if name.endswith(".py")}
+    stock = {
+        f"dit_lora/stock_files/{path.relative_to(ROOT).as_posix()}"
+        for folder in ("recipes", "accelerate_configs")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert {f"dit_lora/stock_files/recipes/{name}" for name in STOCK} < stock
+    code = {name for name in names if name.endswith(".py")}
+    assert {name for name in names if name.startswith("dit_lora/stock_files/")} == stock
+    assert code - stock == sources
 
 
 def test_every_module_imports_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
@@ -56,3 +68,55 @@ def test_every_module_imports_from_the_wheel_alone(wheel: Path, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 25
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A virtual environment with the wheel; what it depends on comes from this one's site-packages."""
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, symlinks=True)
+    python = home / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    # A line of a .pth is a place to import from; the .pth files there, such as the checkout's, are not read.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    accelerate = home / "bin" / "accelerate"
+    accelerate.write_text(
+        f"#!{python}\nfrom accelerate.commands.accelerate_cli import main\nmain()\n"
+    )
+    accelerate.chmod(0o755)
+    return {**launch_environment(), "PATH": f"{home / 'bin'}:/usr/bin:/bin", "PYTHONPATH": ""}
+
+
+def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path: Path) -> None:
+    """What `init` says to type is typed as it stands, in an empty folder; then a run is looked at."""
+
+    def typed(*lines: str, where: Path = tmp_path) -> str:
+        done = subprocess.run(
+            ["bash", "-e", "-c", "\n".join(lines)],
+            cwd=where,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{lines}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done.stdout
+
+    assert str(ROOT) not in typed("python -c 'import dit_lora; print(dit_lora.__file__)'")
+    assert "ready to train" in typed("dit-lora doctor")
+    said = typed("dit-lora init smoke/cogvideox my-run").splitlines()
+    enter, *prepare, launch = [
+        line.strip() for line in said[said.index("Next, as it stands:") + 1 :]
+    ]
+    assert enter == "cd my-run"
+    typed(enter, *prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")))
+    folder, run = tmp_path / "my-run", "runs/smoke-cogvideox"
+    typed(f"{launch} train.steps=3 validation.prompts=[]", where=folder)
+    assert (folder / run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
+    (folder / run / "report.html").unlink()  # the run's own
+    typed(f"dit-lora report {run}", where=folder)
+    assert (folder / run / "report.html").is_file()
+    (video,) = typed(f"dit-lora sample {run} --prompt x --inference-steps 1", where=folder).split()
+    assert (folder / video).stat().st_size > 0

@@ -19,6 +19,7 @@ from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily, Viewi
 from dit_lora.training.chat.answers import held_out_loss, write_answers
 from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import digest_of, find_conversations, training_set
+from dit_lora.training.chat.stock import ChatStock
 from dit_lora.training.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.loop import StepResult
 from dit_lora.training.rejects import Rejects
@@ -111,6 +112,9 @@ class ChatTask:
 
     def show(self, run: "Run", step: int) -> None:
         write_answers(run, step)
+
+    def stock(self, checkpoint: ChatCheckpoint) -> ChatStock:
+        return ChatStock(checkpoint)
 
     def save(
         self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]

@@ -173,7 +173,9 @@ def test_another_format_is_refused_by_its_number(
 
 
 def test_a_folder_that_is_not_there_is_one_line_of_error(tmp_path: Path) -> None:
-    with pytest.raises(DitLoraError, match=r"is not a whole bundle: .*No such file"):
+    with pytest.raises(
+        DitLoraError, match=r"is not a whole bundle: no .*bundle\.json; give a folder"
+    ):
         read_bundle(tmp_path / "none")
 
 

@@ -1,19 +1,22 @@
 """Charts draw what they are given, mark what they cannot draw, and never crash on a bad number."""
 
+import json
 import math
+import random
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from dit_lora.report.chart_data import POINTS, chart_data, smooth
 from dit_lora.report.charts import (
     Bar,
+    Mark,
     Series,
     bar_chart,
     line_chart,
     log_ticks,
     number,
-    smooth,
     ticks,
     wants_log,
 )
@@ -136,10 +139,73 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 
 def test_smoothing_is_a_trailing_mean_of_finite_values() -> None:
-    smoothed = smooth([4.0, 2.0, math.nan, 6.0, 1.0], 3)
+    smoothed = list(smooth([4.0, 2.0, math.nan, 6.0, 1.0], 3))
     assert smoothed[:2] == [4.0, 3.0]
     assert math.isnan(smoothed[2])
     assert smoothed[3:] == [4.0, 3.5]  # (2 + 6) / 2, (6 + 1) / 2
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 50, 103, 500])
+def test_smoothing_is_the_plain_mean_at_every_place(window: int) -> None:
+    rng = random.Random(3)
+    values = [rng.gauss(0, 1) if rng.random() > 0.1 else math.nan for _ in range(103)]
+    for index, found in enumerate(smooth(values, window)):
+        last = [v for v in values[max(0, index + 1 - window) : index + 1] if math.isfinite(v)]
+        expected = sum(last) / len(last) if math.isfinite(values[index]) else math.nan
+        assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_huge_value_leaves_nothing_behind_when_its_window_has_passed() -> None:
+    values = [0.1 * step for step in range(40)]
+    values[7] = 1e30
+    assert list(smooth(values, 5)[12:]) == pytest.approx(
+        list(smooth([*values[:7], 0, *values[8:]], 5)[12:])
+    )
+
+
+def test_a_smoothed_line_keeps_its_values_faint_below_and_its_axis_to_itself() -> None:
+    values = [1.0] * 200
+    values[100] = 50.0
+    series = Series("train", range(200), values, window=40, faint=True)
+    text = line_chart("Loss", [series], x_label="s", y_label="l")
+    faint, line = ElementTree.fromstring(text).iter("path")
+    assert "faint" in faint.attrib["class"]
+    assert line.attrib["data-series"] == "0"
+    assert (
+        min(y for stroke in points(faint) for _, y in stroke) < 0
+    )  # beyond the frame, which cuts it
+    assert min(y for stroke in points(line) for _, y in stroke) > 0
+
+
+def test_marks_say_what_happened_and_where() -> None:
+    words = '<b>"NaN"</b>'
+    text = line_chart(
+        "Loss",
+        [Series("a", [0, 8], [1, 2])],
+        x_label="step",
+        y_label="l",
+        marks=[Mark(2, words), Mark(2, "x")],
+    )
+    root = ElementTree.fromstring(text)
+    [mark] = [line for line in root.iter("line") if line.get("class") == "mark"]
+    assert mark.attrib["x1"] == "25.0%"
+    assert "".join(mark.itertext()) == f"step 2: {words}"
+    assert "guard" in [item for li in root.iter("li") for item in li.itertext()]
+
+
+def test_what_the_script_reads_is_short_and_has_the_means() -> None:
+    """Of 100,000 values 167 make a point; null stands where none of them is finite."""
+    values = [float(step) for step in range(100_000)]
+    values[:167] = [math.nan] * 167
+    series = [Series("a", range(100_000), values, window=100)]
+    data = json.loads(chart_data(series, [Mark(5, "w" * 999)], (0, 1), (0, 1), False))
+    [line] = data["series"]
+    assert len(line["y"]) == len(data["x"][0]) <= POINTS
+    assert line["each"] == 167
+    assert line["y"][:2] == [None, 250.0]  # 167 to 333
+    assert data["x"][0][:2] == [166, 333]
+    assert data["x"][0][-1] == 99_999
+    assert len(data["marks"][0][1]) < 200
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""A result that was pushed to the Hub, as a local folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dit_lora.config import repo_id_problem
+from dit_lora.errors import DitLoraError
+
+
+def fetched(target: str | Path, files: Sequence[str]) -> Path:
+    """The target itself if it is there or cannot be a repository's name, else a folder with its files from the Hub.
+
+    `files` are patterns of what is wanted. Raises `DitLoraError` if the Hub does not give any of them.
+    """
+    name, path = str(target), Path(target)
+    if path.exists() or repo_id_problem(name):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(files)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DitLoraError(
+            f"no local file or folder {name}, and the Hub did not give it: {reason}"
+        ) from error
+    if not any(any(folder.glob(pattern)) for pattern in files):
+        raise DitLoraError(f"{name} on the Hub has none of {', '.join(files)}")
+    return folder

@@ -1,0 +1,162 @@
+"""A diffusion adapter added to its base: a whole pipeline that stock `from_pretrained` loads, with no PEFT."""
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dit_lora.adapters.store import PROVENANCE_FILE, Tensors
+from dit_lora.adapters.terms import Updates, update
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.onnx*")
+_NOT_COPIED = ("transformer", ".*", "digests.json")
+_WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")  # of no variant
+
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
+"""A progress bar around what is worked through, as tqdm is."""
+
+
+def write_merged(
+    base: Path,
+    out: Path,
+    updates: Updates,
+    weights: Tensors,
+    *,
+    config: Mapping[str, Any],
+    index: Mapping[str, Any],
+    made: Mapping[str, Any],
+    progress: Progress = iter,
+) -> None:
+    """Write `out` as the pipeline `base` with the updates in its transformer, and `weights` in place of its own.
+
+    Each weight is the fp32 sum, rounded once to the dtype that it is stored in; every other tensor keeps its bytes,
+    and so do the other components' files. One file of the transformer is in memory at a time. `config` and `index`
+    go over what the base's transformer/config.json and model_index.json say.
+
+    Raises `DitLoraError` for a quantised base or one that lacks a layer, and `CheckFailedError` if a merged weight is
+    not finite.
+    """
+    source = base / "transformer"
+    stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    files = _require_mergeable(source, stored, updates, weights)
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    shutil.copytree(
+        source,
+        out / "transformer",
+        ignore=shutil.ignore_patterns(
+            "*.safetensors", "*.index.*.json", *_OTHER_WEIGHTS, ".*", "digests.json"
+        ),
+    )
+    _write_json(out / "transformer" / "config.json", {**stored, **config})
+    model_index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    _write_json(out / "model_index.json", {**model_index, **index})
+    _write_json(out / PROVENANCE_FILE, dict(made))
+    for file, names in files.items():
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            tensors = {
+                name: _merged(name, opened.get_tensor(name), updates, weights)
+                for name in progress(names)
+            }
+        bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise CheckFailedError(
+                listed(f"refused to write {file.name}: not finite once merged", bad)
+            )
+        save_file(tensors, out / "transformer" / file.name, metadata=metadata)
+
+
+def require_merged(base: Path, transformer: Any, updates: Updates, weights: Tensors) -> None:
+    """Raise `CheckFailedError` unless a loaded transformer's weights are the sums in fp64, but for one rounding."""
+    own = dict(transformer.named_parameters())
+    wrong = []
+    for file in _weight_files(base / "transformer"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                terms = updates.get(name.removesuffix(".weight"))
+                if not terms and name not in weights:
+                    continue
+                stored = opened.get_tensor(name)
+                exact = weights.get(name, stored).double()
+                change = update(terms, torch.float64) if terms else torch.zeros(())
+                exact = exact + change
+                kind = torch.finfo(stored.dtype)
+                allowed = kind.eps * (exact.abs() + kind.tiny) + 1e-6 * change.abs().max()
+                if (
+                    own[name].shape != exact.shape
+                    or not ((own[name].double() - exact).abs() <= allowed).all()
+                ):
+                    wrong.append(name)
+    if wrong:
+        raise CheckFailedError(
+            listed(
+                "these merged weights, read back, are not base plus adapter; nothing was kept",
+                wrong,
+            )
+        )
+
+
+def stored_dtype(base: Path) -> torch.dtype:
+    """The widest dtype of the transformer's weights, in which loading them loses nothing."""
+    found = set()
+    for file in _weight_files(base / "transformer"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    kinds = [_FLOATS[name] for name in found if name in _FLOATS]
+    return functools.reduce(torch.promote_types, kinds)
+
+
+def _merged(name: str, tensor: torch.Tensor, updates: Updates, weights: Tensors) -> torch.Tensor:
+    terms = updates.get(name.removesuffix(".weight"))
+    if not terms and name not in weights:
+        return tensor
+    total = weights.get(name, tensor).float()
+    if terms:
+        total = total + update(terms, torch.float32)
+    return total.to(tensor.dtype)
+
+
+def _require_mergeable(
+    source: Path, config: Mapping[str, Any], updates: Updates, weights: Tensors
+) -> dict[Path, list[str]]:
+    """The weight files with their tensors' names."""
+    if "quantization_config" in config:
+        raise DitLoraError(
+            f"{source} is quantised; give --model the checkpoint that it was made from"
+        )
+    wanted = {*weights, *(f"{name}.weight" for name in updates)}
+    files: dict[Path, list[str]] = {}
+    wrong = []
+    for file in _weight_files(source):
+        with safe_open(file, framework="pt") as opened:
+            files[file] = list(opened.keys())
+            for name in wanted.intersection(files[file]):
+                dtype = opened.get_slice(name).get_dtype()
+                wrong += [] if dtype in _FLOATS else [f"{name}: {dtype}"]
+    wrong += [
+        f"{name}: not there" for name in wanted - {name for own in files.values() for name in own}
+    ]
+    if wrong:
+        what = f"{source} needs these weights in fp32, bf16 or fp16, to merge into"
+        raise DitLoraError(listed(what, sorted(wrong)))
+    return files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    found = [file for file in sorted(folder.glob("*.safetensors")) if _WEIGHTS.fullmatch(file.name)]
+    if not found:
+        raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors to merge into")
+    return found
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

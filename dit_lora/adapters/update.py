@@ -1,0 +1,116 @@
+"""How much an adapter changes each layer that it is on: its update's norm against that of the layer's weight."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from torch import nn
+
+from dit_lora.numerics.narrow import NarrowLinear
+
+STRONG = 1.0
+"""An update as large as its weight: beyond it a layer is more adapter than base."""
+
+
+@dataclass(frozen=True)
+class LoadedLayer:
+    """One adapted layer of a model with an adapter in it."""
+
+    rank: int
+    alpha: float
+    scaling: float
+    """What B @ A is multiplied by."""
+
+
+@dataclass(frozen=True)
+class ModuleUpdate:
+    """The update of one layer."""
+
+    name: str
+    norm: float
+    """Frobenius norm of scaling * B @ A."""
+    relative: float | None
+    """Over that of the layer's own weight; None where the weight is not known."""
+
+    def record(self) -> dict[str, Any]:
+        return {"name": self.name, "norm": self.norm, "relative": self.relative}
+
+
+def product_norm(b: torch.Tensor, a: torch.Tensor) -> float:
+    """Frobenius norm of B @ A in fp64, without the product: the square root of tr(B'B AA').
+
+    `a` is (rank, in), of a convolution (rank, in, height, width); `b` (out, rank), or (out, rank, 1, 1).
+    """
+    left, right = b.flatten(1).double(), a.flatten(1).double()
+    square = ((left.T @ left) * (right @ right.T)).sum().item()
+    return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
+
+
+def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
+    """The adapted layers by their names in the model without an adapter; of one adapter."""
+    found = {}
+    for name, layer in _adapted(model):
+        adapter = next(iter(layer.r))
+        found[name] = LoadedLayer(
+            layer.r[adapter], layer.lora_alpha[adapter], layer.scaling[adapter]
+        )
+    return found
+
+
+def weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
+    """Norms of the adapted layers' own weights, fp32, one layer at a time; quantised ones as they compute.
+
+    Of a model without values (meta) they are read from the checkpoint's `files`, tensor by tensor, where these
+    have its names.
+    """
+    found, absent = {}, set()
+    for name, layer in _adapted(model):
+        base = layer.get_base_layer()
+        if base.weight.is_meta:
+            absent.add(name)
+            continue
+        weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
+        found[name] = _norm(weight.detach())
+    return found | (_stored_norms(absent, files) if absent else {})
+
+
+def module_updates(
+    tensors: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LoadedLayer],
+    norms: Mapping[str, float],
+) -> list[ModuleUpdate]:
+    """One for each layer whose two matrices are among `tensors`, in the order of names."""
+    found = []
+    for name, layer in sorted(layers.items()):
+        a, b = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
+        if a is None or b is None:
+            continue
+        norm = abs(layer.scaling) * product_norm(b, a)
+        own = norms.get(name)
+        found.append(ModuleUpdate(name, norm, norm / own if own else None))
+    return found
+
+
+def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    named = ((name, one) for name, one in model.named_modules() if isinstance(one, LoraLayer))
+    return ((name.removeprefix("base_model.model."), one) for name, one in named)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
+
+
+def _stored_norms(names: set[str], files: Sequence[Path]) -> dict[str, float]:
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                name = key.removesuffix(".weight")
+                if name in names and name != key:
+                    found[name] = _norm(opened.get_tensor(key))
+    return found

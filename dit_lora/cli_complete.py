@@ -1,0 +1,97 @@
+"""What the shells complete, from names and files alone, and the arguments that verbs share."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dit_lora.families import TINY_VARIANTS
+from dit_lora.stock import DEFAULTS, accelerate_configs, recipe_names, stock_files
+
+
+def recipes_and_families(incomplete: str) -> list[str]:
+    """Recipes for `init`, and the families that stand for one."""
+    return _starting([*DEFAULTS, *recipe_names()], incomplete)
+
+
+def families(incomplete: str) -> list[str]:
+    """Families with recipes."""
+    return _starting(DEFAULTS, incomplete)
+
+
+def launches(incomplete: str) -> list[str]:
+    """Accelerate configs by name."""
+    return _starting(accelerate_configs(), incomplete)
+
+
+def tiny_variants(incomplete: str) -> list[str]:
+    """Tiny checkpoints."""
+    names = [name for variants in TINY_VARIANTS.values() for name in variants]
+    return _starting(names, incomplete)
+
+
+def recipe_files(incomplete: str) -> list[str]:
+    """YAML files, and the folders on the way to them; into a folder that is the only choice."""
+    found = _entries(incomplete)
+    while len(found) == 1 and found[0].endswith("/"):
+        found = _entries(found[0])
+    return found
+
+
+def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
+    """`key.path=`; with the values or the default of a key that is the only choice."""
+    if (ctx.params.get("overrides") or [""])[-1] == "=":
+        return []  # bash makes three words of key=value: files, for the value
+    schema = json.loads((stock_files() / "recipes" / "schema.json").read_text(encoding="utf-8"))
+    keys = dict(_keys(schema, schema, ""))
+    found = _starting([f"{key}=" for key in keys], incomplete)
+    if len(found) == 1:  # after a single choice bash would add a space
+        found += [f"{found[0]}{value}" for value in keys[found[0][:-1]]]
+    return found
+
+
+RecipeFile = Annotated[str, typer.Argument(help="A recipe (.yaml).", autocompletion=recipe_files)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="key.path=value, as for training.", show_default=False, autocompletion=overrides
+    ),
+]
+
+
+def _starting(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _entries(incomplete: str) -> list[str]:
+    folder, slash, start = incomplete.rpartition("/")
+    found = []
+    for path in sorted(Path(folder + slash or ".").glob(f"{start}*")):
+        if path.is_dir() and not path.name.startswith((".", "__")):
+            found.append(f"{folder}{slash}{path.name}/")
+        elif path.suffix in (".yaml", ".yml"):
+            found.append(f"{folder}{slash}{path.name}")
+    return found
+
+
+def _keys(
+    schema: Mapping[str, Any], section: Mapping[str, Any], parent: str
+) -> Iterator[tuple[str, list[str]]]:
+    """Every key that holds a value, with the values that the schema names."""
+    for name, entry in section["properties"].items():
+        options = [entry, *entry.get("anyOf", [])]
+        inner = [option["$ref"].split("/")[-1] for option in options if "$ref" in option]
+        for definition in inner:
+            yield from _keys(schema, schema["$defs"][definition], f"{parent}{name}.")
+        if not inner:
+            yield f"{parent}{name}", _values(options)
+
+
+def _values(options: list[dict[str, Any]]) -> list[str]:
+    named = [value for option in options for value in option.get("enum", [])]
+    if any(option.get("type") == "boolean" for option in options):
+        named += [True, False]
+    named = named or [options[0]["default"]] if "default" in options[0] else named
+    return [value if isinstance(value, str) else json.dumps(value) for value in named]

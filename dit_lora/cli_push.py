@@ -1,0 +1,39 @@
+"""The verb `dit-lora push`: a run's result on the Hugging Face Hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.errors import DitLoraError
+
+
+def push(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if it is not there.")],
+    private: Annotated[
+        bool, typer.Option("--private", help="A repository that is made is private.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Send nothing: list the files, and write the card.")
+    ] = False,
+) -> None:
+    """Push a run to the Hub: adapter, model card and samples in one commit; what is there already is not sent again."""
+    from dit_lora.config import repo_id_problem
+    from dit_lora.hub.push import listing, prepare
+    from dit_lora.hub.push import push as run_push
+
+    problem = repo_id_problem(repo_id)
+    if problem:
+        raise DitLoraError(f"REPO_ID {repo_id!r}: {problem}")
+    if dry_run:
+        for line in listing(prepare(run, repo_id)):
+            typer.echo(line)
+        typer.echo(f"nothing was sent; the card is in {run / 'README.md'}")
+        return
+    typer.echo(run_push(run, repo_id, private=private, say=lambda line: typer.echo(line, err=True)))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command()(push)

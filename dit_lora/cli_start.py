@@ -1,0 +1,113 @@
+"""The verbs of a first hour: which recipes there are, and a folder of one's own to train in."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dit_lora.cli_complete import families, launches, recipes_and_families
+from dit_lora.errors import DitLoraError
+from dit_lora.stock import DEFAULTS, StockRecipe, accelerate_configs, recipe_names, write_folder
+
+
+def recipes(
+    family: Annotated[
+        str | None, typer.Option(help="Those of one family.", autocompletion=families)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the recipes that come with dit-lora: task, model, memory and time; `smoke/` ones need a CPU alone."""
+    if family is not None and family not in DEFAULTS:
+        raise DitLoraError(f"no family {family!r}; it is one of {', '.join(DEFAULTS)}")
+    records = [StockRecipe.named(name).record() for name in recipe_names()]
+    found = [record for record in records if family in (None, record["family"])]
+    if as_json:
+        typer.echo(json.dumps({"recipes": found}, indent=2))
+    else:
+        _render(found)
+
+
+def init(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="Of `dit-lora recipes`, such as cogvideox/5b_t2v; or a family.",
+            autocompletion=recipes_and_families,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
+    accelerate: Annotated[
+        str | None,
+        typer.Option(
+            help="Its launch: cpu, one_gpu, ddp, fsdp2 ...; by default the recipe's own.",
+            autocompletion=launches,
+        ),
+    ] = None,
+) -> None:
+    """Write a folder to train in: recipe, training script, Accelerate config; and say what to type next."""
+    chosen = StockRecipe.named(recipe)
+    config = accelerate or chosen.accelerate_config
+    if config not in accelerate_configs():
+        known = ", ".join(accelerate_configs())
+        raise DitLoraError(f"no Accelerate config {config!r}; it is one of {known}")
+    written = write_folder(chosen, out, config)
+    typer.echo(f"wrote {', '.join(map(str, written))}")
+    if recipe in DEFAULTS:
+        typer.echo(f"It is {chosen.name}; others of the family: dit-lora recipes --family {recipe}")
+    if not chosen.smoke:
+        data = chosen.values["data"]["path"]
+        typer.echo(f"Your data goes where data.path in {chosen.file} says, now {data}.")
+    typer.echo("Next, as it stands:" if chosen.smoke else "Next:")
+    for line in _next(chosen, out, config):
+        typer.echo(f"  {line}")
+
+
+def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
+    """What to type in the new folder, a line each."""
+    lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
+    lines += recipe.commands[:-1]
+    if not recipe.smoke:
+        lines += [f"dit-lora audit {recipe.file}", f"dit-lora plan {recipe.file}"]
+    return [*lines, recipe.launch(config)]
+
+
+def _render(records: list[dict[str, Any]]) -> None:
+    """A table in 80 columns, where only a model's name is folded."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("recipe", "task", "memory", "time"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("model", overflow="fold")
+    for record in records:
+        memory, time = _amount(record["memory"]), _amount(record["time"])
+        table.add_row(record["name"], record["task"], memory, time, Path(record["model"]).name)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "smoke/: on a CPU, with a tiny random model. +: and activations. -: not measured yet. "
+        "The comment at a recipe's top says more.\n"
+        "Take one: dit-lora init RECIPE DIR",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _amount(words: str) -> str:
+    """The first figure of a header's words on memory or time, if they begin with one."""
+    found = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", words)
+    if found is None:
+        return "-"
+    unit = "s" if found[2] == "seconds" else found[2]
+    return f"{found[1]} {unit}{' +' if 'activations' in words.lower() else ''}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    for verb in (recipes, init):
+        app.command()(verb)

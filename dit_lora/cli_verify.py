@@ -1,0 +1,32 @@
+"""The verb `dit-lora verify`: whether what was saved is whole, finite, effective and as trained."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.errors import CheckFailedError
+
+
+def verify(
+    target: Annotated[
+        Path, typer.Argument(help="A run's folder, an adapter's folder or file, or a pipeline's.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Base checkpoint; by default the run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
+    from dit_lora.training.verify import verify_adapter
+
+    found = verify_adapter(target, model)
+    typer.echo(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    if not found.passed:
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+def register(app: typer.Typer) -> None:
+    """Put the verb into the `dit-lora` command."""
+    app.command()(verify)

@@ -1,0 +1,184 @@
+"""Who is logged in to the Hub and may write where; and what the Hub or the way to it says, as one line."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+
+from dit_lora.errors import DitLoraError
+from dit_lora.hub.cleaning import without_tokens
+
+T = TypeVar("T")
+
+TRIES = 4
+_FIRST_WAIT, _LONGEST_WAIT = 2.0, 120.0
+_TRANSIENT = frozenset({408, 412, 429, 500, 502, 503, 504})
+"""412: somebody else has pushed in between."""
+# An upload's cause may be below a RuntimeError of its thread's.
+FAILURES = (HTTPError, OSError, RuntimeError, ValueError, KeyError)
+
+
+class HubError(DitLoraError):
+    """What the Hub refused, or that it cannot be reached."""
+
+
+class UnreachableError(HubError):
+    """The Hub does not answer, or not usefully; later it may."""
+
+
+def check_account(repo_id: str, *, private: bool) -> None:
+    """Raise `HubError` unless somebody is logged in who may write to a repository of that name.
+
+    What is meant to be `private` does not go to a repository that is there and public.
+
+    `UnreachableError` where the Hub does not answer, which says nothing of the account.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it")
+    if get_token() is None:
+        raise HubError(
+            "no Hugging Face token: log in with `hf auth login` (or set HF_TOKEN), with a token that may write"
+        )
+    found = asked(lambda: HfApi().whoami(), _quietly, 2)
+    name = str(found.get("name"))
+    role = ((found.get("auth") or {}).get("accessToken") or {}).get("role")
+    if role == "read":
+        raise HubError(
+            f"the token of {name} may only read; log in with one that may write: `hf auth login`"
+        )
+    owner = repo_id.partition("/")[0]
+    mine = [name, *(str(one.get("name")) for one in found.get("orgs") or ())]
+    # What a fine-grained token may do is not listed there.
+    if role == "write" and owner.lower() not in [one.lower() for one in mine]:
+        raise HubError(
+            f"{repo_id}: {name} may not write there; OWNER is one of {', '.join(mine)}. For another account: "
+            "`hf auth login`"
+        )
+    if private:
+        _require_no_public(repo_id)
+
+
+def _require_no_public(repo_id: str) -> None:
+    api = HfApi()
+    try:
+        found = api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        return
+    except FAILURES as error:
+        raise in_words(error) from None
+    if not found.private:
+        raise HubError(
+            f"{api.endpoint}/{repo_id} is there and public, which `private` does not change: make it private in "
+            "its settings, push to another name, or leave `private` out (hub.private=false)"
+        )
+
+
+def _quietly(_line: str) -> None:
+    """For work whose waits are short."""
+
+
+def asked(work: Callable[[], T], say: Callable[[str], None], tries: int = TRIES) -> T:
+    """What `work` gives; what is transient is tried again, after the wait that the Hub asks for or a growing one.
+
+    Raises `UnreachableError` after `tries`, or where the Hub asks for a longer wait than two minutes, and
+    `HubError` at once for what will not change.
+    """
+    wait = _FIRST_WAIT
+    for attempt in range(1, tries + 1):
+        try:
+            with _without_addresses():
+                return work()
+        except FAILURES as error:
+            problem = in_words(error)
+            asked_for = _retry_after(error)
+            pause = wait if asked_for is None else asked_for
+            # An upload comes back as a RuntimeError when its own six tries are over.
+            last = attempt == tries or isinstance(error, RuntimeError)
+            if last or not isinstance(problem, UnreachableError):
+                raise problem from None
+            if pause > _LONGEST_WAIT:
+                raise UnreachableError(f"{problem}; it asks to wait {pause:.0f} s") from None
+        say(f"hub: {problem}; trying again in {pause:.0f} s ({attempt} of {tries - 1})")
+        time.sleep(pause)
+        wait *= 2
+    raise AssertionError("unreachable")
+
+
+def in_words(error: BaseException) -> HubError:
+    """What went wrong, without a token; `UnreachableError` if it may go right later."""
+    cause = _cause(error)
+    if not isinstance(cause, HfHubHTTPError) or cause.response is None:
+        words = _first_line(cause)
+        # An error page in place of JSON is the Hub's trouble, not ours.
+        if isinstance(cause, ValueError) and not isinstance(cause, json.JSONDecodeError):
+            return HubError(f"the Hub does not take it: {words}")
+        if isinstance(cause, KeyError):
+            return UnreachableError(f"the Hub's answer has no {words}")
+        return UnreachableError(f"the Hub cannot be reached: {words}")
+    status = cause.response.status_code
+    if status == 401:
+        return HubError(
+            "the Hub does not know this token (401): log in with `hf auth login`, or correct HF_TOKEN, which "
+            "comes first if it is set"
+        )
+    if status == 403:
+        return HubError(
+            f"this token may not do that (403: {_message(cause)}): log in with one that may write there, by "
+            "`hf auth login`"
+        )
+    if status == 412:
+        return UnreachableError("the repository has changed meanwhile (412)")
+    said = f"the Hub answered {status}: {_message(cause)}"
+    return UnreachableError(said) if status in _TRANSIENT else HubError(said)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The answer of the Hub, or the break of the way to it, below what a library made of it."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, HTTPError):
+            return found
+        found = found.__cause__ or found.__context__
+    return error
+
+
+def _message(error: HfHubHTTPError) -> str:
+    return without_tokens(_line(error.server_message or "")) or error.response.reason_phrase
+
+
+def _first_line(error: BaseException) -> str:
+    return without_tokens(_line(str(error))) or type(error).__name__
+
+
+def _line(text: str) -> str:
+    return text.strip().partition("\n")[0][:300].rstrip(". ")
+
+
+def _retry_after(error: BaseException) -> float | None:
+    cause = _cause(error)
+    if not isinstance(cause, HfHubHTTPError) or cause.response is None:
+        return None
+    value = cause.response.headers.get("Retry-After", "")
+    return float(value) if re.fullmatch(r"\d+", value) else None
+
+
+@contextmanager
+def _without_addresses() -> Iterator[None]:
+    """Within it, warnings of huggingface_hub do not show addresses, whose queries sign uploads."""
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    logger.addFilter(_drop_address)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_drop_address)
+
+
+def _drop_address(record: logging.LogRecord) -> bool:
+    record.msg, record.args = record.getMessage().partition(" thrown while requesting")[0], ()
+    return True

@@ -1,0 +1,202 @@
+"""What of a run is published, and which runs are not."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from dit_lora.adapters.chat_store import CHAT_ADAPTER_FILE
+from dit_lora.adapters.store import (
+    ADAPTER_FILE,
+    BASE_FILE,
+    PROVENANCE_FILE,
+    read_provenance,
+    require_sound,
+)
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.hub.cleaning import clean_config, clean_json
+from dit_lora.report.run_files import RunFiles, RunReader
+from dit_lora.training.facts import FACTS_FILE
+
+CARD = "README.md"
+SAMPLES = "samples/"
+VERIFICATION = "verification.json"
+OURS = (ADAPTER_FILE, CHAT_ADAPTER_FILE, "adapter_config.json", BASE_FILE)
+"""The files that an adapter may consist of."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the model made of one validation prompt, as files of the repository or as answers."""
+
+    prompt: str
+    before: str | None = None
+    after: str | None = None
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A run as it is published; `files` are paths or bytes by their place in the repository, without the card."""
+
+    run: RunFiles
+    facts: Mapping[str, Any]
+    made: Mapping[str, Any]
+    """What the result's header says of its making."""
+    kind: str
+    """`lora`, `peft` or `pipeline`."""
+    files: Mapping[str, Path | bytes] = field(default_factory=dict)
+    shown: tuple[Shown, ...] = ()
+
+    @property
+    def base(self) -> str | None:
+        """The Hub id of the base model; None where it was a folder."""
+        name = str(self.made.get("base_model") or "")
+        return name if "/" in name else None
+
+
+def collect(run_dir: Path) -> Bundle:
+    """Everything that a push of the run uploads but its card.
+
+    Raises `DitLoraError` for a folder without a run or a run without a result, with the command that goes on, and
+    `CheckFailedError` for a result that is not sound or did not pass its verification.
+    """
+    run = RunReader(run_dir).read("finished")
+    result, kind = _result(run)
+    _require_verified(run)
+    main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, PROVENANCE_FILE)
+    if kind == "peft" and not main.is_file():
+        main = result / BASE_FILE  # base weights alone have trained
+    _require_sound(run_dir, result, kind)
+    if kind == "pipeline":
+        made = json.loads(main.read_text(encoding="utf-8"))
+    else:
+        made = read_provenance(main)
+    files = dict(_result_files(result, kind))
+    shown = _shown(run, files)
+    facts = _facts(run)
+    base = str(made.get("base_model") or "path/to/base")
+    datasets = facts["data"]["datasets"]
+    files["config.yaml"] = clean_config(run.config, base, datasets).encode()
+    if run.verification:
+        record = {**run.verification, "adapter": main.name, "base_model": base}
+        files[VERIFICATION] = clean_json(record).encode()
+    return Bundle(run, facts, made, kind, files, tuple(shown))
+
+
+def _result(run: RunFiles) -> tuple[Path, str]:
+    folder = run.folder
+    if (folder / "model" / "model_index.json").is_file():
+        return folder / "model", "pipeline"
+    adapter = folder / "adapter"
+    if (adapter / ADAPTER_FILE).is_file():
+        return adapter, "lora"
+    if (adapter / CHAT_ADAPTER_FILE).is_file() or (adapter / BASE_FILE).is_file():
+        return adapter, "peft"
+    full = run.config.get("train", {}).get("mode") == "full"
+    what = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
+    raise DitLoraError(
+        f"{folder} has no result yet: no {what}; it is at step {run.done:,} of {run.asked or 0:,}. Go on with: "
+        f"accelerate launch recipes/lora.py {folder}/config.yaml train.resume=auto"
+    )
+
+
+def _require_verified(run: RunFiles) -> None:
+    if (run.folder / VERIFICATION).exists() and run.verification.get("passed") is not True:
+        checks = run.verification.get("checks") or {}
+        failed = [
+            f"{name}: {one.get('words', '')}"
+            for name, one in checks.items()
+            if not one.get("passed")
+        ]
+        raise CheckFailedError(
+            listed(
+                f"{run.folder} is not pushed: its result did not pass its verification ({VERIFICATION}). "
+                f"`dit-lora verify {run.folder}` looks at it again; a run that goes on by train.resume=auto writes "
+                "and verifies its result anew",
+                failed,
+            )
+        )
+
+
+def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
+    """Looked at once more: files may have changed since they were verified."""
+    folder = result / "transformer" if kind == "pipeline" else result
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors = load_file(file)
+            adapter = {} if kind == "pipeline" or file.name == BASE_FILE else tensors
+            require_sound(adapter, {} if adapter else tensors)
+    except (CheckFailedError, OSError, SafetensorError) as error:
+        words = str(error).removeprefix("refused to save: ")
+        raise CheckFailedError(
+            f"{run_dir} is not pushed: {file.relative_to(run_dir)}: {words}"
+        ) from error
+
+
+def _facts(run: RunFiles) -> dict[str, Any]:
+    file = run.folder / FACTS_FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DitLoraError(
+            f"{run.folder} is not pushed: {FACTS_FILE} is missing or torn, which the model card is written from. "
+            f"Write it anew with: accelerate launch recipes/lora.py {run.folder}/config.yaml train.resume=auto"
+        ) from error
+
+
+def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
+    """The result's files at the repository's root; configs without the folder that they were loaded from."""
+    for path in sorted(result.rglob("*")):
+        name = path.relative_to(result).as_posix()
+        published = name in OURS if kind != "pipeline" else not f"/{name}".count("/.")
+        if not path.is_file() or not published:
+            continue
+        text = path.read_text(encoding="utf-8") if path.suffix == ".json" else ""
+        if "_name_or_path" in text:
+            values = json.loads(text)
+            values.pop("_name_or_path", None)
+            yield name, clean_json(values).encode()
+        else:
+            yield name, path
+
+
+def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[Shown]:
+    """Samples and answers to the validation prompts, before and after; sample files are added to `files`."""
+    prompts = [str(one) for one in (run.config.get("validation") or {}).get("prompts") or ()]
+    steps = sorted((run.folder / "samples").glob("step_*"))
+    if not steps:
+        return []
+    ends = {"after": steps[-1]} | ({"before": steps[0]} if len(steps) > 1 else {})
+    if (steps[-1] / "answers.json").is_file():
+        return _answers(ends)
+    shown = []
+    for index, prompt in enumerate(prompts):
+        places: dict[str, str] = {}
+        for when, folder in ends.items():
+            for path in sorted(folder.glob(f"prompt_{index:02d}.*")):
+                places[when] = f"{SAMPLES}{when}_{index:02d}{path.suffix}"
+                files[places[when]] = path
+        if "after" in places:
+            shown.append(Shown(prompt, places.get("before"), places["after"]))
+    return shown
+
+
+def _answers(ends: Mapping[str, Path]) -> list[Shown]:
+    found: dict[str, list[dict[str, Any]]] = {"before": []}
+    for when, folder in ends.items():
+        file = folder / "answers.json"
+        found[when] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return [
+        Shown(
+            str(one.get("prompt", "")),
+            str(found["before"][index].get("answer", "")) if index < len(found["before"]) else None,
+            str(one.get("answer", "")),
+            is_text=True,
+        )
+        for index, one in enumerate(found["after"])
+    ]

@@ -1,0 +1,125 @@
+"""One commit with a run's result, card and samples; what the Hub has already is not sent again."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.hf_api import ModelInfo, RepoFile
+
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
+from dit_lora.hub.account import HubError, asked, check_account
+from dit_lora.hub.bundle import CARD, OURS, SAMPLES, VERIFICATION, Bundle, collect
+from dit_lora.hub.card import write_card
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Everything of a run that a repository gets, the card too."""
+
+    bundle: Bundle
+    repo_id: str
+    files: Mapping[str, Path | bytes]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by place in the repository."""
+        return {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.files.items()
+        }
+
+
+def prepare(run_dir: Path, repo_id: str) -> Publication:
+    """What would be pushed; its card is written to RUN/README.md, to be looked at. Nothing goes online.
+
+    Raises as `collect`.
+    """
+    bundle = collect(run_dir)
+    card = write_card(bundle, repo_id)
+    write_whole(run_dir / CARD, card)
+    return Publication(bundle, repo_id, {CARD: card.encode(), **bundle.files})
+
+
+def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
+    """Upload a run to a repository, made if it is not there, and return what was done in one line.
+
+    Files that are missing there or differ are sent, those of an earlier push that this run has not are removed,
+    in one commit. An error is a `DitLoraError` with the command that goes on; what was sent by then is not sent
+    again. `private` makes a new repository private; a public one is then refused.
+    """
+    publication = prepare(run_dir, repo_id)
+    try:
+        check_account(repo_id, private=private)
+        return _upload(publication, private=private, say=say)
+    except HubError as error:
+        again = f"dit-lora push {run_dir} {repo_id}{' --private' if private else ''}"
+        raise DitLoraError(f"{error}. Nothing is lost; go on with: {again}") from error
+
+
+def _upload(publication: Publication, *, private: bool, say: Say) -> str:
+    api, repo_id = HfApi(), publication.repo_id
+    asked(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
+    url = f"{api.endpoint}/{repo_id}"
+    return asked(lambda: _commit(api, publication, url, say), say)
+
+
+def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
+    """Compare with the newest commit and send what differs, unless another commit comes in between."""
+    repo_id, files = publication.repo_id, publication.files
+    head: ModelInfo = api.model_info(repo_id)
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=head.sha)
+    there = {one.path: one for one in tree if isinstance(one, RepoFile)}
+    new = [name for name, content in files.items() if not _same(content, there.get(name))]
+    gone = [name for name in there if _is_ours(name) and name not in files]
+    if not new and not gone:
+        return f"nothing to do: {url} has all {len(files)} files as they are here"
+    size = sum(publication.sizes()[name] for name in new)
+    say(f"hub: {len(new)} of {len(files)} files to {url} ({_size(size)})")
+    adds = [CommitOperationAdd(name, _content(files[name])) for name in new]
+    removes = [CommitOperationDelete(name) for name in gone]
+    made = publication.bundle.made
+    api.create_commit(
+        repo_id,
+        [*adds, *removes],
+        commit_message=f"{made['family']}, {publication.bundle.run.done:,} steps, by dit-lora {made['version']}",
+        parent_commit=head.sha,
+    )
+    return f"pushed {len(new)} of {len(files)} files to {url}"
+
+
+def _is_ours(name: str) -> bool:
+    return name in (*OURS, VERIFICATION) or name.startswith(SAMPLES)
+
+
+def _content(content: Path | bytes) -> str | bytes:
+    return content if isinstance(content, bytes) else str(content)
+
+
+def _same(content: Path | bytes, there: RepoFile | None) -> bool:
+    """Whether the Hub's file has these bytes: by SHA-256 where it is stored apart, else by Git's SHA-1."""
+    if there is None:
+        return False
+    size = len(content) if isinstance(content, bytes) else content.stat().st_size
+    if size != there.size:
+        return False
+    digest = hashlib.sha256() if there.lfs else hashlib.sha1(b"blob %d\0" % size)
+    if isinstance(content, bytes):
+        digest.update(content)
+    else:
+        with content.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest() == (there.lfs.sha256 if there.lfs else there.blob_id)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+def listing(publication: Publication) -> list[str]:
+    """The files of a push with their sizes, a line each."""
+    return [f"{_size(size):>10}  {name}" for name, size in sorted(publication.sizes().items())]

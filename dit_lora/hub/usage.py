@@ -1,0 +1,161 @@
+"""Code that loads a published result and samples from it as the run's validation did; it runs as it is pasted."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dit_lora.adapters.store import BASE_FILE
+from dit_lora.hub.bundle import Bundle
+
+# Their autoencoder is kept in fp32, as Sana's own scripts do.
+_FP32_VAE = ("SanaPipeline", "SanaVideoPipeline")
+_LOCAL_BASE = "path/to/base"
+
+
+def needs_ours(bundle: Bundle) -> bool:
+    """Whether stock Diffusers cannot load it: no LoRA loader, a class of ours, or classes that the base has not."""
+    pipeline = bundle.facts.get("pipeline")
+    if pipeline is None:
+        return bundle.facts["model"]["module"].startswith("dit_lora.")
+    ours = pipeline["module"] != "diffusers"
+    if bundle.kind == "pipeline":
+        return ours
+    return ours or not pipeline["loads_lora"] or bool(bundle.made.get("index"))
+
+
+def install_line(bundle: Bundle) -> str:
+    """What has to be installed for `usage_code`."""
+    if needs_ours(bundle):
+        packages = ["dit-lora"]
+    elif "pipeline" in bundle.facts:
+        packages = ["torch", "diffusers", "transformers", "peft", "accelerate", "sentencepiece"]
+    else:
+        packages = ["torch", "transformers", "peft", "accelerate"]
+    if _is_video(bundle):
+        packages += ["imageio", "imageio-ffmpeg"]
+    return f"pip install {' '.join(packages)}"
+
+
+def usage_code(bundle: Bundle, repo_id: str, prompt: str) -> str:
+    """Python source; `repo_id` is where the result is on the Hub."""
+    if "pipeline" in bundle.facts:
+        return "\n".join(_diffusion(bundle, repo_id, prompt))
+    return "\n".join(_chat(bundle, repo_id))
+
+
+def literal(text: str) -> str:
+    """A Python string in double quotes, on one line."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_video(bundle: Bundle) -> bool:
+    return bundle.facts.get("pipeline", {}).get("output") == "frames" and bool(
+        bundle.facts["pipeline"]["fps"]
+    )
+
+
+def _diffusion(bundle: Bundle, repo_id: str, prompt: str) -> list[str]:
+    facts = bundle.facts["pipeline"]
+    name, whole, ours = facts["class"], bundle.kind == "pipeline", needs_ours(bundle)
+    base_weights = BASE_FILE in bundle.files and not ours
+    source = literal(repo_id) if whole else _base(bundle)
+    # Of a repository, Diffusers looks for classes of ours among its own; of a folder it imports them.
+    fetched = facts["module"] != "diffusers" and (whole or bundle.base is not None)
+    if fetched:
+        source = f"snapshot_download({source})"
+    lines = ["import torch", f"from {facts['module']} import {name}"]
+    helpers = ["export_to_video"] if _is_video(bundle) else []
+    helpers += ["load_image"] if facts["from_image"] else []
+    if helpers:
+        lines.append(f"from diffusers.utils import {', '.join(sorted(helpers))}")
+    if fetched:
+        lines.append("from huggingface_hub import snapshot_download")
+    if base_weights:
+        lines += [
+            "from huggingface_hub import hf_hub_download",
+            "from safetensors.torch import load_file",
+        ]
+    if ours and not whole:
+        lines += ["", "import dit_lora"]
+    lines += [
+        "",
+        'device = "cuda" if torch.cuda.is_available() else "cpu"',
+        f"pipe = {name}.from_pretrained({source}, dtype={_dtype(facts)})",
+    ]
+    if base_weights:
+        lines += [
+            f'weights = load_file(hf_hub_download("{repo_id}", "{BASE_FILE}"))',
+            "pipe.transformer.load_state_dict(weights, strict=False)  # before the adapter",
+        ]
+    if ours and not whole:
+        lines.append(f'dit_lora.load_adapter(pipe, "{repo_id}")')
+    elif not whole:
+        lines.append(f'pipe.load_lora_weights("{repo_id}")')
+    return [*lines, "pipe.to(device)", "", *_call(facts, prompt, _is_video(bundle))]
+
+
+def _call(facts: Mapping[str, Any], prompt: str, video: bool) -> list[str]:
+    given = [f"prompt={literal(prompt)},"]
+    if facts["condition"] == "class_labels":
+        rows = f"torch.tensor({facts['label']})" if facts["labels_as_tensor"] else facts["label"]
+        given = [f"class_labels={rows},"]
+    if facts["from_image"]:
+        given.append('image=load_image("first_frame.png"),')
+    given += [f"{key}={value!r}," for key, value in facts["arguments"].items()]
+    given.append(f'generator=torch.Generator("cpu").manual_seed({facts["seed"]}),')
+    lines = ["result = pipe(", *(f"    {one}" for one in given), ")"]
+    if video:
+        fps = f"{facts['fps']:g}"
+        return [*lines, f'export_to_video(result.frames[0], "sample.mp4", fps={fps})']
+    return [*lines, f'result.{facts["output"]}[0].save("sample.png")']
+
+
+def _chat(bundle: Bundle, repo_id: str) -> list[str]:
+    model = bundle.facts["model"]
+    ours = model["library"] == "dit_lora"
+    name = model["class"] if ours else "AutoModelForImageTextToText"
+    has_adapter = "adapter_config.json" in bundle.files
+    base_weights = BASE_FILE in bundle.files
+    lines = ["import torch"]
+    if base_weights:
+        lines.append("from huggingface_hub import hf_hub_download")
+    if has_adapter:
+        lines.append("from peft import PeftModel")
+    if base_weights:
+        lines.append("from safetensors.torch import load_file")
+    lines.append("" if ours else f"from transformers import {name}")
+    if ours:
+        lines.append(f"from {model['module']} import {name}")
+    lines += ["", f"model = {name}.from_pretrained({_base(bundle)}, dtype={_dtype(bundle.made)})"]
+    if base_weights:
+        lines += [
+            f'weights = load_file(hf_hub_download("{repo_id}", "{BASE_FILE}"))',
+            "model.load_state_dict(weights, strict=False)  # before the adapter",
+        ]
+    if has_adapter:
+        lines.append(f'model = PeftModel.from_pretrained(model, "{repo_id}")')
+    return [*lines, "model.eval()"]
+
+
+def _base(bundle: Bundle) -> str:
+    """The base's arguments; a folder's place is not known to others."""
+    if bundle.base is None:
+        return literal(_LOCAL_BASE)
+    base, revision = literal(bundle.base), bundle.made.get("revision")
+    return f"{base}, revision={literal(revision)}" if revision else base
+
+
+def _dtype(facts: Mapping[str, Any]) -> str:
+    dtype = str(facts["dtype"])
+    if facts.get("class") in _FP32_VAE and dtype != "torch.float32":
+        return f'{{"vae": torch.float32, "default": {dtype}}}'
+    return dtype
+
+
+def sample_line(bundle: Bundle, repo_id: str, prompt: str) -> Sequence[str]:
+    """The same by `dit-lora sample`; nothing for chat models, which answer."""
+    if "pipeline" not in bundle.facts:
+        return ()
+    quoted = "'" + prompt.replace("'", "'\\''") + "'"
+    model = "" if bundle.base or bundle.kind == "pipeline" else f" --model {_LOCAL_BASE}"
+    return (f"dit-lora sample {repo_id}{model} --prompt {quoted}",)

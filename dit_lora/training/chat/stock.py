@@ -1,0 +1,96 @@
+"""Chat models as Transformers and PEFT load them, for checks of an adapter: a fresh model, and one call of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+from dit_lora.adapters.chat_store import CHAT_ADAPTER_FILE
+from dit_lora.adapters.store import BASE_FILE
+from dit_lora.data.chat.conversation import Conversation, Turn
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.numerics.streams import generator
+from dit_lora.training.budget_model import from_configs
+from dit_lora.training.stock import Inputs, as_constructed
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+_POSITIONS = 8  # of which the logits are compared, at the end
+
+
+@dataclass(frozen=True)
+class ChatStock:
+    """The stock model of one checkpoint."""
+
+    checkpoint: ChatCheckpoint
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.model_class.__name__
+
+    def inputs(self, run: "Run") -> Inputs:
+        """A question about one picture of random pixels."""
+        how = self.checkpoint.how
+        return {"question": "What is shown?", "height": how.height, "width": how.width}
+
+    def output(
+        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Logits (1, 8, vocabulary) at the prompt's last tokens."""
+        device = next(model.parameters()).device
+        shape = self.checkpoint.shape("image", inputs["height"], inputs["width"])
+        assert shape is not None
+        about = Conversation("output", "image", None, (Turn(inputs["question"], ""),))
+        rendered = self.checkpoint.render(about, shape, (0.0,), answered=False)
+        size = (1, 1, 3, shape.height, shape.width)
+        pixels = torch.randint(0, 256, size, generator=generator(seed, "output", "pixels"))
+        batch = {"input_ids": torch.tensor([rendered.ids]), "pixels": pixels.to(torch.uint8)}
+        if rendered.instruction:
+            batch["instruction_ids"] = torch.tensor([rendered.instruction])
+            batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
+        given = self.checkpoint.inputs({name: one.to(device) for name, one in batch.items()})
+        logits: torch.Tensor = model(**given).logits[:, -_POSITIONS:]
+        return logits
+
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """Of Transformers alone: nothing of ours is put around its forward."""
+        model: nn.Module = self.checkpoint.model_class.from_pretrained(
+            self.checkpoint.path, dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+        return model.requires_grad_(False).eval()
+
+    def without_values(self, dtype: torch.dtype) -> nn.Module:
+        with init_empty_weights(), from_configs():
+            model = self.load(dtype)
+        return as_constructed(model)
+
+    def put(self, model: nn.Module, file: Path) -> nn.Module:
+        base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
+        if base.is_file():
+            _, unexpected = model.load_state_dict(load_file(base), strict=False)
+            if unexpected:
+                raise ValueError(f"the model has no {', '.join(unexpected)}")
+        if config.is_file():
+            device = next(model.parameters()).device.type
+            lazy = device == "meta"  # to which no file is read
+            PeftModel.from_pretrained(
+                model,
+                file.parent,
+                torch_device="cpu" if lazy else device,
+                low_cpu_mem_usage=lazy,
+            )
+        return model
+
+    def stored(self, file: Path) -> dict[str, torch.Tensor]:
+        adapter: Any = file.with_name(CHAT_ADAPTER_FILE)
+        state = load_file(adapter) if adapter.is_file() else {}
+        return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+    def weight_files(self) -> list[Path]:
+        return sorted(self.checkpoint.path.glob("*.safetensors"))

@@ -1,0 +1,133 @@
+"""Where an adapter to export is, what it says of its making, and the base that it was trained on."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+
+from dit_lora.adapters.store import ADAPTER_FILE, BASE_FILE, read_provenance
+from dit_lora.config import ModelConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
+from dit_lora.families.base import local_checkpoint, read_component_config
+from dit_lora.recipe import load_recipe
+
+
+@dataclass(frozen=True)
+class Source:
+    """One diffusion adapter."""
+
+    target: Path
+    """As it was given."""
+    file: Path
+    """Diffusers' LoRA file, or a PEFT folder's."""
+    made: dict[str, Any]
+    """Its provenance; empty of an adapter that is not ours."""
+    recorded: ModelConfig | None
+    """The base by the run's recipe; None without a run."""
+
+    def base(self, model: str | None) -> ModelConfig:
+        """`model`, the run's own, or the Hub id that the adapter names. Raises if there is none."""
+        if model or self.recorded is None:
+            path = model or self._named_base()
+            revision = None if model else self.made.get("revision")
+            family = self.made.get("family") or (self.recorded.family if self.recorded else "")
+            found = ModelConfig(family=family, path=path, revision=revision)
+        else:
+            found = self.recorded
+        if found.family:
+            return found
+        return found.model_copy(update={"family": _family_of(found)})
+
+    def _named_base(self) -> str:
+        named = (
+            self.made.get("base_model")
+            or _peft_config(self.file).get("base_model_name_or_path")
+            or ""
+        )
+        if "/" not in named:
+            known = f" (trained on {named})" if named else ""
+            raise DitLoraError(
+                f"{self.target} does not say where its base model{known} is; give --model"
+            )
+        return named
+
+
+def find_source(target: Path) -> Source:
+    """The adapter of a run's folder, an adapter's folder, or the file itself.
+
+    Raises `DitLoraError` for a whole pipeline, and for what holds no adapter.
+    """
+    if not target.exists():
+        raise DitLoraError(f"no file or folder {target}; give a run's folder, or an adapter's")
+    file = _adapter_file(target)
+    whole = _whole(target)
+    if file is None and whole is not None:
+        raise DitLoraError(
+            f"{whole} is a whole pipeline, not an adapter: there is nothing to export; "
+            "Diffusers loads it with from_pretrained"
+        )
+    if file is None:
+        raise DitLoraError(
+            f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
+        )
+    return Source(target, file, read_provenance(file), _run_model(target, file))
+
+
+def is_chat(target: Path, model: str | None) -> bool:
+    """Whether a target is of a chat model: by the run's recipe, the adapter's header, or PEFT's config."""
+    if not target.exists() or _whole(target):
+        return False
+    file = _adapter_file(target) or _base_file(target)
+    if file is None:
+        base = _run_model(target, None)
+        return base.family in CHAT_FAMILIES if base else (target / "config.json").is_file()
+    if file.name == ADAPTER_FILE:
+        return False
+    family = read_provenance(file).get("family")
+    if family:
+        return family in CHAT_FAMILIES
+    on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
+    own_class = _peft_config(file).get("auto_mapping") or {}
+    return not on_pipeline and not own_class.get("parent_library", "").startswith("diffusers.")
+
+
+def _adapter_file(target: Path) -> Path | None:
+    names = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
+    found = [target, *(folder / n for folder in (target, target / "adapter") for n in names)]
+    return next((path for path in found if path.is_file()), None)
+
+
+def _base_file(target: Path) -> Path | None:
+    """What a chat run leaves that trained base weights alone."""
+    found = (folder / BASE_FILE for folder in (target, target / "adapter"))
+    return next((path for path in found if path.is_file()), None)
+
+
+def _whole(target: Path) -> Path | None:
+    """Of a run in mode `full`, or a pipeline's own folder."""
+    found = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
+    return next(found, None)
+
+
+def _run_model(target: Path, file: Path | None) -> ModelConfig | None:
+    """The base by the recipe of the run that the adapter lies in."""
+    run = file.parent.parent if file and file.parent.name == "adapter" else target
+    config = run / "config.yaml"
+    return load_recipe(config).model if config.is_file() else None
+
+
+def _peft_config(file: Path) -> dict[str, Any]:
+    config = file.with_name(CONFIG_NAME)
+    return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+
+
+def _family_of(model: ModelConfig) -> str:
+    """The family whose pipeline the checkpoint names, for an adapter that is not ours."""
+    pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
+    for name in DIFFUSION_FAMILIES:
+        if pipeline in get_family(name).pipeline_names:
+            return name
+    raise DitLoraError(f"{model.path} is a {pipeline} checkpoint; no family exports it")

@@ -1,0 +1,269 @@
+"""What is known of a run's data and pipeline only while it runs: facts.json, from which the model card is written.
+
+It holds counts and lengths, no file name and no caption but the words that all captions begin with.
+"""
+
+import inspect
+import json
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from dit_lora.data.chat.conversation import Conversation
+from dit_lora.data.clips import Clip
+from dit_lora.data.datasets_source import is_hub_name
+from dit_lora.data.sources import scan
+from dit_lora.data.video import VideoHeader
+from dit_lora.data_config import VideoShape
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES
+from dit_lora.families.base import Sampling
+from dit_lora.files import write_whole
+from dit_lora.numerics.shards import stock_class
+from dit_lora.training.runtime import agree
+from dit_lora.training.samples import read_headers
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+FACTS_FILE = "facts.json"
+# Words with which captions begin whatever they are about: no trigger.
+_USUAL = frozenset(
+    [
+        "a",
+        "an",
+        "the",
+        "this",
+        "that",
+        "there",
+        "is",
+        "are",
+        "it",
+        "its",
+        "in",
+        "on",
+        "of",
+        "at",
+        "to",
+        "with",
+        "from",
+        "and",
+        "for",
+        "by",
+        "video",
+        "clip",
+        "image",
+        "photo",
+        "picture",
+        "shot",
+        "scene",
+        "footage",
+        "one",
+        "two",
+        "we",
+        "i",
+        "you",
+        "he",
+        "she",
+        "they",
+        "his",
+        "her",
+        "my",
+        "our",
+    ]
+)
+
+
+def write_facts(run: "Run") -> None:
+    """Write RUN/facts.json, on the main process; a problem there is raised on all ranks. Collective."""
+    error = None
+    if run.runtime.is_main:
+        try:
+            text = json.dumps(_facts(run), indent=2, ensure_ascii=False)
+            write_whole(run.runtime.dir / FACTS_FILE, text + "\n")
+        except DitLoraError as problem:
+            error = problem
+    agree(run.runtime.accelerator, error)
+
+
+def common_prefix(captions: Sequence[str]) -> str | None:
+    """The words that all captions begin with, if there is one among them that says something.
+
+    None for fewer than two captions, or where only words such as `a video of a` are common to all.
+    """
+    words = [caption.split() for caption in captions]
+    if len(words) < 2:
+        return None
+    shared = []
+    for column in zip(*words, strict=False):
+        if len(set(column)) > 1:
+            break
+        shared.append(column[0])
+    while shared and _usual(shared[-1]):
+        shared.pop()
+    return " ".join(shared) or None
+
+
+def _usual(word: str) -> bool:
+    return word.strip(".,:;!?\"'()[]").lower() in _USUAL
+
+
+def _facts(run: "Run") -> dict[str, Any]:
+    recipe = run.recipe
+    data = recipe.data
+    named = {
+        source.path
+        for source in data.all_sources
+        if is_hub_name(source) and not Path(source.path).expanduser().exists()
+    }
+    common = {"datasets": sorted(named), "left_out": len(run.data.rejected)}
+    if recipe.model.family in CHAT_FAMILIES:
+        model = stock_class(run.transformer)
+        library = model.__module__.partition(".")[0]
+        return {
+            "model": {"class": model.__name__, "module": model.__module__, "library": library},
+            "data": {**_of_conversations(run.data.clips.entries), **common},
+        }
+    clips = _clips(run)
+    return {
+        "pipeline": _pipeline(run, clips[0]),
+        "data": {**_of_clips(run, clips), **common},
+    }
+
+
+def _clips(run: "Run") -> list[Clip]:
+    """Those that are trained on; of a clip that is cut into windows, once."""
+    recipe = run.recipe
+    found = scan(recipe.data, recipe.cache_dir).clips
+    return [clip for clip in found if clip.id not in run.data.rejected]
+
+
+def _of_clips(run: "Run", clips: Sequence[Clip]) -> dict[str, Any]:
+    recipe = run.recipe
+    entries: Any = run.data.clips.entries
+    one = VideoShape.of(recipe.data)
+    shapes = Counter(str(entry.shape or one) for entry in entries)
+    captions = [clip.caption for clip in clips]
+    headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
+    by_class = "class_labels" in _conditions(run, clips[0])
+    found: dict[str, Any] = {
+        "kind": "images" if recipe.data.most_frames == 1 else "clips",
+        "clips": len(clips),
+        "samples": len(entries),
+        "shapes": dict(shapes.most_common()),
+        "seconds": _seconds(headers),
+    }
+    if by_class:
+        return found | {"classes": len(set(captions))}
+    return found | {
+        "caption_words": _spread([len(caption.split()) for caption in captions]),
+        "distinct_captions": len(set(captions)),
+        "caption_prefix": common_prefix(captions),
+    }
+
+
+def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
+    conversations: list[Conversation] = [entry.conversation for entry in entries]
+    headers = [entry.header for entry in entries]
+    return {
+        "kind": "conversations",
+        "samples": len(entries),
+        "by_media": dict(Counter(one.kind for one in conversations).most_common()),
+        "seconds": _seconds(headers),
+        "answer_tokens": _spread([entry.answers for entry in entries]),
+    }
+
+
+def _seconds(headers: Sequence[Any]) -> dict[str, float] | None:
+    known = [
+        header.seconds
+        for header in headers
+        if isinstance(header, VideoHeader) and not header.is_image and header.seconds
+    ]
+    return _spread([round(seconds, 2) for seconds in known]) if known else None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """Least, median, most and sum."""
+    return {
+        "least": min(values),
+        "median": statistics.median(values),
+        "most": max(values),
+        "sum": round(sum(values), 2),
+    }
+
+
+def _conditions(run: "Run", clip: Clip) -> dict[str, Any]:
+    checkpoint: Any = run.checkpoint
+    return dict(checkpoint.conditions(clip.caption))
+
+
+def _pipeline(run: "Run", clip: Clip) -> dict[str, Any]:
+    """The pipeline's class, and the arguments with which validation calls it."""
+    checkpoint: Any = run.checkpoint
+    recipe = run.recipe
+    cls = checkpoint.pipeline_class
+    given = _conditions(run, clip)
+    called, output = _called(run, given)
+    ours = cls.__module__.startswith("dit_lora.")
+    labels = given.get("class_labels")
+    return {
+        "class": cls.__name__,
+        "module": cls.__module__ if ours else "diffusers",
+        "loads_lora": hasattr(cls, "load_lora_weights"),
+        "condition": "class_labels" if labels is not None else "prompt",
+        "label": None if labels is None else [int(row) for row in labels],
+        "labels_as_tensor": hasattr(labels, "tolist"),
+        "from_image": "image" in called,
+        "arguments": {
+            name: value for name, value in called.items() if isinstance(value, bool | int | float)
+        },
+        "output": output,
+        "seed": recipe.validation.seed,
+        "fps": recipe.data.fps,
+        "dtype": str(run.runtime.precision.dtype),
+    }
+
+
+class _Recorder:
+    """Stands in for a pipeline: notes what it is called with and gives one black picture."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, Any] = {}
+        self.output = ""
+
+    def __call__(self, **arguments: Any) -> "_Recorder":
+        self.called = arguments
+        return self
+
+    @property
+    def frames(self) -> np.ndarray:
+        self.output = "frames"
+        return np.zeros((1, 1, 8, 8, 3), dtype=np.float32)
+
+    @property
+    def images(self) -> np.ndarray:
+        self.output = "images"
+        return np.zeros((1, 8, 8, 3), dtype=np.float32)
+
+
+def _called(run: "Run", conditions: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The arguments that validation would give the pipeline, and which output it would read."""
+    checkpoint: Any = run.checkpoint
+    settings, recorder = run.recipe.validation, _Recorder()
+    shape = VideoShape.of(run.recipe.data)
+    with tempfile.TemporaryDirectory() as folder:
+        picture = None
+        if "image" in inspect.signature(checkpoint.pipeline_class.__call__).parameters:
+            picture = Path(folder) / "first.png"
+            Image.new("RGB", (shape.width, shape.height)).save(picture)
+        steps, guidance = settings.inference_steps, settings.guidance_scale
+        how = Sampling(shape, steps, guidance, settings.seed, picture)
+        checkpoint.generate(recorder, conditions, how)
+    return recorder.called, recorder.output

@@ -1,0 +1,246 @@
+"""What a model makes of made-up inputs: noted when an adapter is saved, and compared wherever it is loaded.
+
+Inputs come from generators on the CPU by one seed, and need neither data nor encoders. Noted are the output's norm
+and values at fixed positions, with the adapter and without it: so a wrong base is told apart from an adapter that
+does not act as it was trained.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from dit_lora.numerics.switches import eager
+from dit_lora.training.blocks import repeated_blocks
+from dit_lora.training.stock import Inputs, tuner_layers
+from dit_lora.training.validation import evaluating
+from dit_lora.training.verify_checks import Check, percent
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+SEED = 1255
+"""Of which the draw that may leave out a first image (`data.image_dropout`) keeps it, at any share below 0.9999."""
+VALUES = 128
+NOT_RECORDED = "not_recorded"
+_FACTOR = 4.0
+_FAR, _WANTED, _MOST = 10.0, 0.5, 1000.0
+"""An effect below so many tolerances is also noted where it is about a half, at no more than a thousand times."""
+# Of one operation. fp32 sums of thousands of terms lose some bits, and cuDNN's convolutions take TF32.
+_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-19}
+_TF32 = 2.0**-11
+
+
+class Stock(Protocol):
+    """One checkpoint as its own library loads it."""
+
+    @property
+    def name(self) -> str:
+        """What loads it, in words."""
+
+    def inputs(self, run: "Run") -> Inputs:
+        """What made-up inputs of a run's model are drawn by."""
+
+    def output(
+        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What the model makes of them; `dtype` is what it computes in."""
+
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """A fresh model with the checkpoint's weights, on the CPU."""
+
+    def without_values(self, dtype: torch.dtype) -> nn.Module:
+        """A fresh model on the meta device; its buffers are whole."""
+
+    def put(self, model: nn.Module, file: Path) -> nn.Module:
+        """Load an adapter and what was trained beside it, as users of that library do; the model with it."""
+
+    def stored(self, file: Path) -> dict[str, torch.Tensor]:
+        """The adapter's tensors by the names that a loaded one has."""
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files of the model."""
+
+
+@torch.no_grad()
+def note_output(
+    stock: Stock, model: nn.Module, inputs: Inputs, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The model's output as JSON: `compare_output` takes it.
+
+    Where the adapter's effect is not far beyond rounding, also the output at a multiple of its scale. Collective
+    where a forward pass needs all ranks. If it is not finite, that is noted in place of values.
+    """
+    whole = _output(stock, model, inputs, SEED, dtype)
+    noted = {
+        "seed": SEED,
+        "dtype": _name(dtype),
+        "device": next(model.parameters()).device.type,
+        "blocks": len(repeated_blocks(model)),
+        "inputs": dict(inputs),
+        "shape": list(whole.shape),
+        **_sampled(whole),
+    }
+    if tuner_layers(model):
+        with _adapters_off(model):
+            noted["base"] = _sampled(_output(stock, model, inputs, SEED, dtype))
+    if not _is_finite(noted) or not _is_finite(noted.get("base", noted)):
+        return {NOT_RECORDED: "the model's output of random inputs is not finite"}
+    effect = _distance(noted, noted["base"]) if "base" in noted else 1.0
+    if effect < _FAR * _tolerance(noted, model, dtype):
+        times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
+        with _scaled(model, times):
+            louder = _sampled(_output(stock, model, inputs, SEED, dtype))
+        if _is_finite(louder):
+            noted["louder"] = {"times": times, **louder}
+    return noted
+
+
+@torch.no_grad()
+def compare_output(
+    stock: Stock, model: nn.Module, noted: Mapping[str, Any], dtype: torch.dtype, made: str
+) -> Check:
+    """Compare a loaded model's output with the one that was noted; `made` names the base of then.
+
+    The tolerance is four times u sqrt(blocks), where u is what the coarser of the two dtypes rounds by:
+    docs/verify.md has what was measured.
+    """
+    if NOT_RECORDED in noted:
+        return Check(True, f"not recorded at training's end: {noted[NOT_RECORDED]}")
+    inputs, seed = noted["inputs"], noted["seed"]
+    whole = _output(stock, model, inputs, seed, dtype)
+    now = _sampled(whole)
+    if not _is_finite(now):
+        return Check(False, "the output of the model with the adapter is not finite")
+    if list(whole.shape) != noted["shape"]:
+        shapes = f"{list(whole.shape)}, and was {noted['shape']}"
+        return Check(False, f"the output has the shape {shapes}: the base is not {made}")
+    limit = _tolerance(noted, model, dtype)
+    rounding = f"{_where(noted, model, dtype)}; up to {percent(limit)} is rounding"
+    away = _distance(now, noted)
+    if "base" not in noted or not tuner_layers(model):
+        return _alone(away, limit, rounding, made)
+    with _adapters_off(model):
+        base = _distance(_sampled(_output(stock, model, inputs, seed, dtype)), noted["base"])
+    if base > limit:
+        return Check(
+            False,
+            f"the base differs: without the adapter its output is {percent(base)} from the one recorded at training's "
+            f"end ({rounding}); give the checkpoint that it was trained on, {made}, with --model",
+        )
+    words = f"{percent(away)} from the one recorded at training's end ({rounding}); the adapter changes this output by "
+    words += percent(_distance(noted, noted["base"]))
+    if "louder" in noted:
+        louder = noted["louder"]
+        with _scaled(model, louder["times"]):
+            there = _distance(_sampled(_output(stock, model, inputs, seed, dtype)), louder)
+        away = max(away, there)
+        effect = percent(_distance(louder, noted["base"]))
+        words += f"; at {louder['times']:g} times its scale, by {effect}, and is {percent(there)} from that"
+    if away > limit:
+        return Check(
+            False,
+            f"the adapter does not act as trained: the base's output is as recorded, with the adapter it is {words}; "
+            "restore the file that the run wrote",
+        )
+    if not _tells(noted, limit):
+        words += ", too little to tell from rounding: the base is right, and that the adapter acts is not seen"
+    return Check(True, f"as trained: {words}")
+
+
+def _alone(away: float, limit: float, rounding: str, made: str) -> Check:
+    """Of a result without an adapter, whose base is in no model that could be asked."""
+    words = f"{percent(away)} from the one recorded at training's end ({rounding})"
+    if away <= limit:
+        return Check(True, f"as trained: {words}")
+    return Check(
+        False,
+        f"differs: {words}: the weights, or the base that they are loaded into, are not those of {made}; copy the "
+        "result again, or give the base with --model",
+    )
+
+
+def _tells(noted: Mapping[str, Any], limit: float) -> bool:
+    """Whether an adapter that does not act would be further from what was noted than rounding can be."""
+    return any(_distance(one, noted["base"]) > limit for one in (noted, noted.get("louder", noted)))
+
+
+def _output(
+    stock: Stock, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+) -> torch.Tensor:
+    with evaluating(model), eager(model):
+        return stock.output(model, inputs, seed, dtype)
+
+
+@contextmanager
+def _scaled(model: nn.Module, times: float) -> Iterator[None]:
+    """Within it adapters act that many times as strongly; afterwards exactly as before."""
+    layers = [layer for layer in tuner_layers(model) if isinstance(layer, LoraLayer)]
+    before = [dict(layer.scaling) for layer in layers]
+    for layer in layers:
+        layer.scaling.update({name: times * one for name, one in layer.scaling.items()})
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, before, strict=True):
+            layer.scaling.update(scaling)
+
+
+def _is_finite(sampled: Mapping[str, Any]) -> bool:
+    """Of all of an output: its norm is not finite where a value is not."""
+    return math.isfinite(sampled["norm"])
+
+
+@contextmanager
+def _adapters_off(model: nn.Module) -> Iterator[None]:
+    layers = tuner_layers(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        # PEFT makes every adapter that it enables trainable, and those that it disables frozen.
+        model.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _sampled(output: torch.Tensor) -> dict[str, Any]:
+    """Values at equal distances over the flattened output, and its norm."""
+    flat = output.detach().float().flatten()
+    places = torch.linspace(0, flat.numel() - 1, min(VALUES, flat.numel())).long()
+    values = [float(f"{value:.7g}") for value in flat[places.to(flat.device)].tolist()]
+    return {"values": values, "norm": float(f"{torch.linalg.vector_norm(flat).item():.7g}")}
+
+
+def _distance(now: Mapping[str, Any], noted: Mapping[str, Any]) -> float:
+    """Relative to what was noted: of the values, or of the norm, whichever is further."""
+    values = math.dist(now["values"], noted["values"]) / (math.hypot(*noted["values"]) or 1.0)
+    norm = abs(now["norm"] - noted["norm"]) / (noted["norm"] or 1.0)
+    return max(values, norm)
+
+
+def _tolerance(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> float:
+    unit = max(_ROUNDING[noted["dtype"]], _ROUNDING[_name(dtype)])
+    devices = {noted["device"], next(model.parameters()).device.type}
+    if devices != {"cpu"}:
+        unit = max(unit, _TF32)
+    return _FACTOR * unit * math.sqrt(max(1, noted["blocks"]))
+
+
+def _where(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> str:
+    then = f"{noted['dtype']} on {noted['device']}"
+    now = f"{_name(dtype)} on {next(model.parameters()).device.type}"
+    return f"{then} then and now" if then == now else f"{then} then, {now} now"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,188 @@
+"""Diffusion models as Diffusers loads them, for checks of an adapter: a fresh pipeline, and one call of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import init_empty_weights
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from dit_lora.adapters.loader import lora_pipeline_class
+from dit_lora.adapters.store import load_adapter
+from dit_lora.data.cache import Spec
+from dit_lora.data_config import VideoShape
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Checkpoint, read_component_config
+from dit_lora.numerics.narrow import NarrowLinear
+from dit_lora.numerics.streams import Streams, generator
+from dit_lora.training.budget_model import from_configs
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+Inputs = Mapping[str, Any]
+"""What made-up inputs are made of, as JSON."""
+_SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
+_COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
+
+
+@dataclass(frozen=True)
+class DiffusionStock:
+    """The stock pipeline of one checkpoint, with nothing in it but its transformer."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.pipeline_class.__name__
+
+    def inputs(self, run: "Run") -> Inputs:
+        """Tensors of a sample as the run has them; smaller in height and width, where the model takes that."""
+        clips: Any = run.data.clips
+        shape = min(clips.video_specs, key=lambda one: one.volume)
+        video: Spec = clips.video_specs[shape]
+        if (
+            run.recipe.train.context_parallel == 1
+        ):  # else tokens have to be as many as ranks can share
+            video = _shrunk(video, shape, self._smallest(shape))
+        return {
+            name: {
+                "shape": list(size),
+                "dtype": _COMPUTE if dtype.is_floating_point else str(dtype).removeprefix("torch."),
+            }
+            for name, (size, dtype) in {**video, **clips.text_spec}.items()
+        }
+
+    def _smallest(self, shape: VideoShape) -> VideoShape:
+        most = _SIDE * self.checkpoint.side_step
+        small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
+        try:
+            self.checkpoint.check_shape(small)
+        except DitLoraError:
+            return shape
+        return small
+
+    def output(
+        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The transformer's output in one training forward of made-up inputs, as it returns it."""
+        device = next(model.parameters()).device
+        batch = {name: _drawn(name, one, seed, dtype).to(device) for name, one in inputs.items()}
+        kept: list[Any] = []
+        handle = model.register_forward_hook(lambda _module, _args, output: kept.append(output))
+        try:
+            self.checkpoint.losses(model, batch, Streams(seed, [seed]))
+        finally:
+            handle.remove()
+        output: torch.Tensor = kept[-1][0]
+        return output
+
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """A fresh transformer with the checkpoint's weights, on the CPU."""
+        return self.checkpoint.load_transformer(dtype).eval()
+
+    def without_values(self, dtype: torch.dtype) -> nn.Module:
+        """A fresh transformer on the meta device; its buffers are whole."""
+        with init_empty_weights(), from_configs():
+            model = self.checkpoint.load_transformer(dtype)
+        return as_constructed(model)
+
+    def put(self, model: nn.Module, file: Path) -> nn.Module:
+        """Load the adapter and what was trained beside it, as users of the stock pipeline do; the model with it.
+
+        Raises what Diffusers, PEFT and PyTorch raise of files that do not fit.
+        """
+        load_adapter(self._pipeline(model), file)
+        return model
+
+    def stored(self, file: Path) -> dict[str, torch.Tensor]:
+        """The adapter's tensors by the names that a loaded one has, as Diffusers reads the file."""
+        loader = lora_pipeline_class(self.checkpoint.pipeline_class)
+        found = loader.lora_state_dict(file.parent, weight_name=file.name)
+        state = found[0] if isinstance(found, tuple) else found
+        return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+
+    def weight_files(self) -> list[Path]:
+        return sorted((self.checkpoint.path / "transformer").glob("*.safetensors"))
+
+    def _pipeline(self, model: nn.Module) -> Any:
+        index = read_component_config(self.checkpoint.path)
+        others = [
+            name
+            for name, value in index.items()
+            if isinstance(value, list) and name not in ("transformer", "scheduler")
+        ]
+        given: dict[str, Any] = dict.fromkeys(others)
+        for name, value in index.items():
+            if isinstance(value, dict):  # names of classes: JSON's keys are text
+                given[name] = {int(row): label for row, label in value.items()}
+        return self.checkpoint.pipeline_class.from_pretrained(
+            self.checkpoint.path, transformer=model, **given
+        )
+
+
+def as_constructed(model: nn.Module) -> nn.Module:
+    """A model of `from_configs` that moves again, as any other does."""
+    model.__dict__.pop("to", None)
+    return model.eval()
+
+
+def sharing_weights(
+    fresh: nn.Module, live: nn.Module, dtype: torch.dtype, *, trained: bool
+) -> nn.Module:
+    """The fresh model without values, holding the very tensors of a trained one; a second copy of none.
+
+    Unless `trained`, what was trained of the base is zero, in `dtype`: it is to come from its file. Quantised layers
+    are taken as they are.
+    """
+    named = dict(live.named_parameters(remove_duplicate=False)) | dict(live.named_buffers())
+    for name, module in live.named_modules():
+        if isinstance(module, NarrowLinear):
+            fresh.set_submodule(name.removesuffix(".base_layer"), module)
+    wanted = {name.replace(".base_layer.", "."): tensor for name, tensor in named.items()}
+    state = {}
+    for name, own in fresh.state_dict(keep_vars=True).items():
+        tensor = wanted[name]
+        state[name] = tensor.detach()
+        if tensor.requires_grad and own.is_meta and not trained:
+            state[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+    fresh.load_state_dict(state, assign=True)
+    for name, buffer in list(fresh.named_buffers()):
+        if name not in state:
+            parent, _, own_name = name.rpartition(".")
+            fresh.get_submodule(parent)._buffers[own_name] = wanted.get(name, buffer)
+    return fresh.requires_grad_(False).eval()
+
+
+def tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
+    """The layers with an adapter."""
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
+    """Height and width, the last of every tensor's sizes, in the proportions of the pixels'."""
+    return {
+        name: (
+            torch.Size(
+                [
+                    *size[:-2],
+                    size[-2] * small.height // shape.height,
+                    size[-1] * small.width // shape.width,
+                ]
+            ),
+            dtype,
+        )
+        for name, (size, dtype) in spec.items()
+    }
+
+
+def _drawn(name: str, one: Mapping[str, Any], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """A batch of one: normal values that bf16 holds, so that they are the same in every dtype; of integers, ones."""
+    size = (1, *one["shape"])
+    if one["dtype"] != _COMPUTE:
+        return torch.ones(size, dtype=getattr(torch, one["dtype"]))
+    values = torch.randn(size, generator=generator(seed, "output", name))
+    return values.bfloat16().to(dtype)

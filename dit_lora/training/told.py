@@ -1,0 +1,66 @@
+"""What a run says of itself for those who look at its folder: status.json, and data.json on what it trains on."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dit_lora.errors import InterruptedRunError
+from dit_lora.files import write_whole
+from dit_lora.numerics.gate import NonFiniteError
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+_LISTED = 500  # rejected samples; counts are of all
+
+
+@contextmanager
+def status_noted(run: "Run", recipe_file: str) -> Iterator[None]:
+    """Within it status.json says `running`, then `finished`, `interrupted`, `stopped` by the guard, or `failed`.
+
+    It names the recipe's file without its folder. A killed process leaves `running`.
+    """
+    _note(run, recipe_file, "running")
+    state = "failed"
+    try:
+        yield
+        state = "finished"
+    except NonFiniteError:
+        state = "stopped"
+        raise
+    except (InterruptedRunError, KeyboardInterrupt, SystemExit):
+        state = "interrupted"
+        raise
+    finally:
+        _note(run, recipe_file, state)
+
+
+def _note(run: "Run", recipe_file: str, state: str) -> None:
+    if run.runtime.is_main:
+        with contextlib.suppress(OSError):  # no run should end by this
+            _write(run, "status.json", {"state": state, "recipe": Path(recipe_file).name})
+
+
+def write_data_record(run: "Run") -> None:
+    """Write data.json, on the main process: samples of an epoch, what was rejected and why, and the buckets."""
+    if not run.runtime.is_main:
+        return
+    rejected = dict(run.data.rejected)
+    report = getattr(run.data, "report", None)  # of diffusion models, where there are buckets
+    record: dict[str, Any] = {
+        "samples": len(run.data.clips.entries),
+        "rejected": dict(list(rejected.items())[:_LISTED]),
+        "rejected_count": len(rejected),
+        "buckets": None,
+    }
+    if report is not None:
+        record["buckets"] = report.as_dict()
+        record["buckets"]["dropped"] = record["buckets"]["dropped"][:_LISTED]
+    _write(run, "data.json", record)
+
+
+def _write(run: "Run", name: str, record: dict[str, Any]) -> None:
+    write_whole(run.runtime.dir / name, json.dumps(record, indent=2) + "\n")

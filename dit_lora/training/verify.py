@@ -1,0 +1,350 @@
+"""`dit-lora verify`: what was saved, loaded back by its own library, is whole, finite, effective and as trained.
+
+Five checks: `keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says what each compares. A run verifies
+its result when it ends, with the frozen weights that it already holds.
+"""
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import peft
+import torch
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors import SafetensorError
+from torch import nn
+
+from dit_lora.adapters.quantize import quantize_base
+from dit_lora.adapters.store import BASE_FILE
+from dit_lora.adapters.update import (
+    LoadedLayer,
+    ModuleUpdate,
+    loaded_layers,
+    module_updates,
+    weight_norms,
+)
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.files import write_whole
+from dit_lora.numerics.precision import choose_precision
+from dit_lora.numerics.shards import is_sharded
+from dit_lora.training.output_record import NOT_RECORDED, Stock, compare_output, note_output
+from dit_lora.training.runtime import agree, quiet_libraries
+from dit_lora.training.stock import sharing_weights
+from dit_lora.training.tensor_file import header_of, tensors_of
+from dit_lora.training.verify_checks import Check, effect, finite, keys, scale
+from dit_lora.training.verify_pipeline import pipeline_checks
+from dit_lora.training.verify_target import find_target
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+VERIFICATION_FILE = "verification.json"
+# What Diffusers, Transformers, PEFT and PyTorch raise of a file that does not fit the model.
+_REFUSALS = (
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OSError,
+    SafetensorError,
+    DitLoraError,
+)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the checks of one result found."""
+
+    adapter: str
+    base_model: str
+    checks: Mapping[str, Check]
+    modules: Sequence[ModuleUpdate] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks.values())
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is wrong, a check each."""
+        return [f"{name}: {self.checks[name].words}" for name in self._failed()]
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "adapter": self.adapter,
+            "base_model": self.base_model,
+            "passed": self.passed,
+            "checks": {name: check.record() for name, check in self.checks.items()},
+            "modules": [one.record() for one in self.modules],
+        }
+
+    def lines(self) -> list[str]:
+        """A line a check, and what to think of all of them."""
+        lines = [f"{self.adapter} on {self.base_model}"]
+        for name, check in self.checks.items():
+            words = check.words.replace("\n", "\n" + " " * 15)
+            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {words}")
+        failed = f"failed: {', '.join(self._failed())}"
+        return [*lines, "every check passed" if self.passed else failed]
+
+    def line(self) -> str:
+        """One line of a run's summary."""
+        if not self.passed:
+            return f"verified: failed: {', '.join(self._failed())}"
+        update = self.checks["effect"].words.partition("\n")[0]
+        output = self.checks["output"].words.partition(":")[0]
+        return f"verified: {update}; output {output}"
+
+    def _failed(self) -> list[str]:
+        return [name for name, one in self.checks.items() if not one.passed]
+
+
+def verify_adapter(target: Path, model: str | None = None) -> Verification:
+    """Check a run's result, an adapter's folder or file, or a whole pipeline's folder, on its base checkpoint.
+
+    `model` is the base, by default the run's own. Raises `DitLoraError` if there is nothing to check or no base,
+    and `CheckFailedError` if a file cannot be read at all.
+    """
+    quiet_libraries()
+    found = find_target(target, model)
+    stock = found.stock()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = choose_precision("auto", device).dtype
+    noted = found.made.get("output", {NOT_RECORDED: "the file says nothing of it"})
+    result = Result(found.file, found.made, found.base_name, stock, dtype, noted)
+    if found.kind == "pipeline":
+        expected = stock.without_values(dtype).state_dict()
+        checks = pipeline_checks(stock.weight_files(), expected, stock.name)
+        return _pipeline(result, checks, lambda: stock.load(dtype).to(device))
+    fresh = stock.load(dtype)
+    if found.made.get("quantize"):  # as it was trained on
+        quantize_base(fresh, found.made["quantize"], set(tensors_of(result.base_file)))
+    return _adapter(result, fresh.to(device))
+
+
+def verify_result(
+    run: "Run", path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> Verification:
+    """Check what a run has just written, and write verification.json; on the main process, not collective.
+
+    `weights` are what was trained, whole. The fresh stock model holds the run's own frozen tensors, so that no
+    weight is in memory twice. Where these are spread over ranks, or over devices, the output is left to
+    `dit-lora verify`, and `output` says so.
+    """
+    stock, dtype, live = (
+        run.task.stock(run.checkpoint),
+        run.runtime.precision.dtype,
+        run.transformer,
+    )
+    apart = _why_apart(live)
+    full = run.recipe.train.mode == "full"
+    fresh = stock.without_values(dtype)
+    if apart is None:
+        fresh = sharing_weights(fresh, live, dtype, trained=full)
+    later = f"{apart}; dit-lora verify {run.runtime.dir.name} does" if apart else None
+    result = Result(path, made, made["base_model"], stock, dtype, made["output"], later)
+    if full:
+        files = sorted((path / "transformer").glob("*.safetensors"))
+        checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
+        verification = _pipeline(result, checks, lambda: fresh)
+    else:
+        verification = _adapter(result, fresh)
+    text = json.dumps(verification.record(), indent=2) + "\n"
+    write_whole(run.runtime.dir / VERIFICATION_FILE, text)
+    return verification
+
+
+def noted_output(run: "Run") -> dict[str, Any]:
+    """What `output` compares, of the weights that the model has now; collective where a forward pass is.
+
+    Elsewhere the main process alone notes it, and others return nothing.
+    """
+    if not (run.runtime.is_main or run.engine.lockstep):
+        return {}
+    stock = run.task.stock(run.checkpoint)
+    try:
+        inputs = stock.inputs(run)
+        return note_output(stock, run.transformer, inputs, run.runtime.precision.dtype)
+    except torch.OutOfMemoryError:
+        return {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
+
+
+def require_verified(run: "Run") -> None:
+    """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
+    error, verification = None, run.verification
+    if verification is not None and not verification.passed:
+        error = CheckFailedError(
+            listed(
+                f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole",
+                verification.wrong,
+            )
+        )
+    agree(run.runtime.accelerator, error)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is checked, and what is known of it."""
+
+    file: Path
+    """The adapter's file (or its base weights'), or a pipeline's folder."""
+    made: Mapping[str, Any]
+    base_name: str
+    stock: Stock
+    dtype: torch.dtype
+    """What the fresh model computes in."""
+    noted: Mapping[str, Any]
+    """What `output` compares."""
+    later: str | None = None
+    """Why that is not done here, and what does it."""
+
+    @property
+    def base_file(self) -> Path:
+        return self.file.with_name(BASE_FILE)
+
+    @property
+    def name(self) -> str:
+        """Without the folders that it lies in."""
+        return self.file.name if self.file.is_dir() else f"{self.file.parent.name}/{self.file.name}"
+
+    def config(self) -> dict[str, Any] | None:
+        """PEFT's, as the adapter brings it; None where it does not."""
+        beside = self.file.with_name(peft.utils.CONFIG_NAME)
+        if beside.is_file():
+            return json.loads(beside.read_text(encoding="utf-8"))
+        text = header_of(self.file).get("lora_adapter_metadata")
+        stored = json.loads(text) if text else {}
+        own = {name.removeprefix("transformer."): value for name, value in stored.items()}
+        return own or None
+
+    def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
+        """`output`, of the model with the result in it."""
+        if self.later and NOT_RECORDED not in self.noted:
+            return Check(True, f"not compared: {self.later}")
+        made = self.made.get("base_model") or "the checkpoint that it was trained on"
+        try:
+            return compare_output(self.stock, model, self.noted, dtype, made)
+        except torch.OutOfMemoryError:
+            device = next(model.parameters()).device
+            return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
+
+
+def _pipeline(
+    result: Result, checks: Mapping[str, Check], load: Callable[[], nn.Module]
+) -> Verification:
+    output = Check(False, "not compared: the files do not hold what they should")
+    if all(check.passed for check in checks.values()):
+        fresh = load()
+        output = result.output(fresh, next(fresh.parameters()).dtype)
+    return Verification(result.name, result.base_name, {**checks, "output": output})
+
+
+def _adapter(result: Result, fresh: nn.Module) -> Verification:
+    """The checks of an adapter, and of base weights beside it, in a fresh model of its base."""
+    config, stored, base = result.config(), _stored(result), tensors_of(result.base_file)
+    expected = _expected(config, fresh)
+    layers: Mapping[str, LoadedLayer] = {}
+    updates: list[ModuleUpdate] = []
+    told = output = Check(False, "not known: the file is not loaded as it is")
+    held = _refusal(result, fresh)
+    if held is None:
+        held = keys(result.stock.name, stored, _loaded(fresh), expected, [*base])
+        layers = loaded_layers(fresh)
+    if layers or not stored:
+        norms = weight_norms(fresh, result.stock.weight_files())
+        updates = module_updates(stored, layers, norms)
+        told = effect(updates, [*base])
+    if held.passed:
+        output = result.output(fresh, result.dtype)
+    checks = {
+        "keys": held,
+        "finite": finite(stored, base),
+        "effect": told,
+        "scale": scale(config, layers, _ranks(stored), result.made),
+        "output": output,
+    }
+    return Verification(result.name, result.base_name, checks, updates)
+
+
+def _stored(result: Result) -> dict[str, torch.Tensor]:
+    header_of(result.file)  # of a file that cannot be read, in one line
+    return result.stock.stored(result.file)
+
+
+def _refusal(result: Result, fresh: nn.Module) -> Check | None:
+    """Load the result as users do; `keys` if its library refuses it. What that would log is said by the checks."""
+    try:
+        with _unheard():
+            result.stock.put(fresh, result.file)
+    except _REFUSALS as error:
+        trained_on = result.made.get("base_model")
+        known = f" (it was trained on {trained_on})" if trained_on else ""
+        first, *others = (str(error).strip() or type(error).__name__).splitlines()
+        words = f"{result.stock.name} refuses the file on this base{known}: {first.strip()}"
+        return Check(False, listed(words, [line.strip() for line in others]))
+    return None
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the model's adapter by the names of a file; none without one."""
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return {}
+    state = peft.get_peft_model_state_dict(
+        model, adapter_name=next(iter(adapters)), save_embedding_layers=False
+    )
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+
+def _expected(config: Mapping[str, Any] | None, fresh: nn.Module) -> list[str]:
+    """The layers that the config's targets match, by PEFT's own rule."""
+    if not config or not config.get("target_modules"):
+        return []
+    asked = peft.LoraConfig(target_modules=config["target_modules"])
+    return [
+        name
+        for name, module in fresh.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and check_target_module_exists(asked, name)
+    ]
+
+
+def _ranks(stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Of A and of B, by module."""
+    found = {}
+    for name, a in stored.items():
+        module, is_a, _ = name.partition(".lora_A.")
+        b = stored.get(f"{module}.lora_B.weight")
+        if is_a and b is not None:
+            found[module] = (a.shape[0], b.shape[1])
+    return found
+
+
+def _why_apart(live: nn.Module) -> str | None:
+    """Why a fresh model cannot compute with this one's weights."""
+    if is_sharded(live):
+        return "the run's weights are spread over ranks"
+    if len({parameter.device.type for parameter in live.parameters()}) > 1:
+        return "the run's weights are in several places (train.offload)"
+    return None

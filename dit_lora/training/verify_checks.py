@@ -1,0 +1,186 @@
+"""The checks of an adapter: each of what a file holds and what its own library made of it, in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_lora.adapters.update import STRONG, LoadedLayer, ModuleUpdate
+from dit_lora.errors import listed
+from dit_lora.numerics.finite import not_finite
+
+Tensors = Mapping[str, torch.Tensor]
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found."""
+
+    passed: bool
+    words: str
+
+    def record(self) -> dict[str, Any]:
+        return {"passed": self.passed, "words": self.words}
+
+
+def finite(tensors: Tensors, base: Tensors) -> Check:
+    """No NaN and no Inf in the adapter and in the base weights beside it."""
+    bad = not_finite([*tensors.items(), *base.items()])
+    if bad:
+        summary = "not finite; take an earlier checkpoint, or train again:"
+        return Check(False, listed(summary, bad))
+    return Check(True, f"all {len(tensors) + len(base)} tensors are finite")
+
+
+def keys(
+    loader: str, stored: Tensors, loaded: Tensors, expected: Sequence[str], base: Sequence[str]
+) -> Check:
+    """Every tensor of the file is in the loaded model, and none that belongs there is missing.
+
+    `expected` are the layers that the header's targets match, `base` the names of the base weights beside it.
+    """
+    wrong = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
+    wrong += [f"{name}: not in the file" for name in loaded if name not in stored]
+    held = {name.partition(".lora_")[0] for name in loaded}
+    if stored.keys() <= loaded.keys():  # else it is there under another name
+        wrong += [
+            f"{name}: the header's targets match it, and the file has nothing for it"
+            for name in expected
+            if name not in held
+        ]
+    wrong += [
+        f"{name}: {loader} did not take its values"
+        for name, tensor in stored.items()
+        if name in loaded and not _same(tensor, loaded[name])
+    ]
+    if wrong:
+        summary = f"{loader} does not load the file as it is; use the file as the run wrote it"
+        return Check(False, listed(summary, wrong))
+    beside = f", and {len(base)} base weights beside it" if base else ""
+    if not stored:
+        return Check(True, f"{loader} takes all {len(base)} base weights; there is no adapter")
+    return Check(
+        True, f"{loader} takes all {len(stored)} tensors of {len(held)} modules{beside}; none lacks"
+    )
+
+
+def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
+    """Equal, in the dtype of the loaded one; whatever has no values (meta) is."""
+    if loaded.is_meta:
+        return stored.shape == loaded.shape
+    there = stored.to(loaded.device, loaded.dtype)
+    if there.shape != loaded.shape:
+        return False
+    return torch.allclose(there, loaded, rtol=0, atol=0, equal_nan=True)
+
+
+def effect(updates: Sequence[ModuleUpdate], base: Sequence[str]) -> Check:
+    """At least one update is more than zero; which are zero, and which as large as their weight."""
+    if not updates:
+        return no_adapter(base)
+    dead = [one.name for one in updates if one.norm == 0]
+    if len(dead) == len(updates):
+        return Check(
+            False,
+            f"the adapter has no effect: the updates of all {len(updates)} modules are zero; no gradient reached "
+            "it, or it was saved before it trained",
+        )
+    words = f"{len(updates)} modules{_range(updates)}"
+    notes = []
+    if dead:
+        notes.append(listed("dead, their update is zero:", dead))
+    strong = [
+        f"{one.name}: {percent(one.relative)}"
+        for one in updates
+        if one.relative is not None and one.relative > STRONG
+    ]
+    if strong:
+        summary = (
+            "over-strong, their update is larger than the weight that it is added to; where samples break, lower the "
+            "learning rate or load the adapter at a lower weight:"
+        )
+        notes.append(listed(summary, strong))
+    return Check(True, "\n".join([words, *notes]))
+
+
+def _range(updates: Sequence[ModuleUpdate]) -> str:
+    known = [one.relative for one in updates if one.relative is not None]
+    if not known:
+        return "; the norms of their weights are not known here"
+    least, most = percent(min(known)), percent(max(known))
+    return f", update {least if least == most else f'{least[:-1]} to {most}'} of their weights"
+
+
+def percent(share: float) -> str:
+    """Two digits, or all that are before the point."""
+    value = 100 * share
+    return f"{value:.0f}%" if value >= 100 else f"{value:.2g}%"
+
+
+def no_adapter(base: Sequence[str]) -> Check:
+    return Check(True, f"no adapter: {len(base)} base weights were trained in full")
+
+
+def scale(
+    config: Mapping[str, Any] | None,
+    layers: Mapping[str, LoadedLayer],
+    ranks: Mapping[str, tuple[int, int]],
+    made: Mapping[str, Any],
+) -> Check:
+    """Rank and alpha in the header, in the tensors, in the loaded layers and in the provenance are the same.
+
+    `ranks` are those of A and of B in the file, by module.
+    """
+    if not ranks:
+        return Check(True, "no adapter, and so no rank and no alpha")
+    wrong = _in_the_file(config, ranks) + _as_trained(config, layers, made)
+    scales = sorted({layer.scaling for layer in layers.values()})
+    if wrong:
+        summary = "rank and alpha do not agree; restore the file that the run wrote"
+        return Check(False, listed(summary, wrong))
+    if not layers:
+        return Check(True, "the loaded layers' scale is not known: the file was not loaded")
+    every = ", ".join(f"{one:g}" for one in scales)
+    found = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
+    words = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in found[:3])
+    said = [name for name, there in (("header", config), ("provenance", made.get("rank"))) if there]
+    source = f"as {' and '.join(said)} say" if said else f"{NOT_RECORDED}, so that alpha is rank"
+    return Check(True, f"{words}, {source}: updates are scaled by {every}")
+
+
+def _in_the_file(
+    config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]
+) -> list[str]:
+    wrong = [f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b]
+    if config and not config.get("rank_pattern"):
+        said = config.get("r")
+        wrong += [
+            f"{name}: rank {a} in the file, {said} in its header"
+            for name, (a, _) in ranks.items()
+            if a != said
+        ]
+    return wrong
+
+
+def _as_trained(
+    config: Mapping[str, Any] | None, layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
+) -> list[str]:
+    rank, alpha = made.get("rank"), made.get("alpha")
+    if not rank or not alpha:
+        return []
+    wrong = []
+    for name, key, own in (("rank", "r", rank), ("alpha", "lora_alpha", alpha)):
+        if config and config.get(key) != own:
+            wrong.append(f"{name} {config.get(key)} in the header, and {own} was trained")
+    if not config:
+        wrong.append(
+            f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
+        )
+    off = {layer.scaling for layer in layers.values()} - {alpha / rank}
+    wrong += [
+        f"loaded layers scale their update by {one:g}, and {alpha / rank:g} was trained"
+        for one in sorted(off)
+    ]
+    return wrong

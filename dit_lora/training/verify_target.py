@@ -1,0 +1,155 @@
+"""What `dit-lora verify` is pointed at: which file, of which kind of model, on which base checkpoint."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dit_lora.adapters.chat_store import CHAT_ADAPTER_FILE, chat_adapter_file
+from dit_lora.adapters.store import (
+    ADAPTER_FILE,
+    BASE_FILE,
+    PROVENANCE_FILE,
+    PROVENANCE_KEY,
+)
+from dit_lora.config import ModelConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
+from dit_lora.families.base import local_checkpoint, read_component_config
+from dit_lora.families.chat_base import Viewing
+from dit_lora.recipe import load_recipe
+from dit_lora.training.chat.answering import find_origin
+from dit_lora.training.chat.stock import ChatStock
+from dit_lora.training.output_record import Stock
+from dit_lora.training.stock import DiffusionStock
+from dit_lora.training.tensor_file import header_of
+
+Kind = Literal["diffusion", "chat", "pipeline"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to verify, found."""
+
+    kind: Kind
+    file: Path
+    """The adapter's file (or its base weights', if there is no adapter); of a pipeline its folder."""
+    model: ModelConfig
+    """The base; of a pipeline itself."""
+    made: Mapping[str, Any]
+    """What the run wrote of its making; empty of what is not ours."""
+
+    @property
+    def base_name(self) -> str:
+        """Without folders, as it may be published."""
+        path = Path(self.model.path).expanduser()
+        return path.resolve().name if path.is_dir() else self.model.path
+
+    def stock(self) -> Stock:
+        """Opens the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""
+        checkpoint: Any = get_family(self.model.family).open(self.model)
+        if self.model.family in CHAT_FAMILIES:
+            viewing = self.made.get("viewing")
+            return ChatStock(checkpoint.viewing(Viewing(**viewing)) if viewing else checkpoint)
+        if self.kind == "diffusion" and self.made.get("index"):
+            checkpoint = checkpoint.as_trained(self.made["index"])  # it may add classes
+        return DiffusionStock(checkpoint)
+
+
+def find_target(target: Path, model: str | None) -> Target:
+    """A run's folder, an adapter's folder or file, or a whole pipeline's folder; `model` is another base.
+
+    Raises `DitLoraError` if it is none of them, or if nothing says where its base is, and `CheckFailedError` if
+    the file cannot be read.
+    """
+    if not target.exists():
+        raise DitLoraError(
+            f"{target} does not exist; give a run's folder, or an adapter's folder or file"
+        )
+    whole = next(
+        (p for p in (target, target / "model") if (p / "model_index.json").is_file()), None
+    )
+    if whole is not None:
+        return _pipeline(whole, model)
+    chat = _chat_folder(target)
+    if chat is not None:
+        return _chat(chat, model)
+    file = _diffusion_file(target)
+    made = _made(file)
+    return Target("diffusion", file, _base(file, made, model), made)
+
+
+def _pipeline(folder: Path, model: str | None) -> Target:
+    if model:
+        raise DitLoraError(f"--model does not apply: {folder} is a whole model, not an adapter")
+    for weights in sorted((folder / "transformer").glob("*.safetensors")):
+        header_of(weights)
+    file = folder / PROVENANCE_FILE
+    made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = ModelConfig(family=made.get("family") or _family_of(str(folder)), path=str(folder))
+    return Target("pipeline", folder, found, made)
+
+
+def _chat_folder(target: Path) -> Path | None:
+    if target.is_file():
+        is_adapter = target.name in (CHAT_ADAPTER_FILE, BASE_FILE)
+        return _chat_folder(target.parent) if is_adapter else None
+    for folder in (target, target / "adapter"):
+        alone = (folder / BASE_FILE).is_file() and not (folder / ADAPTER_FILE).is_file()
+        if (folder / "adapter_config.json").is_file() or alone:
+            return folder
+    return None
+
+
+def _chat(folder: Path, model: str | None) -> Target:
+    file = chat_adapter_file(folder)
+    made = _made(file)
+    return Target("chat", file, find_origin(folder, model).model, made)
+
+
+def _diffusion_file(target: Path) -> Path:
+    candidates = [target, target / ADAPTER_FILE, target / "adapter" / ADAPTER_FILE]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise DitLoraError(
+            f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
+        )
+    return found
+
+
+def _made(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(header_of(file).get(PROVENANCE_KEY, "{}"))
+    except ValueError:
+        return {}
+
+
+def _base(file: Path, made: Mapping[str, Any], model: str | None) -> ModelConfig:
+    """`model`, the base of the run that the adapter lies in, or the Hub id that it names."""
+    if model:
+        return ModelConfig(family=made.get("family") or _family_of(model), path=model)
+    run = file.parent.parent / "config.yaml"
+    if file.parent.name == "adapter" and run.is_file():
+        return load_recipe(run).model
+    path = made.get("base_model", "")
+    if "/" not in path:
+        known = f" (trained on {path})" if path else ""
+        raise DitLoraError(f"{file} does not say where its base model{known} is; give --model")
+    return ModelConfig(
+        family=made.get("family") or _family_of(path), path=path, revision=made.get("revision")
+    )
+
+
+def _family_of(path: str) -> str:
+    """The family whose pipeline a checkpoint names."""
+    known = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
+    folder = local_checkpoint(ModelConfig(family=next(iter(known)), path=path))
+    pipeline = read_component_config(folder).get("_class_name")
+    for name, pipelines in known.items():
+        if pipeline in pipelines:
+            return name
+    raise DitLoraError(
+        f"{path} is a {pipeline} checkpoint; verify knows those of "
+        f"{', '.join(sorted({one for names in known.values() for one in names}))}"
+    )

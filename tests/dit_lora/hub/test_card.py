@@ -1,0 +1,231 @@
+"""The model card: metadata that the Hub takes, of what is known, and captions that are no markup."""
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from card_rules import card_problems, metadata
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+
+from dit_lora.hub.bundle import Bundle, Shown, collect
+from dit_lora.hub.card import plain, write_card
+from dit_lora.hub.licenses import license_of
+from dit_lora.recipe import load_recipe
+from dit_lora.training.facts import common_prefix
+
+REPO = "me/kitten-lora"
+ODD = (
+    'a "red" disc\'s path: 50% | done',
+    "# not a title\n---\nlicense: mit\n",
+    "**bold** `code` <script>alert(1)</script> [a](http://b) ![c](d) ~~e~~ $f$ _g_ &amp; \\",
+    "``` \n```python\nimport os\n```",
+    "un chat \N{CAT FACE} \N{ZERO WIDTH JOINER} 猫 \u2028 next \x85 {{ jinja }} {% raw %}",
+    "- item",
+)
+
+
+@pytest.fixture
+def bundle(trained: Path) -> Bundle:
+    return collect(trained)
+
+
+def changed(
+    bundle: Bundle,
+    made: Mapping[str, Any] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> Bundle:
+    facts = dict(bundle.facts)
+    facts["pipeline"] = {**facts["pipeline"], **(pipeline or {})}
+    facts["data"] = {**facts["data"], **(data or {})}
+    return replace(bundle, made={**bundle.made, **(made or {})}, facts=facts)
+
+
+def test_a_known_base_is_named_with_its_licence(bundle: Bundle) -> None:
+    card = write_card(changed(bundle, {"base_model": "THUDM/CogVideoX-5b"}), REPO)
+    assert card_problems(card) == []
+    told = metadata(card)
+    assert (told["base_model"], told["base_model_relation"]) == ("THUDM/CogVideoX-5b", "adapter")
+    assert (told["library_name"], told["pipeline_tag"]) == ("diffusers", "text-to-video")
+    assert (told["license"], told["license_name"]) == ("other", "cogvideox-license")
+    assert told["license_link"].endswith("/THUDM/CogVideoX-5b/blob/main/LICENSE")
+    assert {"dit-lora", "cogvideox", "lora"} <= set(told["tags"])
+    assert 'from_pretrained("THUDM/CogVideoX-5b", dtype=torch.float32)' in card
+    assert ModelCard(card).data.base_model == "THUDM/CogVideoX-5b"
+
+
+@pytest.mark.parametrize(
+    ("base", "license", "name"),
+    [
+        ("THUDM/CogVideoX-2b", "apache-2.0", None),
+        ("zai-org/CogVideoX1.5-5B-I2V", "other", "cogvideox-license"),
+        ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", "other", "nscl-v2-custom"),
+        ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "other", "nscl-v2-custom"),
+        (
+            "Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
+            "other",
+            "nvidia-open-model-license",
+        ),
+        ("facebook/DiT-XL-2-256", "cc-by-nc-4.0", None),
+        ("llava-hf/LLaVA-NeXT-Video-7B-hf", "llama2", None),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "other", "qwen-research"),
+        ("somebody/CogVideoX-5b", None, None),
+        (None, None, None),
+    ],
+)
+def test_licences_are_the_bases_own(
+    base: str | None, license: str | None, name: str | None
+) -> None:
+    found = license_of(base)
+    assert (found.id if found else None, found.name if found else None) == (license, name)
+    if found and found.id == "other":
+        assert found.link is not None
+
+
+def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(bundle: Bundle) -> None:
+    card = write_card(changed(bundle, {"base_model": "somebody/theirs"}), REPO)
+    assert "license" not in metadata(card)
+    assert "Not stated: see the licence of the base model" in card
+    card = write_card(bundle, REPO)  # trained on a folder
+    told = metadata(card)
+    assert not {"base_model", "base_model_relation", "license"} & set(told)
+    assert "was a folder of its trainer's" in card
+    assert 'from_pretrained("path/to/base"' in card
+
+
+def test_the_gallery_shows_before_and_after(bundle: Bundle) -> None:
+    card = write_card(bundle, REPO)
+    assert metadata(card)["widget"] == [
+        {"text": "a blue disc moves", "output": {"url": "samples/after_00.mp4"}},
+        {"text": "before training: a blue disc moves", "output": {"url": "samples/before_00.mp4"}},
+    ]
+    assert "<Gallery />" in card
+    assert "| [before](samples/before_00.mp4) | [after](samples/after_00.mp4) |" in card
+
+
+@pytest.mark.parametrize("caption", ODD)
+def test_odd_captions_are_shown_as_they_are_and_are_no_markup(bundle: Bundle, caption: str) -> None:
+    shown = (Shown(caption, "samples/before_00.png", "samples/after_00.png"),)
+    odd = replace(changed(bundle, data={"caption_prefix": caption}), shown=shown)
+    card = write_card(odd, REPO)
+    assert card_problems(card) == []
+    told = metadata(card)
+    assert told["widget"][0]["text"] == caption
+    assert told["instance_prompt"] == caption
+    assert ModelCard(card).data.widget[0]["text"] == caption
+    (code,) = re.findall(r"```python\n(.*?)\n```", card, flags=re.DOTALL)
+    calls = [one for one in ast.walk(ast.parse(code)) if isinstance(one, ast.keyword)]
+    assert [one.value.value for one in calls if one.arg == "prompt"] == [caption]  # type: ignore[attr-defined]
+    body = card.split("\n---\n", 1)[1].split("## Use")[0]
+    html = MarkdownIt("gfm-like", {"linkify": False}).render(body)
+    words = " ".join(caption.split())
+    assert f"<td>{escaped(words)}</td>" in html
+    assert "<script>" not in html
+    assert "Training data" in MarkdownIt().render(card)  # no fence is left open
+
+
+def escaped(text: str) -> str:
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(character, entity)
+    return text
+
+
+def test_what_has_no_task_on_the_hub_gets_none(bundle: Bundle) -> None:
+    by_class = changed(bundle, pipeline={"condition": "class_labels", "label": [3]})
+    card = write_card(by_class, REPO)
+    assert card_problems(card) == []
+    told = metadata(card)
+    assert not {"pipeline_tag", "model-index"} & set(told)
+    assert "class-conditional" in told["tags"]
+    assert "class_labels=[3]," in card
+
+
+def test_the_held_out_loss_is_a_result_with_what_it_was_measured_on(bundle: Bundle) -> None:
+    (model,) = metadata(write_card(bundle, REPO))["model-index"]
+    (result,) = model["results"]
+    assert model["name"] == "kitten-lora"
+    assert result["task"] == {"type": "text-to-video"}
+    assert "noise that training never draws" in result["dataset"]["name"]
+    (metric,) = result["metrics"]
+    assert metric["value"] == pytest.approx(bundle.run.held_out[2], abs=1e-6)
+
+
+def test_data_and_events_are_told_by_counts(bundle: Bundle) -> None:
+    event = {
+        "step": 1,
+        "kind": "non_finite_loss",
+        "sample_ids": ["alice_01.mp4"],
+        "verdict": {"cause": "data", "words": "alice_01.mp4 is bad"},
+        "action": "quarantine",
+    }
+    run = replace(bundle.run, events=[event, event], quarantine=[{"sample_id": "alice_01.mp4"}])
+    card = write_card(replace(bundle, run=run), REPO)
+    assert "alice" not in card
+    assert "- guard: non finite loss, cause data: 2 times; action: quarantine" in card
+    assert "- 1 of the samples left out by the guard" in card
+    assert "- guard: no step tripped" in write_card(bundle, REPO)
+    assert "- 5 clips" in card
+    assert "- seconds of a clip: 1.12; 5.6 in all" in card
+    assert "- frames x height x width, with their samples: 9x32x48 (5)" in card
+    assert "- words of a caption: 11; 5 captions are distinct" in card
+    assert "| rank, alpha, dropout | 4, 8, 0 |" in card
+    assert "| scale | passed |" in card
+
+
+def test_the_published_recipe_is_the_runs_own(bundle: Bundle, tmp_path: Path) -> None:
+    """Chat's and sources' places too are placeholders, and the words of the recipe stay."""
+    from dit_lora.hub.cleaning import clean_config
+
+    config = {**bundle.run.config, "hub": {"push": True, "repo_id": "me/x", "private": True}}
+    config["data"] = {
+        **config["data"],
+        "path": None,
+        "cache": "alice/cache",
+        "sources": [
+            {"path": "/home/alice/a"},
+            {"path": "acme/clips", "caption": "/imagine/art a cat"},
+        ],
+    }
+    config["validation"] = {
+        **config["validation"],
+        "prompts": ["/imagine/art a cat", "b"],
+        "images": ["/home/alice/1.png", "alice/2.jpg"],
+    }
+    config["guard"] = {**config["guard"], "quarantine": "~/alice/quarantine.jsonl"}
+    config["train"] = {**config["train"], "resume": "/home/alice/run/checkpoints/step_000001"}
+    text = clean_config(config, "acme/base", ["acme/clips"])
+    assert "alice" not in text
+    (tmp_path / "config.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "config.yaml")
+    assert [source.path for source in recipe.data.sources] == ["path/to/data_1", "acme/clips"]
+    assert recipe.data.sources[1].caption == "/imagine/art a cat"
+    assert recipe.validation.prompts == ("/imagine/art a cat", "b")
+    assert recipe.validation.images == ("path/to/images_00.png", "path/to/images_01.jpg")
+    assert (recipe.train.resume, recipe.hub.push, recipe.data.cache) == ("none", False, None)
+
+
+@pytest.mark.parametrize(
+    ("captions", "prefix"),
+    [
+        (["sks dog runs", "sks dog sleeps"], "sks dog"),
+        (["a video of TOK in snow", "a video of TOK at sea"], "a video of TOK"),
+        (["a red disc", "a green disc"], None),
+        (["a video of a cat", "a video of a dog"], None),
+        (["a cat", "a cat"], "a cat"),
+        (["BW_STYLE A cat", "BW_STYLE A dog"], "BW_STYLE"),
+        (["one caption"], None),
+        ([], None),
+        (["", "x"], None),
+    ],
+)
+def test_a_trigger_is_what_all_captions_begin_with(captions: list[str], prefix: str | None) -> None:
+    assert common_prefix(captions) == prefix
+
+
+def test_plain_text_is_on_one_line_and_has_no_token() -> None:
+    assert plain("a\n|b hf_abcdefghijkl") == r"a \|b \[token\]"

@@ -1,0 +1,301 @@
+"""What pages have before their first block runs, what stands in for the Hub and for a GPU, and what is not run."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launching import ROOT, started
+from PIL import Image
+from runs import poison
+
+from dit_lora.data.chat import mvbench
+from dit_lora.data.chat.shapes import write_conversations
+from dit_lora.data.shapes import write_shapes
+from dit_lora.recipe import dump_recipe, load_recipe
+
+PAGES = sorted(
+    [
+        *(ROOT / "docs").rglob("*.md"),
+        *(path for path in ROOT.glob("*.md")),
+        *(
+            ROOT / folder / "README.md"
+            for folder in ("recipes", "accelerate_configs", "benchmarks")
+        ),
+        *(ROOT / "kernels").rglob("README.md"),
+    ]
+)
+
+# A GPU, the Hub's checkpoints, and the recipes of their shapes: what a test has in their place.
+HUB = {
+    "THUDM/CogVideoX-2b": "cogvideox-2b",
+    "THUDM/CogVideoX-5b": "cogvideox-5b",
+    "THUDM/CogVideoX-5b-I2V": "cogvideox-5b-i2v",
+    "THUDM/CogVideoX1.5-5B": "cogvideox-1.5",
+    "THUDM/CogVideoX1.5-5B-I2V": "cogvideox-1.5-i2v",
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": "sana-600m",
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "sana-600m",
+    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers": "sana-1.5",
+    "Efficient-Large-Model/SANA-Video_2B_480p_diffusers": "sana-video",
+    "facebook/DiT-XL-2-256": "dit-tiny",
+    "maxin-cn/Latte-1": "latte",
+    "videochat2-mistral-stage2": "videochat2-mistral",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl",
+    "HuggingFaceTB/SmolVLM2-2.2B-Instruct": "smolvlm2",
+    "llava-hf/LLaVA-NeXT-Video-7B-hf": "llava-next-video",
+}
+SMALL: dict[str, Sequence[str]] = {
+    "diffusion": (
+        "data.frames=9",
+        "data.height=32",
+        "data.width=48",
+        "data.workers=0",
+        "lora.rank=4",
+        "train.steps=4",
+        "validation.inference_steps=2",
+        "validation.held_out_draws=1",
+    ),
+    "chat": (
+        "data.frames=4",
+        "data.height=32",
+        "data.width=32",
+        "data.workers=0",
+        "lora.rank=4",
+        "train.steps=4",
+    ),
+}
+# Verbs that take a minute where nothing is said: what is said then.
+CHEAP = {
+    "chat": ("--max-tokens", "8"),
+    "faults": ("--only", "NaN in a cached latent_mean"),
+    "sample": ("--inference-steps", "2"),
+}
+PYTHON = {'"cuda"': '"cpu"'}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What tests make once: tiny checkpoints by variant, a folder of clips."""
+
+    tiny: dict[str, Path]
+    clips: Path
+    runs: Path
+    """Where `trained` keeps the runs that several pages need."""
+
+    def trained(self, smoke: str, *overrides: str) -> Path:
+        """The folder of a run of a smoke recipe, which is trained at the first call."""
+        run = self.runs / smoke
+        if not run.exists():
+            recipe = ROOT / "recipes" / "smoke" / f"{smoke}.yaml"
+            done = started([recipe, *overrides, f"run.dir={run}"]).wait()
+            assert done.returncode == 0, done.stderr
+        return run
+
+
+_CHECKOUT = ("recipes", "accelerate_configs", "benchmarks", "tests", "constraints.txt")
+Prepare = Callable[[Path, Shared], dict[str, Any]]
+
+
+def prepare(page: Path, folder: Path, shared: Shared) -> dict[str, Any]:
+    """The page's folder, and the names that its python blocks have from the start."""
+    for path in ROOT.iterdir():
+        if path.name in _CHECKOUT:
+            (folder / path.name).symlink_to(path)
+    names = _PREPARED.get(str(page.relative_to(ROOT)), _clips)(folder, shared)
+    return {"__name__": "__main__", **names}
+
+
+_QUICK = (
+    "data.height=32",
+    "data.width=48",
+    "train.steps=2",
+    "validation.prompts=[]",
+    "validation.held_out_draws=0",
+)
+
+
+def _clips(folder: Path, shared: Shared) -> dict[str, Any]:
+    (folder / "clips").symlink_to(shared.clips)
+    base = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
+    values = load_recipe(base, [f"model.path={shared.tiny['cogvideox-2b']}", *_QUICK])
+    for name in ("recipe.yaml", "RECIPE.yaml"):
+        (folder / name).write_text(dump_recipe(values))
+    return {}
+
+
+def _tiny_cogvideox(folder: Path, shared: Shared) -> None:
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "cogvideox-2b").symlink_to(shared.tiny["cogvideox-2b"])
+
+
+def _kernels(_folder: Path, shared: Shared) -> dict[str, Any]:
+    from diffusers import CogVideoXPipeline
+    from peft import LoraConfig
+
+    pipe = CogVideoXPipeline.from_pretrained(shared.tiny["cogvideox-5b"])
+    pipe.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"]))
+    return {"pipe": pipe}
+
+
+def _numerics(folder: Path, shared: Shared) -> dict[str, Any]:
+    """A cache of which one clip's latent has a NaN; a loop of the reader's own, and a Trainer."""
+    _tiny_cogvideox(folder, shared)
+    write_shapes(folder / "clips", clips=6, frames=17, height=64, width=96, fps=8)
+    smoke = folder / "recipes" / "smoke" / "cogvideox.yaml"
+    small = [f"{key}={folder / value}" for key, value in _SMOKE_PATHS.items()]
+    done = started([smoke, *small, "train.steps=1", "validation.prompts=[]"]).wait()
+    assert done.returncode == 0, done.stderr
+    poison(folder / "runs" / "cache", "03_red_square.mp4")
+    return _loop(folder)
+
+
+_SMOKE_PATHS = {"model.path": "tiny/cogvideox-2b", "data.path": "clips", "run.dir": "runs/smoke"}
+
+
+def _loop(folder: Path) -> dict[str, Any]:
+    import torch
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ConstantLR(plain)
+    data = [{"names": f"clip_{row}.mp4", "x": torch.randn(3)} for row in range(4)]
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    model, optimizer, lr_scheduler = accelerator.prepare(model, plain, schedule)
+    trainer = Trainer(torch.nn.Linear(3, 2), TrainingArguments(str(folder / "trainer")))
+    return {
+        "accelerator": accelerator,
+        "model": model,
+        "transformer": model,
+        "optimizer": optimizer,
+        "lr_scheduler": lr_scheduler,
+        "loader": loader,
+        "generator": torch.Generator(),
+        "trainer": trainer,
+    }
+
+
+def your_own(page: Path, folder: Path, shared: Shared) -> None:
+    """What a reader brings into a folder that the page has made meanwhile."""
+    for name, source in _YOUR_OWN.get(str(page.relative_to(ROOT)), {}).items():
+        path = folder / name
+        if path.parent.is_dir() and not path.exists():
+            path.symlink_to(shared.clips if source == "clips" else folder / source)
+
+
+_YOUR_OWN = {
+    "README.md": {"my-run/clips": "clips"},
+    "docs/first_lora.md": {"kitten/clips": "clips"},
+    "docs/video_chat.md": {"runs/my-chat": "runs/smoke-videochat2"},
+}
+
+
+def _index(folder: Path, _shared: Shared) -> dict[str, Any]:
+    return _loop(folder)
+
+
+def _video_chat(folder: Path, shared: Shared) -> dict[str, Any]:
+    """The media that the page's conversations name, and questions with options."""
+    write_conversations(folder / "given", clips=2, images=1, frames=80, height=48, width=64, fps=8)
+    clips = sorted((folder / "given" / "clips").iterdir())
+    image = next((folder / "given" / "images").iterdir())
+    for root in (folder, folder / "videos"):
+        (root / "clips").mkdir(parents=True, exist_ok=True)
+        for name, path in (("clips/a.mp4", clips[0]), ("c.mp4", clips[1]), ("a.mp4", clips[0])):
+            shutil.copy(path, root / name)
+        with Image.open(image) as picture:
+            picture.convert("RGB").save(root / "b.jpg")
+    options = {"question": "What shape is it?", "candidates": ["disc", "square"], "answer": "disc"}
+    asked = [{"video": "a.mp4", **options}, {"image": "b.jpg", **options}]
+    (folder / "questions.json").write_text(json.dumps(asked))
+    _mvbench(folder / "MVBench", clips[0], options)
+    base = ROOT / "recipes" / "smoke" / "videochat2.yaml"
+    small = [f"model.path={shared.tiny['videochat2-mistral']}", "validation.prompts=[]"]
+    recipe = load_recipe(base, [*small, "validation.media=[]", "train.steps=2"])
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+    return {}
+
+
+def _mvbench(folder: Path, clip: Path, question: dict[str, Any]) -> None:
+    """One question of one task, in MVBench's layout."""
+    videos = folder / "video" / mvbench.TASKS["Moving Count"].folder
+    for path in (folder / "json", videos):
+        path.mkdir(parents=True)
+    shutil.copy(clip, videos / "a.mp4")
+    (folder / "json" / "moving_count.json").write_text(json.dumps([{"video": "a.mp4", **question}]))
+
+
+def _readme(folder: Path, shared: Shared) -> dict[str, Any]:
+    import peft
+
+    _clips(folder, shared)
+    return {**_loop(folder), "peft": peft}
+
+
+_PREPARED: dict[str, Prepare] = {
+    "README.md": _readme,
+    "docs/index.md": _index,
+    "docs/kernels.md": _kernels,
+    "docs/numerics.md": _numerics,
+    "docs/video_chat.md": _video_chat,
+}
+
+# Blocks that are not run, or text that is not compared, by page, with the reasons as the pages give them.
+NOT_RUN: dict[str, list[str]] = {
+    "CONTRIBUTING.md": ["the whole suite"],
+    "README.md": ["both make or change an environment"],
+    "docs/checkpoints.md": ["needs Slurm and eight GPUs"],
+    "docs/first_lora.md": [
+        "it would install over what is tested",
+        "it needs an account on the Hub",
+    ],
+    "docs/hub.md": [
+        "it needs an account on the Hub",
+        "it needs the Hub",
+        "it needs the Hub",
+        "it needs the Hub",
+        "it serves until it is stopped",
+    ],
+    "docs/migrate_cogvideo.md": ["CogVideoX1.5-5B needs a GPU", "an adapter of theirs"],
+    "docs/migrate_diffusers.md": [
+        "a line of your own script",
+        "two thousand steps of CogVideoX-2B need a GPU",
+        "an adapter of theirs",
+        "an adapter of theirs",
+    ],
+    "docs/migrate_finetrainers.md": [
+        "a thousand steps of CogVideoX-5B need a GPU",
+        "an adapter of theirs",
+        "an adapter of theirs",
+    ],
+    "docs/numerics.md": ["takes minutes"],
+    "docs/reports.md": ["it serves until Ctrl-C"],
+    "docs/scaling.md": [
+        "needs eight GPUs, two machines, Slurm",
+        "needs several GPUs",
+        "installs, and needs several GPUs",
+        "needs eight GPUs",
+    ],
+    "docs/video_chat.md": ["needs the released files"],
+    "kernels/bench/README.md": ["needs a GPU"],
+}
+EXAMPLES: dict[str, list[str]] = {
+    "README.md": ["a run with a damaged clip", "a drawing"],
+    "docs/checkpoints.md": ["a checkpoint of four processes, continued by two"],
+    "docs/data.md": ["the files of a cache"],
+    "docs/design.md": ["a drawing", "a drawing"],
+    "docs/first_lora.md": [
+        "of the published configs, which tests do not have; the text encoder's was not counted",
+        "a run with a damaged clip",
+    ],
+    "docs/hub.md": ["of a session with a Hub that breaks", "of the same session"],
+    "docs/index.md": ["made with its output in numerics.md"],
+    "docs/kernels.md": ["CogVideoX-5B on a GPU"],
+    "docs/numerics.md": ["a checkpoint made so"],
+    "docs/scaling.md": ["a run on a slow disk", "the same"],
+    "docs/video_chat.md": ["a stage-3 file, tiny"],
+}

@@ -1,0 +1,206 @@
+"""The pages for users of other trainers: every flag of theirs has a row, and every key of ours is one."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from diffusers import CogVideoXPipeline
+from launching import ROOT
+from peft import LoraConfig, get_peft_model_state_dict
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from dit_lora.cli import app
+from dit_lora.config import Recipe
+
+DOCS = ROOT / "docs"
+
+# As their parsers name them; read on 2026-11-22.
+# huggingface/diffusers 02303d1c, examples/cogvideo/train_cogvideox_lora.py
+TEXT_TO_VIDEO = """
+    pretrained_model_name_or_path revision variant cache_dir dataset_name dataset_config_name instance_data_root
+    video_column caption_column id_token dataloader_num_workers validation_prompt validation_prompt_separator
+    num_validation_videos validation_epochs guidance_scale use_dynamic_cfg seed rank lora_alpha mixed_precision
+    output_dir height width video_reshape_mode fps max_num_frames skip_frames_start skip_frames_end random_flip
+    train_batch_size num_train_epochs max_train_steps checkpointing_steps checkpoints_total_limit
+    resume_from_checkpoint gradient_accumulation_steps gradient_checkpointing learning_rate scale_lr lr_scheduler
+    lr_warmup_steps lr_num_cycles lr_power enable_slicing enable_tiling optimizer use_8bit_adam adam_beta1
+    adam_beta2 prodigy_beta3 prodigy_decouple adam_weight_decay adam_epsilon max_grad_norm
+    prodigy_use_bias_correction prodigy_safeguard_warmup tracker_name push_to_hub hub_token hub_model_id
+    logging_dir allow_tf32 report_to"""
+# huggingface/diffusers 05c81856, examples/cogvideo/train_cogvideox_image_to_video_lora.py: what is there besides
+IMAGE_TO_VIDEO = "validation_images noised_image_dropout nccl_timeout"
+# huggingface/diffusers 071190da, examples/dreambooth/train_dreambooth_lora_sana.py
+SANA = """
+    pretrained_model_name_or_path revision variant dataset_name dataset_config_name instance_data_dir cache_dir
+    image_column caption_column repeats class_data_dir instance_prompt class_prompt max_sequence_length
+    complex_human_instruction validation_prompt num_validation_images validation_epochs rank lora_alpha
+    lora_dropout with_prior_preservation prior_loss_weight num_class_images output_dir seed resolution center_crop
+    random_flip train_batch_size sample_batch_size num_train_epochs max_train_steps checkpointing_steps
+    checkpoints_total_limit resume_from_checkpoint gradient_accumulation_steps gradient_checkpointing
+    learning_rate scale_lr lr_scheduler lr_warmup_steps lr_num_cycles lr_power dataloader_num_workers
+    weighting_scheme logit_mean logit_std mode_scale optimizer use_8bit_adam adam_beta1 adam_beta2 prodigy_beta3
+    prodigy_decouple adam_weight_decay adam_weight_decay_text_encoder lora_layers adam_epsilon
+    prodigy_use_bias_correction prodigy_safeguard_warmup max_grad_norm push_to_hub hub_token hub_model_id
+    logging_dir allow_tf32 cache_latents report_to mixed_precision upcast_before_saving offload local_rank
+    enable_vae_tiling enable_npu_flash_attention"""
+# zai-org/CogVideo 193b1f4d, finetune/schemas/args.py
+COGVIDEO = """
+    model_path model_name model_type training_type output_dir data_root caption_column video_column
+    train_resolution report_to seed train_epochs train_steps gradient_accumulation_steps batch_size learning_rate
+    optimizer beta1 beta2 beta3 epsilon weight_decay max_grad_norm lr_scheduler lr_warmup_steps lr_num_cycles
+    lr_power num_workers pin_memory image_column mixed_precision gradient_checkpointing enable_slicing
+    enable_tiling nccl_timeout rank lora_alpha target_modules checkpointing_steps checkpointing_limit
+    resume_from_checkpoint do_validation validation_steps teacher_model_path teacher_model_num_classes
+    kd_loss_weight validation_dir validation_prompts validation_images validation_videos gen_fps"""
+# THUDM/CogVideo 19e6d244, sat/configs/sft.yaml
+SAT = """
+    args.checkpoint_activations args.model_parallel_size args.experiment_name args.mode args.load
+    args.no_load_rng args.train_iters args.eval_iters args.eval_interval args.eval_batch_size args.save
+    args.save_interval args.log_interval args.train_data args.valid_data args.split args.num_workers
+    args.force_train args.only_log_video_latents data.params.video_size data.params.fps
+    data.params.max_num_frames data.params.skip_frms_num deepspeed.train_micro_batch_size_per_gpu
+    deepspeed.gradient_accumulation_steps deepspeed.steps_per_print deepspeed.gradient_clipping
+    deepspeed.zero_optimization deepspeed.zero_allow_untested_optimizer deepspeed.bf16 deepspeed.fp16
+    deepspeed.loss_scale deepspeed.loss_scale_window deepspeed.hysteresis deepspeed.min_loss_scale
+    deepspeed.optimizer deepspeed.activation_checkpointing deepspeed.wall_clock_breakdown"""
+# a-r-r-o-w/finetrainers 1b236671, finetrainers/args.py; then its SFT options (neph1/finetrainers 3ef07fc9) and its
+# control options (170f1d31)
+FINETRAINERS = """
+    parallel_backend pp_degree dp_degree dp_shards cp_degree tp_degree model_name pretrained_model_name_or_path
+    revision variant cache_dir tokenizer_id tokenizer_2_id tokenizer_3_id text_encoder_id text_encoder_2_id
+    text_encoder_3_id transformer_id vae_id text_encoder_dtype text_encoder_2_dtype text_encoder_3_dtype
+    transformer_dtype vae_dtype layerwise_upcasting_modules layerwise_upcasting_storage_dtype
+    layerwise_upcasting_skip_modules_pattern dataset_config dataset_shuffle_buffer_size enable_precomputation
+    precomputation_items precomputation_dir precomputation_once precomputation_reuse dataloader_num_workers
+    pin_memory flow_resolution_shifting flow_base_seq_len flow_max_seq_len flow_base_shift flow_max_shift
+    flow_shift flow_weighting_scheme flow_logit_mean flow_logit_std flow_mode_scale training_type seed batch_size
+    train_steps max_data_samples gradient_accumulation_steps gradient_checkpointing checkpointing_steps
+    checkpointing_limit resume_from_checkpoint enable_slicing enable_tiling lr lr_scheduler lr_warmup_steps
+    lr_num_cycles lr_power optimizer beta1 beta2 beta3 weight_decay epsilon max_grad_norm validation_dataset_file
+    validation_steps enable_model_cpu_offload enable_group_offload group_offload_type
+    group_offload_blocks_per_group group_offload_use_stream tracker_name push_to_hub hub_token hub_model_id
+    output_dir logging_dir logging_steps init_timeout nccl_timeout report_to verbose compile_modules
+    compile_scopes allow_tf32 float32_matmul_precision attn_provider_training attn_provider_inference list_models
+    rank lora_alpha target_modules
+    control_type train_qk_norm frame_conditioning_type frame_conditioning_index"""
+
+PAGES = {
+    "migrate_diffusers.md": f"{TEXT_TO_VIDEO} {IMAGE_TO_VIDEO} {SANA}",
+    "migrate_cogvideo.md": COGVIDEO,
+    "migrate_finetrainers.md": FINETRAINERS,
+}
+_CODE = re.compile(r"`([^`]+)`")
+_SECTIONS = "|".join(Recipe.model_fields)
+_KEY = re.compile(rf"((?:{_SECTIONS})(?:\.[a-z_]+(?:\[\])?)+)(?:[=:].*)?")
+
+
+def rows(page: str) -> Iterator[list[str]]:
+    """Cells of the rows whose first cell is a flag, or a key of a config."""
+    for line in (DOCS / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 3:
+            yield cells
+
+
+def fields(config: Any) -> dict[str, Any]:
+    """The fields of a section, of an optional one, or of the sections in a list."""
+    if isinstance(config, type) and issubclass(config, BaseModel):
+        return {name: field.annotation for name, field in config.model_fields.items()}
+    return {name: inner for part in get_args(config) for name, inner in fields(part).items()}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_of_theirs_has_one_row(page: str) -> None:
+    found = [
+        flag[2:] for cells in rows(page) for flag in _CODE.findall(cells[0]) if flag[:2] == "--"
+    ]
+    assert sorted(found) == sorted(set(PAGES[page].split()))
+
+
+def test_every_key_of_sat_has_one_row() -> None:
+    found = [key for cells in rows("migrate_cogvideo.md") for key in _CODE.findall(cells[0])]
+    assert sorted(key for key in found if not key.startswith(("--", "model."))) == sorted(
+        SAT.split()
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_has_an_answer(page: str) -> None:
+    without = [
+        cells
+        for cells in rows(page)
+        if not re.match(r"not (needed|offered)$", cells[1])
+        and not all(_KEY.fullmatch(word) for word in _CODE.findall(cells[1]) or [""])
+    ]
+    assert not without
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_key_of_ours_exists(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (DOCS / page).read_text(), flags=re.M | re.S)
+    for cells in rows(page):  # theirs, which may look like ours
+        text = text.replace(cells[0], "", 1)
+    keys = {match[1] for word in _CODE.findall(text) if (match := _KEY.fullmatch(word))}
+    assert len(keys) > 25
+    unknown = []
+    for key in sorted(keys):
+        config: Any = Recipe
+        for name in key.replace("[]", "").split("."):
+            known = fields(config)
+            if name not in known:
+                unknown.append(key)
+                break
+            config = known[name]
+    assert not unknown
+
+
+def test_what_their_defaults_are_said_to_be_is_what_the_recipes_hold() -> None:
+    """The last columns of "Defaults and numerics"."""
+    video = yaml.safe_load((ROOT / "recipes/cogvideox/5b_t2v.yaml").read_text())
+    images = yaml.safe_load((ROOT / "recipes/sana/600m_512.yaml").read_text())
+    assert (video["lora"]["rank"], video["lora"]["alpha"], images["lora"]["rank"]) == (64, 64, 16)
+    assert video["data"]["caption_dropout"] == 0.1
+    assert video["optim"]["groups"]["adapter"]["lr"] == 1e-4
+    assert (video["optim"]["clip"], video["train"]["batch_size"]) == (1.0, 1)
+
+
+def test_an_adapter_without_alpha_is_corrected_by_a_weight(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """As CogVideo's trainer and Diffusers' script save one: trained at alpha / rank 0.5, of which the file says nothing."""
+    base = tiny_checkpoints["cogvideox-2b"]
+    torch.manual_seed(0)
+    pipe = CogVideoXPipeline.from_pretrained(base)
+    targets = ["to_k", "to_q", "to_v", "to_out.0"]
+    pipe.transformer.add_adapter(LoraConfig(r=8, lora_alpha=4, target_modules=targets))
+    for name, parameter in pipe.transformer.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    layers = get_peft_model_state_dict(pipe.transformer)
+    CogVideoXPipeline.save_lora_weights(tmp_path / "theirs", transformer_lora_layers=layers)
+    inputs = {
+        "hidden_states": torch.randn(1, 3, 4, 4, 6),
+        "encoder_hidden_states": torch.randn(1, 226, 32),
+        "timestep": torch.tensor([400]),
+    }
+
+    def output(adapter: Path) -> torch.Tensor:
+        loaded = CogVideoXPipeline.from_pretrained(base)
+        loaded.load_lora_weights(adapter)
+        with torch.no_grad():
+            return loaded.transformer(**inputs, return_dict=False)[0]
+
+    with torch.no_grad():
+        trained = pipe.transformer(**inputs, return_dict=False)[0]
+    out = tmp_path / "corrected"
+    args = ["--to", "diffusers", "--weight", "0.5", "--model", str(base), "--out", str(out)]
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "theirs"), *args])
+    assert done.exit_code == 0, done.output
+    off = (output(tmp_path / "theirs") - trained).norm() / trained.norm()
+    assert off > 0.01
+    torch.testing.assert_close(output(out), trained, rtol=1e-4, atol=1e-5)

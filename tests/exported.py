@@ -1,0 +1,93 @@
+"""Adapters of tiny checkpoints, as if trained, and what they add to each weight, in fp64."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.groups import parameter_groups
+from dit_lora.adapters.store import save_adapter
+from dit_lora.config import LoraConfig, ModelConfig
+from dit_lora.families import get_family
+
+Deltas = dict[str, torch.Tensor]
+
+
+class Trained(NamedTuple):
+    """One adapter that was saved as a run saves it."""
+
+    folder: Path
+    model: Any
+    """With the adapter in it, in inference mode."""
+    base: Path
+    checkpoint: Any
+
+
+def trained(
+    family: str,
+    base: Path,
+    folder: Path,
+    *,
+    rank: int = 4,
+    alpha: float = 7,
+    targets: tuple[str, ...] = (),
+    connector: bool = False,
+    seed: int = 1,
+    scale: float = 0.1,
+    digest: str = "d1",
+) -> Trained:
+    found = get_family(family)
+    checkpoint = found.open(ModelConfig(family=family, path=str(base)))
+    model = checkpoint.load_transformer(torch.float32)
+    attach_lora(
+        model, LoraConfig(rank=rank, alpha=alpha, targets=targets), found.lora_targets, seed=0
+    )
+    if connector:
+        parameter_groups(model, adapter=1e-4, connector=1e-5, patterns=found.group_patterns)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
+    made = {
+        "family": family,
+        "base_model": base.name,
+        "transformer_digest": digest,
+        "steps": 3,
+        "rank": rank,
+        "alpha": alpha,
+    }
+    save_adapter(model, checkpoint.pipeline_class, folder, made)
+    return Trained(folder, model.eval(), base, checkpoint)
+
+
+def deltas(model: nn.Module) -> Deltas:
+    """The update of every adapted layer by its name, of the one adapter that is in the model."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            ((adapter, a),) = layer.lora_A.items()
+            b = layer.lora_B[adapter]
+            found[name.removeprefix("base_model.model.")] = product(
+                a.weight, b.weight, layer.scaling[adapter]
+            )
+    assert found
+    return found
+
+
+def product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale B A in fp64, in the shape of a linear layer's or a convolution's weight."""
+    whole = torch.einsum("or,r...->o...", b.detach().double().flatten(1), a.detach().double())
+    return scale * whole
+
+
+def assert_same(found: Deltas, expected: Deltas) -> None:
+    """All of them, but for rounding a factor to fp32 once."""
+    assert found.keys() == expected.keys()
+    for name, delta in expected.items():
+        assert delta.abs().max() > 1e-3, name
+        difference = (found[name] - delta).abs().max()
+        assert difference <= 1e-6 * delta.abs().max(), f"{name}: {difference}"

@@ -1,0 +1,52 @@
+"""A run is reported while it goes on; a report that fails harms nothing, and the folder says how the run ended."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_lora.report import live, run_report
+
+
+def test_reports_come_at_the_start_at_checkpoints_and_at_validation_and_may_fail(
+    lora_main: Callable[[list[str]], None],
+    smoke: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, seen = tmp_path / "run", []
+
+    def write_page(reader: Any, **how: Any) -> Path:
+        files = reader.read(how.get("state"))
+        seen.append((how.get("state"), files.done, files.status["state"]))
+        if how.get("state") == "running":
+            raise ZeroDivisionError("a chart")
+        return run_report.write_page(reader, **how)
+
+    monkeypatch.setattr(live, "write_page", write_page)
+    # One at a time, each at its step: a run of milliseconds would be over before the first.
+    monkeypatch.setattr(live.Reporting, "update", _and_wait(live.Reporting.update))
+    every = ["train.steps=6", "train.save_every=4", "validation.every=3", "guard.preflight=false"]
+    lora_main([*smoke, *every, f"run.dir={run}"])
+    assert seen == [("running", step, "running") for step in (0, 3, 4, 6)] + [(None, 6, "finished")]
+    told = capsys.readouterr().err
+    assert told.count("warning: no report: ZeroDivisionError: a chart") == 1
+    assert f"report:  {run / 'report.html'}" in told
+    assert json.loads((run / "status.json").read_text()) == {
+        "state": "finished",
+        "recipe": "cogvideox.yaml",
+    }
+    data = json.loads((run / "data.json").read_text())
+    assert (data["samples"], data["rejected_count"], data["buckets"]) == (5, 0, None)
+    assert (run / "adapter" / "pytorch_lora_weights.safetensors").exists()
+
+
+def _and_wait(update: Callable[[Any], None]) -> Callable[[Any], None]:
+    def waiting(reporting: Any) -> None:
+        update(reporting)
+        reporting._settle()
+
+    return waiting

@@ -1,0 +1,211 @@
+"""What goes wrong in a first hour: each mistake gets one line that says what was wrong and what to type next."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from typer.testing import CliRunner
+
+from dit_lora.cli import app
+from dit_lora.data.shapes import write_shapes
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.stock import StockRecipe, write_folder
+
+RECIPE = "smoke_cogvideox.yaml"
+MADE = "model.path=tiny/made"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `dit-lora init smoke/cogvideox` writes, a checkpoint, and clips of several kinds."""
+    root = tmp_path_factory.mktemp("first") / "my-run"
+    write_folder(StockRecipe.named("smoke/cogvideox"), root, "cpu")
+    get_family("cogvideox").build_tiny("cogvideox-2b", root / "tiny" / "made", 0)
+    write_shapes(root / "captioned", clips=1, frames=9, height=64, width=96, fps=8)
+    (root / "empty").mkdir()
+    (root / "runs" / "first").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (root / "runs" / "first" / name).touch()
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def said(arguments: str) -> str:
+    """The one line of a refused command."""
+    with pytest.raises(DitLoraError) as caught:
+        CliRunner().invoke(app, arguments.split(), catch_exceptions=False)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan smoke_cogvideo.yaml", f"no recipe smoke_cogvideo.yaml; did you mean {RECIPE}?"),
+        (
+            "plan recipes/cogvideox/5b_t2v.yaml",
+            "no recipe recipes/cogvideox/5b_t2v.yaml; write it into a folder of your own: "
+            "dit-lora init cogvideox/5b_t2v my-run",
+        ),
+        ("plan cogvideox/5b_t2v", "dit-lora init cogvideox/5b_t2v my-run"),
+        (
+            "plan train.yaml",
+            "no recipe train.yaml; dit-lora recipes lists what dit-lora init can write",
+        ),
+        ("init cogvidex my-run", "did you mean cogvideox or"),
+        ("init cogvideox .", ". is not empty; name another folder"),
+        ("tiny cogvideox-9b out", "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b, "),
+        (
+            f"plan {RECIPE}",
+            "model.path: no folder tiny/cogvideox-2b; "
+            "build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
+        ),
+        (
+            f"audit {RECIPE} data.path=captioned",
+            "build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
+        ),
+        (
+            f"plan {RECIPE} model.path=./here",
+            "no folder ./here; give a Diffusers checkpoint folder",
+        ),
+        (
+            "audit clips",
+            "data.path: no folder clips; put your clips there, or name their folder in",
+        ),
+        ("audit clips", "to try things on: dit-lora shapes clips"),
+        (
+            "audit empty",
+            "no clips in empty (read as clips with a .txt each); it takes metadata.jsonl",
+        ),
+        (
+            f"plan {RECIPE} {MADE} data.frames=10",
+            "data.frames must be 8n + 1; got 10, nearest 9 and 17",
+        ),
+        (
+            f"plan {RECIPE} {MADE} data.width=90",
+            "must be a multiple of 16; got 90, nearest 80 and 96",
+        ),
+        (f"plan {RECIPE} train.step=3", "train.step: unknown key; did you mean train.steps?"),
+        (f"plan {RECIPE} lr=1e-4", "lr: unknown key; did you mean optim.groups.adapter.lr?"),
+        (f"plan {RECIPE} train.steps", "reads key.path=value, for instance train.steps=20"),
+        (f"plan {RECIPE} model.dtype=fp16", "fp16 is not offered"),
+        (f"plan {RECIPE} {MADE} --gpu lots", "takes a size such as 24GiB, 80GB or 24; got 'lots'"),
+        (
+            "report runs/kitten",
+            "runs/kitten is not a run: it has no config.yaml; give the folder that",
+        ),
+        (
+            "sample empty --prompt x",
+            "no adapter in empty; give a run's folder, an adapter's folder",
+        ),
+        ("replay runs/first", "no runs/first/bundle.json; give a folder below a run's bundles/"),
+        (
+            "doctor --config-file two.yaml",
+            "no accelerate config two.yaml; `dit-lora init RECIPE DIR`",
+        ),
+    ],
+)
+def test_a_mistake_at_the_command(arguments: str, message: str) -> None:
+    words = said(arguments)
+    assert message in words
+    assert "Errno" not in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            GatedRepoError,
+            "it is gated: accept its terms at https://huggingface.co/me/it, then type: hf auth",
+        ),
+        (
+            RepositoryNotFoundError,
+            "there is no https://huggingface.co/me/it, or it is private: correct",
+        ),
+        (
+            RevisionNotFoundError,
+            "model.revision is a branch, tag or commit of https://huggingface.co/me/it",
+        ),
+        (LocalEntryNotFoundError, "check the connection, or try: hf download me/it"),
+        (OSError, "and the Hub did not give it: the Hub's own words"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "audit"])
+def test_a_checkpoint_that_the_hub_does_not_give(
+    verb: str, kind: type[OSError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        answer = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co/me/it"))
+        if kind in (OSError, LocalEntryNotFoundError):
+            raise kind("the Hub's own words\nand more")
+        raise kind("the Hub's own words", response=answer)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    words = said(f"{verb} {RECIPE} model.path=me/it data.path=captioned")
+    assert words.startswith("model.path: no local folder me/it, and the Hub did not give it")
+    assert message.removeprefix("and the Hub did not give it: ") in words
+    assert "\n" not in words
+
+
+def test_a_checkpoint_that_is_not_there_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    words = said(f"plan {RECIPE} model.path=me/it")
+    assert "HF_HUB_OFFLINE is set; download it once: HF_HUB_OFFLINE=0 hf download me/it" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: accelerate launch recipes/lora.py RECIPE.yaml"),
+        (["smoke_cogvideo.yaml"], f"did you mean {RECIPE}?"),
+        ([RECIPE], "build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b"),
+        (
+            [RECIPE, MADE, "run.dir=runs/first", "data.path=captioned"],
+            "run.dir runs/first already holds a run; continue it with train.resume=auto, or choose",
+        ),
+        ([RECIPE, MADE], "data.path: no folder clips; put your clips there"),
+        ([RECIPE, MADE, "train.resume=runs/x"], "train.resume: runs/x does not exist"),
+    ],
+)
+def test_a_mistake_at_the_launch(
+    arguments: list[str], message: str, lora_main: Callable[[list[str]], None]
+) -> None:
+    with pytest.raises(DitLoraError) as caught:
+        lora_main(arguments)
+    assert caught.value.exit_code == 2
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("launched_for", "says"), [("true", False), ("false", True), (None, True)])
+def test_a_run_that_wants_a_gpu_and_finds_none_says_where_to_look(
+    launched_for: str | None,
+    says: bool,
+    lora_main: Callable[[list[str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    if launched_for:
+        monkeypatch.setitem(os.environ, "ACCELERATE_USE_CPU", launched_for)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(DitLoraError, match="no folder clips"):
+        lora_main([RECIPE, MADE])
+    line = next(
+        line for line in capsys.readouterr().err.splitlines() if "process(es) on cpu" in line
+    )
+    assert line.endswith("torch finds no GPU that it can use; see dit-lora doctor") == says
