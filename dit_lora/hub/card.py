@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dit_lora.hub.bundle import VERIFICATION, Bundle
 from dit_lora.hub.cleaning import clean_text, without_tokens
+from dit_lora.hub.contents import VERIFICATION, Contents
 from dit_lora.hub.licenses import license_of
 from dit_lora.hub.usage import install_line, needs_ours, sample_line, usage_code
 
@@ -25,33 +25,35 @@ _TASKS = {
 _CHAT_TASK = "video-text-to-text"
 
 
-def write_card(bundle: Bundle, repo_id: str) -> str:
+def write_card(contents: Contents, repo_id: str) -> str:
     """The card's text: metadata that the Hub takes, then Markdown in which no caption is markup."""
     template = resources.files("dit_lora.hub").joinpath("card.md").read_text(encoding="utf-8")
-    prompt = next((one.prompt for one in bundle.shown), _any_prompt(bundle))
-    trigger = bundle.facts["data"].get("caption_prefix")
+    prompt = next((one.prompt for one in contents.shown), _any_prompt(contents))
+    trigger = contents.facts["data"].get("caption_prefix")
     pairs = [
         {"prompt": plain(one.prompt), **{when: _cell(one, when) for when in ("before", "after")}}
-        for one in bundle.shown
+        for one in contents.shown
     ]
     card = ModelCard.from_template(
-        _metadata(bundle, repo_id),
+        _metadata(contents, repo_id),
         template_str=template,
         title=plain(repo_id.partition("/")[2]),
-        summary=_summary(bundle),
+        summary=_summary(contents),
         trigger=plain(trigger) if trigger else None,
-        gallery=any(not one.is_text for one in bundle.shown),
+        gallery=any(not one.is_text for one in contents.shown),
         pairs=pairs,
-        install=install_line(bundle),
-        code=without_tokens(usage_code(bundle, repo_id, prompt)),
-        notes=list(_notes(bundle)),
-        commands=[without_tokens(line) for line in sample_line(bundle, repo_id, _one_line(prompt))],
-        data=list(_data(bundle)),
-        values=list(_values(bundle)),
-        result=list(_result(bundle)),
-        checks=list(_checks(bundle)),
-        versions=list(_versions(bundle)),
-        licence=_licence(bundle),
+        install=install_line(contents),
+        code=without_tokens(usage_code(contents, repo_id, prompt)),
+        notes=list(_notes(contents)),
+        commands=[
+            without_tokens(line) for line in sample_line(contents, repo_id, _one_line(prompt))
+        ],
+        data=list(_data(contents)),
+        values=list(_values(contents)),
+        result=list(_result(contents)),
+        checks=list(_checks(contents)),
+        versions=list(_versions(contents)),
+        licence=_licence(contents),
     )
     return str(card)
 
@@ -65,40 +67,40 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def task_of(bundle: Bundle) -> str | None:
+def task_of(contents: Contents) -> str | None:
     """The Hub's name of what the model does; None where its list has none."""
-    pipeline = bundle.facts.get("pipeline")
+    pipeline = contents.facts.get("pipeline")
     if pipeline is None:
         return _CHAT_TASK
     if pipeline["condition"] == "class_labels":
         return None
-    return _TASKS.get((pipeline["from_image"], bundle.facts["data"]["kind"]))
+    return _TASKS.get((pipeline["from_image"], contents.facts["data"]["kind"]))
 
 
-def _metadata(bundle: Bundle, repo_id: str) -> ModelCardData:
-    base, scratch = bundle.base, bundle.run.config["model"].get("from_scratch")
+def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
+    base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
     known = license_of(base) if derived else None
-    relation = "finetune" if bundle.kind == "pipeline" else "adapter"
-    trigger = bundle.facts["data"].get("caption_prefix")
+    relation = "finetune" if contents.kind == "pipeline" else "adapter"
+    trigger = contents.facts["data"].get("caption_prefix")
     gallery = [
         {"text": without_tokens(text), "output": {"url": url}}
-        for one in bundle.shown
+        for one in contents.shown
         if not one.is_text
         for text, url in ((one.prompt, one.after), (f"before training: {one.prompt}", one.before))
         if url
     ]
-    results = _eval_results(bundle)
+    results = _eval_results(contents)
     given: dict[str, Any] = {
         "base_model": base if derived else None,
         "base_model_relation": relation if derived else None,
-        "library_name": _library(bundle),
-        "pipeline_tag": task_of(bundle),
+        "library_name": _library(contents),
+        "pipeline_tag": task_of(contents),
         "license": known.id if known else None,
         "license_name": known.name if known else None,
         "license_link": known.link if known else None,
-        "datasets": bundle.facts["data"]["datasets"] or None,
-        "tags": _tags(bundle),
+        "datasets": contents.facts["data"]["datasets"] or None,
+        "tags": _tags(contents),
         "instance_prompt": without_tokens(trigger) if trigger else None,
         "widget": gallery or None,
     }
@@ -107,39 +109,39 @@ def _metadata(bundle: Bundle, repo_id: str) -> ModelCardData:
     return ModelCardData(**given)
 
 
-def _library(bundle: Bundle) -> str:
-    if "pipeline" in bundle.facts:
+def _library(contents: Contents) -> str:
+    if "pipeline" in contents.facts:
         return "diffusers"
-    return "peft" if "adapter_config.json" in bundle.files else "transformers"
+    return "peft" if "adapter_config.json" in contents.files else "transformers"
 
 
-def _tags(bundle: Bundle) -> list[str]:
-    tags = ["dit-lora", str(bundle.made["family"])]
-    if bundle.kind != "pipeline":
+def _tags(contents: Contents) -> list[str]:
+    tags = ["dit-lora", str(contents.made["family"])]
+    if contents.kind != "pipeline":
         tags.append("lora")
-    if "pipeline" in bundle.facts:
+    if "pipeline" in contents.facts:
         tags.append("diffusers-training")
-        if bundle.facts["pipeline"]["condition"] == "class_labels":
+        if contents.facts["pipeline"]["condition"] == "class_labels":
             tags.append("class-conditional")
     return tags
 
 
-def _held_out(bundle: Bundle) -> tuple[float, float] | None:
+def _held_out(contents: Contents) -> tuple[float, float] | None:
     """The held-out loss before and after training."""
-    losses = {step: loss for step, loss in bundle.run.held_out.items() if math.isfinite(loss)}
+    losses = {step: loss for step, loss in contents.run.held_out.items() if math.isfinite(loss)}
     return (losses[min(losses)], losses[max(losses)]) if len(losses) > 1 else None
 
 
-def _eval_results(bundle: Bundle) -> list[EvalResult]:
+def _eval_results(contents: Contents) -> list[EvalResult]:
     """The held-out loss, with what it is measured on; the Hub wants a task for it."""
-    task, losses = task_of(bundle), _held_out(bundle)
+    task, losses = task_of(contents), _held_out(contents)
     if task is None or losses is None:
         return []
     return [
         EvalResult(
             task_type=task,
             dataset_type="custom",
-            dataset_name=_measured_on(bundle),
+            dataset_name=_measured_on(contents),
             metric_type="loss",
             metric_name="held-out loss",
             metric_value=round(losses[1], 6),
@@ -147,22 +149,22 @@ def _eval_results(bundle: Bundle) -> list[EvalResult]:
     ]
 
 
-def _measured_on(bundle: Bundle) -> str:
-    if "pipeline" in bundle.facts:
+def _measured_on(contents: Contents) -> str:
+    if "pipeline" in contents.facts:
         return "training samples under noise that training never draws"
     return "conversations that are never trained on"
 
 
-def _summary(bundle: Bundle) -> str:
-    made, task = bundle.made, task_of(bundle)
+def _summary(contents: Contents) -> str:
+    made, task = contents.made, task_of(contents)
     base = (
-        f"[{plain(bundle.base)}](https://huggingface.co/{bundle.base})"
-        if bundle.base
+        f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
+        if contents.base
         else f"{plain(made.get('base_model') or 'a base model')}, which was a folder of its trainer's"
     )
     what = f"A LoRA (rank {made.get('rank')}, alpha {made.get('alpha')}) of {base}"
-    if bundle.kind == "pipeline":
-        scratch = bundle.run.config["model"].get("from_scratch") is not None
+    if contents.kind == "pipeline":
+        scratch = contents.run.config["model"].get("from_scratch") is not None
         what = (
             f"A model trained from scratch, by the config of {base}"
             if scratch
@@ -170,14 +172,14 @@ def _summary(bundle: Bundle) -> str:
         )
     elif not any(
         name.endswith(("lora_weights.safetensors", "adapter_model.safetensors"))
-        for name in bundle.files
+        for name in contents.files
     ):
         what = f"Weights that were trained of {base}"
-    return f"{what}{f', for {task}' if task else ''}: {bundle.run.done:,} steps with dit-lora {made['version']}."
+    return f"{what}{f', for {task}' if task else ''}: {contents.run.done:,} steps with dit-lora {made['version']}."
 
 
-def _any_prompt(bundle: Bundle) -> str:
-    return bundle.facts["data"].get("caption_prefix") or "a prompt of yours"
+def _any_prompt(contents: Contents) -> str:
+    return contents.facts["data"].get("caption_prefix") or "a prompt of yours"
 
 
 def _cell(one: Any, when: str) -> str:
@@ -189,9 +191,9 @@ def _cell(one: Any, when: str) -> str:
     return f"![{when}]({found})" if found.endswith(".png") else f"[{when}]({found})"
 
 
-def _notes(bundle: Bundle) -> Iterator[str]:
-    pipeline = bundle.facts.get("pipeline")
-    if bundle.base is None and bundle.kind != "pipeline":
+def _notes(contents: Contents) -> Iterator[str]:
+    pipeline = contents.facts.get("pipeline")
+    if contents.base is None and contents.kind != "pipeline":
         yield "The base was a local folder when this was trained; `path/to/base` is where you have it."
     if pipeline and pipeline["from_image"]:
         yield "`first_frame.png` is the video's first frame, at the height and width above."
@@ -199,12 +201,12 @@ def _notes(bundle: Bundle) -> Iterator[str]:
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
     if pipeline is None:
         yield "Questions are put by the model's own processor and chat template."
-    if needs_ours(bundle):
+    if needs_ours(contents):
         yield "Stock Diffusers or Transformers alone do not load it: a class or loader of dit-lora's does."
 
 
-def _data(bundle: Bundle) -> Iterator[str]:
-    data = bundle.facts["data"]
+def _data(contents: Contents) -> Iterator[str]:
+    data = contents.facts["data"]
     samples = f"{data['samples']:,}"
     if data["kind"] == "conversations":
         media = ", ".join(
@@ -241,48 +243,51 @@ def _spread(values: Mapping[str, float]) -> str:
     return f"{values['least']:g} to {values['most']:g}, median {values['median']:g}"
 
 
-def _values(bundle: Bundle) -> Iterator[tuple[str, str]]:
-    config = bundle.run.config
+def _values(contents: Contents) -> Iterator[tuple[str, str]]:
+    config = contents.run.config
     train, optim = config["train"], config["optim"]
-    if bundle.kind != "pipeline" and bundle.made.get("rank"):
+    if contents.kind != "pipeline" and contents.made.get("rank"):
         lora = config["lora"]
         yield (
             "rank, alpha, dropout",
-            f"{bundle.made['rank']}, {bundle.made['alpha']}, {lora['dropout']:g}",
+            f"{contents.made['rank']}, {contents.made['alpha']}, {lora['dropout']:g}",
         )
     for name, group in optim["groups"].items():
         if group:
             yield f"learning rate of {plain(name)}", f"{group['lr']:g}"
     yield "optimizer", plain(optim["name"])
     yield "schedule, warmup steps", f"{plain(optim['schedule'])}, {optim['warmup_steps']:,}"
-    ranks = bundle.run.environment.get("processes", 1)
-    samples = bundle.run.metrics.column("samples")
+    ranks = contents.run.environment.get("processes", 1)
+    samples = contents.run.metrics.column("samples")
     batch = f"{train['batch_size']} x {train['accumulate']} accumulated x {ranks} processes"
     yield "samples of a step", batch
-    yield "steps", f"{bundle.run.done:,}" + (f" ({int(samples[-1]):,} samples)" if samples else "")
+    yield (
+        "steps",
+        f"{contents.run.done:,}" + (f" ({int(samples[-1]):,} samples)" if samples else ""),
+    )
     yield "seed", str(train["seed"])
     if train.get("ema"):
         yield "weights' moving average", f"{train['ema']:g}"
     yield "caption dropout", f"{config['data']['caption_dropout']:g}"
-    yield "precision", plain(bundle.made["dtype"].removeprefix("torch."))
-    if bundle.made.get("quantize"):
-        yield "base stored as", plain(bundle.made["quantize"])
+    yield "precision", plain(contents.made["dtype"].removeprefix("torch."))
+    if contents.made.get("quantize"):
+        yield "base stored as", plain(contents.made["quantize"])
 
 
-def _result(bundle: Bundle) -> Iterator[str]:
-    losses = [loss for loss in bundle.run.metrics.column("loss") if math.isfinite(loss)]
+def _result(contents: Contents) -> Iterator[str]:
+    losses = [loss for loss in contents.run.metrics.column("loss") if math.isfinite(loss)]
     if losses:
         last = losses[-50:]
         yield f"training loss, mean of the last {len(last)} steps: {sum(last) / len(last):.4f}"
-    held_out = _held_out(bundle)
+    held_out = _held_out(contents)
     if held_out:
         before, after = held_out
         change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
-        yield f"held-out loss ({_measured_on(bundle)}): {before:.4f} before, {after:.4f} after{change}"
-    yield from _events(bundle)
+        yield f"held-out loss ({_measured_on(contents)}): {before:.4f} before, {after:.4f} after{change}"
+    yield from _events(contents)
 
 
-def _events(bundle: Bundle) -> Iterator[str]:
+def _events(contents: Contents) -> Iterator[str]:
     """What the guard did, by counts: words of a verdict may name files."""
     counted = Counter(
         (
@@ -290,49 +295,49 @@ def _events(bundle: Bundle) -> Iterator[str]:
             str((event.get("verdict") or {}).get("cause", "")).replace("_", " "),
             str(event.get("action") or "none"),
         )
-        for event in bundle.run.events
+        for event in contents.run.events
     )
     if not counted:
         yield "guard: no step tripped"
     for (kind, cause, action), count in counted.most_common():
         times = "once" if count == 1 else f"{count:,} times"
         yield f"guard: {plain(kind)}, cause {plain(cause)}: {times}; action: {plain(action)}"
-    left_out = len({line.get("sample_id") for line in bundle.run.quarantine})
+    left_out = len({line.get("sample_id") for line in contents.run.quarantine})
     if left_out:
         yield f"{left_out:,} of the samples left out by the guard, for a time or for good"
 
 
-def _checks(bundle: Bundle) -> Iterator[tuple[str, str, str]]:
-    record = bundle.files.get(VERIFICATION)
+def _checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
+    record = contents.files.get(VERIFICATION)
     checks = json.loads(record)["checks"] if isinstance(record, bytes) else {}
     for name, one in checks.items():
         words = plain(clean_text(str(one.get("words", ""))))
         yield plain(name), "passed" if one.get("passed") else "failed", words
 
 
-def _versions(bundle: Bundle) -> Iterator[str]:
-    environment = bundle.run.environment
+def _versions(contents: Contents) -> Iterator[str]:
+    environment = contents.run.environment
     packages = environment.get("packages") or {}
     shown = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
     listed = [f"{name} {packages[name]}" for name in shown if name in packages]
     python = environment.get("python", "")
-    yield plain(f"dit-lora {bundle.made['version']}, Python {python}, " + ", ".join(listed))
+    yield plain(f"dit-lora {contents.made['version']}, Python {python}, " + ", ".join(listed))
     names = Counter(str(device.get("name")) for device in environment.get("devices") or ())
     hardware = ", ".join(f"{count} x {name}" for name, count in names.items()) or "CPU"
     cuda = environment.get("torch_cuda")
     yield plain(f"{hardware}{f', CUDA {cuda}' if cuda else ''}")
-    seconds = [one for one in bundle.run.metrics.column("seconds") if math.isfinite(one)]
+    seconds = [one for one in contents.run.metrics.column("seconds") if math.isfinite(one)]
     if seconds:
         spent = sum(seconds)
         told = f"{spent / 3600:.1f} hours" if spent > 5400 else f"{spent / 60:.1f} minutes"
         yield f"{told} in steps"
 
 
-def _licence(bundle: Bundle) -> str:
-    known = license_of(bundle.base)
-    if bundle.base is None:
+def _licence(contents: Contents) -> str:
+    known = license_of(contents.base)
+    if contents.base is None:
         return "Not stated: the base model was a local folder. What is derived from it is under its licence."
-    where = f"[{plain(bundle.base)}](https://huggingface.co/{bundle.base})"
+    where = f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
     if known is None:
         return (
             f"Not stated: see the licence of the base model, {where}, from which this is derived."

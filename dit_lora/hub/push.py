@@ -11,8 +11,8 @@ from huggingface_hub.hf_api import ModelInfo, RepoFile
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.hub.account import HubError, asked, check_account
-from dit_lora.hub.bundle import CARD, OURS, SAMPLES, VERIFICATION, Bundle, collect
 from dit_lora.hub.card import write_card
+from dit_lora.hub.contents import CARD, OURS, SAMPLES, VERIFICATION, Contents, collect
 
 Say = Callable[[str], None]
 
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 class Publication:
     """Everything of a run that a repository gets, the card too."""
 
-    bundle: Bundle
+    contents: Contents
     repo_id: str
     files: Mapping[str, Path | bytes]
 
@@ -38,10 +38,10 @@ def prepare(run_dir: Path, repo_id: str) -> Publication:
 
     Raises as `collect`.
     """
-    bundle = collect(run_dir)
-    card = write_card(bundle, repo_id)
+    contents = collect(run_dir)
+    card = write_card(contents, repo_id)
     write_whole(run_dir / CARD, card)
-    return Publication(bundle, repo_id, {CARD: card.encode(), **bundle.files})
+    return Publication(contents, repo_id, {CARD: card.encode(), **contents.files})
 
 
 def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
@@ -81,11 +81,11 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
     say(f"hub: {len(new)} of {len(files)} files to {url} ({_size(size)})")
     adds = [CommitOperationAdd(name, _content(files[name])) for name in new]
     removes = [CommitOperationDelete(name) for name in gone]
-    made = publication.bundle.made
+    made = publication.contents.made
     api.create_commit(
         repo_id,
         [*adds, *removes],
-        commit_message=f"{made['family']}, {publication.bundle.run.done:,} steps, by dit-lora {made['version']}",
+        commit_message=f"{made['family']}, {publication.contents.run.done:,} steps, by dit-lora {made['version']}",
         parent_commit=head.sha,
     )
     return f"pushed {len(new)} of {len(files)} files to {url}"

@@ -5,42 +5,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dit_lora.adapters.store import BASE_FILE
-from dit_lora.hub.bundle import Bundle
+from dit_lora.hub.contents import Contents
 
 # Their autoencoder is kept in fp32, as Sana's own scripts do.
 _FP32_VAE = ("SanaPipeline", "SanaVideoPipeline")
 _LOCAL_BASE = "path/to/base"
 
 
-def needs_ours(bundle: Bundle) -> bool:
+def needs_ours(contents: Contents) -> bool:
     """Whether stock Diffusers cannot load it: no LoRA loader, a class of ours, or classes that the base has not."""
-    pipeline = bundle.facts.get("pipeline")
+    pipeline = contents.facts.get("pipeline")
     if pipeline is None:
-        return bundle.facts["model"]["module"].startswith("dit_lora.")
+        return contents.facts["model"]["module"].startswith("dit_lora.")
     ours = pipeline["module"] != "diffusers"
-    if bundle.kind == "pipeline":
+    if contents.kind == "pipeline":
         return ours
-    return ours or not pipeline["loads_lora"] or bool(bundle.made.get("index"))
+    return ours or not pipeline["loads_lora"] or bool(contents.made.get("index"))
 
 
-def install_line(bundle: Bundle) -> str:
+def install_line(contents: Contents) -> str:
     """What has to be installed for `usage_code`."""
-    if needs_ours(bundle):
+    if needs_ours(contents):
         packages = ["dit-lora"]
-    elif "pipeline" in bundle.facts:
+    elif "pipeline" in contents.facts:
         packages = ["torch", "diffusers", "transformers", "peft", "accelerate", "sentencepiece"]
     else:
         packages = ["torch", "transformers", "peft", "accelerate"]
-    if _is_video(bundle):
+    if _is_video(contents):
         packages += ["imageio", "imageio-ffmpeg"]
     return f"pip install {' '.join(packages)}"
 
 
-def usage_code(bundle: Bundle, repo_id: str, prompt: str) -> str:
+def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     """Python source; `repo_id` is where the result is on the Hub."""
-    if "pipeline" in bundle.facts:
-        return "\n".join(_diffusion(bundle, repo_id, prompt))
-    return "\n".join(_chat(bundle, repo_id))
+    if "pipeline" in contents.facts:
+        return "\n".join(_diffusion(contents, repo_id, prompt))
+    return "\n".join(_chat(contents, repo_id))
 
 
 def literal(text: str) -> str:
@@ -48,23 +48,23 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_video(bundle: Bundle) -> bool:
-    return bundle.facts.get("pipeline", {}).get("output") == "frames" and bool(
-        bundle.facts["pipeline"]["fps"]
+def _is_video(contents: Contents) -> bool:
+    return contents.facts.get("pipeline", {}).get("output") == "frames" and bool(
+        contents.facts["pipeline"]["fps"]
     )
 
 
-def _diffusion(bundle: Bundle, repo_id: str, prompt: str) -> list[str]:
-    facts = bundle.facts["pipeline"]
-    name, whole, ours = facts["class"], bundle.kind == "pipeline", needs_ours(bundle)
-    base_weights = BASE_FILE in bundle.files and not ours
-    source = literal(repo_id) if whole else _base(bundle)
+def _diffusion(contents: Contents, repo_id: str, prompt: str) -> list[str]:
+    facts = contents.facts["pipeline"]
+    name, whole, ours = facts["class"], contents.kind == "pipeline", needs_ours(contents)
+    base_weights = BASE_FILE in contents.files and not ours
+    source = literal(repo_id) if whole else _base(contents)
     # Of a repository, Diffusers looks for classes of ours among its own; of a folder it imports them.
-    fetched = facts["module"] != "diffusers" and (whole or bundle.base is not None)
+    fetched = facts["module"] != "diffusers" and (whole or contents.base is not None)
     if fetched:
         source = f"snapshot_download({source})"
     lines = ["import torch", f"from {facts['module']} import {name}"]
-    helpers = ["export_to_video"] if _is_video(bundle) else []
+    helpers = ["export_to_video"] if _is_video(contents) else []
     helpers += ["load_image"] if facts["from_image"] else []
     if helpers:
         lines.append(f"from diffusers.utils import {', '.join(sorted(helpers))}")
@@ -91,7 +91,7 @@ def _diffusion(bundle: Bundle, repo_id: str, prompt: str) -> list[str]:
         lines.append(f'dit_lora.load_adapter(pipe, "{repo_id}")')
     elif not whole:
         lines.append(f'pipe.load_lora_weights("{repo_id}")')
-    return [*lines, "pipe.to(device)", "", *_call(facts, prompt, _is_video(bundle))]
+    return [*lines, "pipe.to(device)", "", *_call(facts, prompt, _is_video(contents))]
 
 
 def _call(facts: Mapping[str, Any], prompt: str, video: bool) -> list[str]:
@@ -110,12 +110,12 @@ def _call(facts: Mapping[str, Any], prompt: str, video: bool) -> list[str]:
     return [*lines, f'result.{facts["output"]}[0].save("sample.png")']
 
 
-def _chat(bundle: Bundle, repo_id: str) -> list[str]:
-    model = bundle.facts["model"]
+def _chat(contents: Contents, repo_id: str) -> list[str]:
+    model = contents.facts["model"]
     ours = model["library"] == "dit_lora"
     name = model["class"] if ours else "AutoModelForImageTextToText"
-    has_adapter = "adapter_config.json" in bundle.files
-    base_weights = BASE_FILE in bundle.files
+    has_adapter = "adapter_config.json" in contents.files
+    base_weights = BASE_FILE in contents.files
     lines = ["import torch"]
     if base_weights:
         lines.append("from huggingface_hub import hf_hub_download")
@@ -126,7 +126,10 @@ def _chat(bundle: Bundle, repo_id: str) -> list[str]:
     lines.append("" if ours else f"from transformers import {name}")
     if ours:
         lines.append(f"from {model['module']} import {name}")
-    lines += ["", f"model = {name}.from_pretrained({_base(bundle)}, dtype={_dtype(bundle.made)})"]
+    lines += [
+        "",
+        f"model = {name}.from_pretrained({_base(contents)}, dtype={_dtype(contents.made)})",
+    ]
     if base_weights:
         lines += [
             f'weights = load_file(hf_hub_download("{repo_id}", "{BASE_FILE}"))',
@@ -137,11 +140,11 @@ def _chat(bundle: Bundle, repo_id: str) -> list[str]:
     return [*lines, "model.eval()"]
 
 
-def _base(bundle: Bundle) -> str:
+def _base(contents: Contents) -> str:
     """The base's arguments; a folder's place is not known to others."""
-    if bundle.base is None:
+    if contents.base is None:
         return literal(_LOCAL_BASE)
-    base, revision = literal(bundle.base), bundle.made.get("revision")
+    base, revision = literal(contents.base), contents.made.get("revision")
     return f"{base}, revision={literal(revision)}" if revision else base
 
 
@@ -152,10 +155,10 @@ def _dtype(facts: Mapping[str, Any]) -> str:
     return dtype
 
 
-def sample_line(bundle: Bundle, repo_id: str, prompt: str) -> Sequence[str]:
+def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
     """The same by `dit-lora sample`; nothing for chat models, which answer."""
-    if "pipeline" not in bundle.facts:
+    if "pipeline" not in contents.facts:
         return ()
     quoted = "'" + prompt.replace("'", "'\\''") + "'"
-    model = "" if bundle.base or bundle.kind == "pipeline" else f" --model {_LOCAL_BASE}"
+    model = "" if contents.base or contents.kind == "pipeline" else f" --model {_LOCAL_BASE}"
     return (f"dit-lora sample {repo_id}{model} --prompt {quoted}",)

@@ -10,9 +10,8 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from dit_lora.adapters.store import ADAPTER_FILE, BASE_FILE, read_provenance
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
-from dit_lora.families.base import local_checkpoint, read_component_config
-from dit_lora.recipe import load_recipe
+from dit_lora.families import CHAT_FAMILIES
+from dit_lora.training.origin import family_of, model_of_run, whole_pipeline
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Source:
             found = self.recorded
         if found.family:
             return found
-        return found.model_copy(update={"family": _family_of(found)})
+        return found.model_copy(update={"family": family_of(found)})
 
     def _named_base(self) -> str:
         named = (
@@ -63,7 +62,7 @@ def find_source(target: Path) -> Source:
     if not target.exists():
         raise DitLoraError(f"no file or folder {target}; give a run's folder, or an adapter's")
     file = _adapter_file(target)
-    whole = _whole(target)
+    whole = whole_pipeline(target)
     if file is None and whole is not None:
         raise DitLoraError(
             f"{whole} is a whole pipeline, not an adapter: there is nothing to export; "
@@ -73,16 +72,16 @@ def find_source(target: Path) -> Source:
         raise DitLoraError(
             f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
         )
-    return Source(target, file, read_provenance(file), _run_model(target, file))
+    return Source(target, file, read_provenance(file), model_of_run(target, file))
 
 
 def is_chat(target: Path, model: str | None) -> bool:
     """Whether a target is of a chat model: by the run's recipe, the adapter's header, or PEFT's config."""
-    if not target.exists() or _whole(target):
+    if not target.exists() or whole_pipeline(target):
         return False
     file = _adapter_file(target) or _base_file(target)
     if file is None:
-        base = _run_model(target, None)
+        base = model_of_run(target, None)
         return base.family in CHAT_FAMILIES if base else (target / "config.json").is_file()
     if file.name == ADAPTER_FILE:
         return False
@@ -106,28 +105,6 @@ def _base_file(target: Path) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def _whole(target: Path) -> Path | None:
-    """Of a run in mode `full`, or a pipeline's own folder."""
-    found = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
-    return next(found, None)
-
-
-def _run_model(target: Path, file: Path | None) -> ModelConfig | None:
-    """The base by the recipe of the run that the adapter lies in."""
-    run = file.parent.parent if file and file.parent.name == "adapter" else target
-    config = run / "config.yaml"
-    return load_recipe(config).model if config.is_file() else None
-
-
 def _peft_config(file: Path) -> dict[str, Any]:
     config = file.with_name(CONFIG_NAME)
     return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-
-
-def _family_of(model: ModelConfig) -> str:
-    """The family whose pipeline the checkpoint names, for an adapter that is not ours."""
-    pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
-    for name in DIFFUSION_FAMILIES:
-        if pipeline in get_family(name).pipeline_names:
-            return name
-    raise DitLoraError(f"{model.path} is a {pipeline} checkpoint; no family exports it")

@@ -21,14 +21,13 @@ from dit_lora.adapters.store import (
 from dit_lora.config import ModelConfig
 from dit_lora.data.video import write_sample
 from dit_lora.errors import DitLoraError
-from dit_lora.families import DIFFUSION_FAMILIES, get_family
+from dit_lora.families import get_family
 from dit_lora.families.base import (
     Sampling,
     VideoShape,
-    local_checkpoint,
-    read_component_config,
 )
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.training.origin import family_of, find_adapter, whole_pipeline
 from dit_lora.training.runtime import quiet_libraries
 
 
@@ -56,11 +55,11 @@ def sample(request: SampleRequest) -> list[Path]:
     """Write one mp4 (of an image model: png) a prompt, each from the same seed, and return their paths."""
     quiet_libraries()
     request = _from_hub(request)
-    whole = _whole_pipeline(request.target)
+    whole = whole_pipeline(request.target)
     adapter = None if whole else find_adapter(request.target)
     made = read_provenance(adapter) if adapter else _made(whole)
     model = _base_model(request, made, whole)
-    family = get_family(made.get("family") or _family_of(model))
+    family = get_family(made.get("family") or family_of(model))
     checkpoint = family.open(model)
     if adapter and made.get("index"):
         checkpoint = checkpoint.as_trained(made["index"])  # it may add classes
@@ -108,26 +107,6 @@ def _file_name(prompt: str, how: Sampling) -> str:
     return f"seed_{how.seed}_{words}_{digest}"
 
 
-def find_adapter(target: Path) -> Path:
-    """The adapter file of a run's folder, an adapter's folder or the file itself."""
-    candidates = [target, target / ADAPTER_FILE, target / "adapter" / ADAPTER_FILE]
-    found = next((path for path in candidates if path.is_file()), None)
-    peft = (target, target / "adapter", target.parent)
-    if found is None and any((path / "adapter_config.json").is_file() for path in peft):
-        raise DitLoraError(f"{target} is a chat model's adapter, which answers: see dit-lora chat")
-    if found is None:
-        raise DitLoraError(
-            f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
-        )
-    return found
-
-
-def _whole_pipeline(target: Path) -> Path | None:
-    """Of a run in mode `full`, or a pipeline's own folder."""
-    found = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
-    return next(found, None)
-
-
 def _made(whole: Path | None) -> dict[str, Any]:
     file = (whole or Path()) / PROVENANCE_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -152,15 +131,6 @@ def _base_model(request: SampleRequest, made: dict[str, Any], whole: Path | None
             f"{request.target} does not say where its base model{known} is; give --model"
         )
     return ModelConfig(family=family, path=base, revision=made.get("revision"))
-
-
-def _family_of(model: ModelConfig) -> str:
-    """The family whose pipeline the checkpoint names, for an adapter that is not ours."""
-    pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
-    for name in DIFFUSION_FAMILIES:
-        if pipeline in get_family(name).pipeline_names:
-            return name
-    raise DitLoraError(f"{model.path} is a {pipeline} checkpoint; no family samples it")
 
 
 def _value(name: str, asked: Any, trained: dict[str, Any]) -> Any:

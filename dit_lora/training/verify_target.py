@@ -16,11 +16,10 @@ from dit_lora.adapters.store import (
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
-from dit_lora.families.base import local_checkpoint, read_component_config
 from dit_lora.families.chat_base import Viewing
-from dit_lora.recipe import load_recipe
 from dit_lora.training.chat.answering import find_origin
 from dit_lora.training.chat.stock import ChatStock
+from dit_lora.training.origin import family_of, find_adapter, model_of_run, whole_pipeline
 from dit_lora.training.output_record import Stock
 from dit_lora.training.stock import DiffusionStock
 from dit_lora.training.tensor_file import header_of
@@ -67,15 +66,13 @@ def find_target(target: Path, model: str | None) -> Target:
         raise DitLoraError(
             f"{target} does not exist; give a run's folder, or an adapter's folder or file"
         )
-    whole = next(
-        (p for p in (target, target / "model") if (p / "model_index.json").is_file()), None
-    )
+    whole = whole_pipeline(target)
     if whole is not None:
         return _pipeline(whole, model)
     chat = _chat_folder(target)
     if chat is not None:
         return _chat(chat, model)
-    file = _diffusion_file(target)
+    file = find_adapter(target)
     made = _made(file)
     return Target("diffusion", file, _base(file, made, model), made)
 
@@ -87,7 +84,7 @@ def _pipeline(folder: Path, model: str | None) -> Target:
         header_of(weights)
     file = folder / PROVENANCE_FILE
     made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found = ModelConfig(family=made.get("family") or _family_of(str(folder)), path=str(folder))
+    found = _named(made, str(folder))
     return Target("pipeline", folder, found, made)
 
 
@@ -105,17 +102,12 @@ def _chat_folder(target: Path) -> Path | None:
 def _chat(folder: Path, model: str | None) -> Target:
     file = chat_adapter_file(folder)
     made = _made(file)
-    return Target("chat", file, find_origin(folder, model).model, made)
-
-
-def _diffusion_file(target: Path) -> Path:
-    candidates = [target, target / ADAPTER_FILE, target / "adapter" / ADAPTER_FILE]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
+    if made.get("family") in DIFFUSION_FAMILIES:
         raise DitLoraError(
-            f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
+            f"{folder} is a diffusion adapter in PEFT's format; verify reads what pipelines load: "
+            f"dit-lora export {folder} --to diffusers --out OUT, then dit-lora verify OUT"
         )
-    return found
+    return Target("chat", file, find_origin(folder, model).model, made)
 
 
 def _made(file: Path) -> dict[str, Any]:
@@ -128,28 +120,17 @@ def _made(file: Path) -> dict[str, Any]:
 def _base(file: Path, made: Mapping[str, Any], model: str | None) -> ModelConfig:
     """`model`, the base of the run that the adapter lies in, or the Hub id that it names."""
     if model:
-        return ModelConfig(family=made.get("family") or _family_of(model), path=model)
-    run = file.parent.parent / "config.yaml"
-    if file.parent.name == "adapter" and run.is_file():
-        return load_recipe(run).model
+        return _named(made, model)
+    recorded = model_of_run(file.parent, file)
+    if recorded is not None:
+        return recorded
     path = made.get("base_model", "")
     if "/" not in path:
         known = f" (trained on {path})" if path else ""
         raise DitLoraError(f"{file} does not say where its base model{known} is; give --model")
-    return ModelConfig(
-        family=made.get("family") or _family_of(path), path=path, revision=made.get("revision")
-    )
+    return _named(made, path, made.get("revision"))
 
 
-def _family_of(path: str) -> str:
-    """The family whose pipeline a checkpoint names."""
-    known = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
-    folder = local_checkpoint(ModelConfig(family=next(iter(known)), path=path))
-    pipeline = read_component_config(folder).get("_class_name")
-    for name, pipelines in known.items():
-        if pipeline in pipelines:
-            return name
-    raise DitLoraError(
-        f"{path} is a {pipeline} checkpoint; verify knows those of "
-        f"{', '.join(sorted({one for names in known.values() for one in names}))}"
-    )
+def _named(made: Mapping[str, Any], path: str, revision: str | None = None) -> ModelConfig:
+    found = ModelConfig(family=made.get("family") or "", path=path, revision=revision)
+    return found if found.family else found.model_copy(update={"family": family_of(found)})

@@ -1,6 +1,7 @@
 """`dit-lora export` on a run's folder: what a user types, and what a user gets to read."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,17 @@ def test_a_name_of_its_own_is_taken_with_model_given(run: Path, tmp_path: Path) 
     stored = load_file(file)
     for name, tensor in stored.items():
         assert found[name].equal(2 * tensor if "lora_B" in name else tensor), name
+
+
+def test_what_reads_pipelines_files_says_how_to_get_one_of_a_peft_folder(
+    run: Path, tmp_path: Path
+) -> None:
+    base = ("--model", yaml.safe_load((run / "config.yaml").read_text())["model"]["path"])
+    invoke("export", run, "--to", "peft", "--out", tmp_path / "peft")
+    back = f"dit-lora export {tmp_path / 'peft'} --to diffusers --out OUT"
+    for verb in (("verify",), ("sample", "--prompt", "a")):
+        with pytest.raises(DitLoraError, match=re.escape(back)):
+            invoke(*verb, *base, tmp_path / "peft")
+    out = tmp_path / "diffusers"
+    invoke(*back.split()[1:-1], out, *base)
+    assert "every check passed" in invoke("verify", out, *base)

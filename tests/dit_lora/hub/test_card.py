@@ -12,8 +12,8 @@ from card_rules import card_problems, metadata
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from dit_lora.hub.bundle import Bundle, Shown, collect
 from dit_lora.hub.card import plain, write_card
+from dit_lora.hub.contents import Contents, Shown, collect
 from dit_lora.hub.licenses import license_of
 from dit_lora.recipe import load_recipe
 from dit_lora.training.facts import common_prefix
@@ -30,24 +30,24 @@ ODD = (
 
 
 @pytest.fixture
-def bundle(trained: Path) -> Bundle:
+def contents(trained: Path) -> Contents:
     return collect(trained)
 
 
 def changed(
-    bundle: Bundle,
+    contents: Contents,
     made: Mapping[str, Any] | None = None,
     pipeline: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
-) -> Bundle:
-    facts = dict(bundle.facts)
+) -> Contents:
+    facts = dict(contents.facts)
     facts["pipeline"] = {**facts["pipeline"], **(pipeline or {})}
     facts["data"] = {**facts["data"], **(data or {})}
-    return replace(bundle, made={**bundle.made, **(made or {})}, facts=facts)
+    return replace(contents, made={**contents.made, **(made or {})}, facts=facts)
 
 
-def test_a_known_base_is_named_with_its_licence(bundle: Bundle) -> None:
-    card = write_card(changed(bundle, {"base_model": "THUDM/CogVideoX-5b"}), REPO)
+def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
+    card = write_card(changed(contents, {"base_model": "THUDM/CogVideoX-5b"}), REPO)
     assert card_problems(card) == []
     told = metadata(card)
     assert (told["base_model"], told["base_model_relation"]) == ("THUDM/CogVideoX-5b", "adapter")
@@ -87,19 +87,19 @@ def test_licences_are_the_bases_own(
         assert found.link is not None
 
 
-def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(bundle: Bundle) -> None:
-    card = write_card(changed(bundle, {"base_model": "somebody/theirs"}), REPO)
+def test_an_unknown_base_has_no_licence_and_a_folder_is_no_base(contents: Contents) -> None:
+    card = write_card(changed(contents, {"base_model": "somebody/theirs"}), REPO)
     assert "license" not in metadata(card)
     assert "Not stated: see the licence of the base model" in card
-    card = write_card(bundle, REPO)  # trained on a folder
+    card = write_card(contents, REPO)  # trained on a folder
     told = metadata(card)
     assert not {"base_model", "base_model_relation", "license"} & set(told)
     assert "was a folder of its trainer's" in card
     assert 'from_pretrained("path/to/base"' in card
 
 
-def test_the_gallery_shows_before_and_after(bundle: Bundle) -> None:
-    card = write_card(bundle, REPO)
+def test_the_gallery_shows_before_and_after(contents: Contents) -> None:
+    card = write_card(contents, REPO)
     assert metadata(card)["widget"] == [
         {"text": "a blue disc moves", "output": {"url": "samples/after_00.mp4"}},
         {"text": "before training: a blue disc moves", "output": {"url": "samples/before_00.mp4"}},
@@ -109,9 +109,11 @@ def test_the_gallery_shows_before_and_after(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("caption", ODD)
-def test_odd_captions_are_shown_as_they_are_and_are_no_markup(bundle: Bundle, caption: str) -> None:
+def test_odd_captions_are_shown_as_they_are_and_are_no_markup(
+    contents: Contents, caption: str
+) -> None:
     shown = (Shown(caption, "samples/before_00.png", "samples/after_00.png"),)
-    odd = replace(changed(bundle, data={"caption_prefix": caption}), shown=shown)
+    odd = replace(changed(contents, data={"caption_prefix": caption}), shown=shown)
     card = write_card(odd, REPO)
     assert card_problems(card) == []
     told = metadata(card)
@@ -135,8 +137,8 @@ def escaped(text: str) -> str:
     return text
 
 
-def test_what_has_no_task_on_the_hub_gets_none(bundle: Bundle) -> None:
-    by_class = changed(bundle, pipeline={"condition": "class_labels", "label": [3]})
+def test_what_has_no_task_on_the_hub_gets_none(contents: Contents) -> None:
+    by_class = changed(contents, pipeline={"condition": "class_labels", "label": [3]})
     card = write_card(by_class, REPO)
     assert card_problems(card) == []
     told = metadata(card)
@@ -145,17 +147,17 @@ def test_what_has_no_task_on_the_hub_gets_none(bundle: Bundle) -> None:
     assert "class_labels=[3]," in card
 
 
-def test_the_held_out_loss_is_a_result_with_what_it_was_measured_on(bundle: Bundle) -> None:
-    (model,) = metadata(write_card(bundle, REPO))["model-index"]
+def test_the_held_out_loss_is_a_result_with_what_it_was_measured_on(contents: Contents) -> None:
+    (model,) = metadata(write_card(contents, REPO))["model-index"]
     (result,) = model["results"]
     assert model["name"] == "kitten-lora"
     assert result["task"] == {"type": "text-to-video"}
     assert "noise that training never draws" in result["dataset"]["name"]
     (metric,) = result["metrics"]
-    assert metric["value"] == pytest.approx(bundle.run.held_out[2], abs=1e-6)
+    assert metric["value"] == pytest.approx(contents.run.held_out[2], abs=1e-6)
 
 
-def test_data_and_events_are_told_by_counts(bundle: Bundle) -> None:
+def test_data_and_events_are_told_by_counts(contents: Contents) -> None:
     event = {
         "step": 1,
         "kind": "non_finite_loss",
@@ -163,12 +165,12 @@ def test_data_and_events_are_told_by_counts(bundle: Bundle) -> None:
         "verdict": {"cause": "data", "words": "alice_01.mp4 is bad"},
         "action": "quarantine",
     }
-    run = replace(bundle.run, events=[event, event], quarantine=[{"sample_id": "alice_01.mp4"}])
-    card = write_card(replace(bundle, run=run), REPO)
+    run = replace(contents.run, events=[event, event], quarantine=[{"sample_id": "alice_01.mp4"}])
+    card = write_card(replace(contents, run=run), REPO)
     assert "alice" not in card
     assert "- guard: non finite loss, cause data: 2 times; action: quarantine" in card
     assert "- 1 of the samples left out by the guard" in card
-    assert "- guard: no step tripped" in write_card(bundle, REPO)
+    assert "- guard: no step tripped" in write_card(contents, REPO)
     assert "- 5 clips" in card
     assert "- seconds of a clip: 1.12; 5.6 in all" in card
     assert "- frames x height x width, with their samples: 9x32x48 (5)" in card
@@ -177,11 +179,11 @@ def test_data_and_events_are_told_by_counts(bundle: Bundle) -> None:
     assert "| scale | passed |" in card
 
 
-def test_the_published_recipe_is_the_runs_own(bundle: Bundle, tmp_path: Path) -> None:
+def test_the_published_recipe_is_the_runs_own(contents: Contents, tmp_path: Path) -> None:
     """Chat's and sources' places too are placeholders, and the words of the recipe stay."""
     from dit_lora.hub.cleaning import clean_config
 
-    config = {**bundle.run.config, "hub": {"push": True, "repo_id": "me/x", "private": True}}
+    config = {**contents.run.config, "hub": {"push": True, "repo_id": "me/x", "private": True}}
     config["data"] = {
         **config["data"],
         "path": None,

@@ -40,7 +40,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class Contents:
     """A run as it is published; `files` are paths or bytes by their place in the repository, without the card."""
 
     run: RunFiles
@@ -59,7 +59,7 @@ class Bundle:
         return name if "/" in name else None
 
 
-def collect(run_dir: Path) -> Bundle:
+def collect(run_dir: Path) -> Contents:
     """Everything that a push of the run uploads but its card.
 
     Raises `DitLoraError` for a folder without a run or a run without a result, with the command that goes on, and
@@ -85,7 +85,7 @@ def collect(run_dir: Path) -> Bundle:
     if run.verification:
         record = {**run.verification, "adapter": main.name, "base_model": base}
         files[VERIFICATION] = clean_json(record).encode()
-    return Bundle(run, facts, made, kind, files, tuple(shown))
+    return Contents(run, facts, made, kind, files, tuple(shown))
 
 
 def _result(run: RunFiles) -> tuple[Path, str]:
