@@ -1,7 +1,6 @@
 """What `make build` makes: an sdist that builds the wheel, with metadata that a package index takes."""
 
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,45 +16,6 @@ from launching import ROOT, launch_environment
 import dit_lora
 
 pytestmark = pytest.mark.slow
-
-OUTSIDE = (
-    ".git",
-    ".venv",
-    "build",
-    "dist",
-    "demo",
-    "runs",
-    "*.egg-info",
-    "__pycache__",
-    ".*_cache",
-)
-
-
-def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=cwd,
-        env=launch_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree, so that nothing of an earlier build and no other test's is in it."""
-    copy = tmp_path_factory.mktemp("release") / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*OUTSIDE))
-    return copy
-
-
-@pytest.fixture(scope="module")
-def dist(checkout: Path) -> Path:
-    """As `make build` makes it: the sdist, and the wheel out of it."""
-    run("build", "--no-isolation", "--outdir", checkout / "dist", cwd=checkout)
-    return checkout / "dist"
 
 
 def metadata(dist: Path) -> Message:
@@ -110,7 +70,10 @@ def test_the_sdist_has_what_its_own_tests_and_pages_need(dist: Path) -> None:
 def test_a_package_index_takes_both(dist: Path) -> None:
     files = sorted(dist.iterdir())
     assert [path.suffix for path in files] == [".whl", ".gz"]
-    said = run("twine", "check", "--strict", *files, cwd=dist)
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
+    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True)
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
     assert said.count("PASSED") == 2
 
 

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from fake_hub import FakeHub
 from launching import ROOT, launch_environment
 
 pytestmark = pytest.mark.slow
@@ -22,21 +23,55 @@ for name in ("dit_lora", "dit_lora_kernels"):
         importlib.import_module(module.name)
         print(module.name)
 """
+# Of the Hub's copy and of the folded file, in plain Diffusers.
+LOAD_BACK = """
+import sys
+import torch
+from diffusers import CogVideoXPipeline
+
+def video(adapter=None):
+    pipe = CogVideoXPipeline.from_pretrained("tiny/cogvideox-2b")
+    if adapter:
+        pipe.load_lora_weights(adapter)
+    pipe.set_progress_bar_config(disable=True)
+    shape = {"num_frames": 9, "height": 64, "width": 96}
+    draw = torch.Generator().manual_seed(0)
+    return torch.from_numpy(pipe("x", num_inference_steps=1, generator=draw, output_type="np", **shape).frames)
+
+base, *others = video(), *map(video, sys.argv[1:])
+assert not any("dit_lora" in name for name in sys.modules)
+same = all(torch.allclose(other, others[0], atol=1e-5) for other in others)
+differs = not torch.allclose(base, others[0], atol=1e-4)
+print("equal, and not the base\\047s" if same and differs else "no")
+"""
+
+
+def hub_environment(hub: FakeHub, home: Path) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": "hf_any",
+        "HF_HOME": str(home),
+    }
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-    subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
-    return next(out.glob("*.whl"))
+def wheel(dist: Path) -> Path:
+    return next(dist.glob("*.whl"))
 
 
 def test_the_wheel_holds_two_packages_their_data_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"dit_lora", "dit_lora_kernels"}
-    assert {"dit_lora/py.typed", "dit_lora/report/page.html"} <= set(names)
+    data = {
+        path.relative_to(ROOT).as_posix()
+        for pattern in ("report/*.html", "report/*.css", "report/*.js", "hub/*.md", "py.typed")
+        for path in (ROOT / "dit_lora").glob(pattern)
+    }
+    assert len(data) > 8
+    assert data <= set(names)
     sources = {
         path.relative_to(root).as_posix()
         for root in (ROOT, ROOT / "kernels")
@@ -120,3 +155,12 @@ def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path
     assert (folder / run / "report.html").is_file()
     (video,) = typed(f"dit-lora sample {run} --prompt x --inference-steps 1", where=folder).split()
     assert (folder / video).stat().st_size > 0
+    exported = f"dit-lora export {run} --to folded --out folded"
+    assert "every check passed" in typed(f"dit-lora verify {run}", exported, where=folder)
+
+    with FakeHub(tmp_path / "hub") as hub:
+        environment |= hub_environment(hub, tmp_path / "hf")
+        pushed = typed(f"dit-lora push {run} me/first-lora --private", where=folder)
+        assert f"to {hub.url}/me/first-lora" in pushed.splitlines()[-1]
+        loaded = typed(f"python -c '{LOAD_BACK}' me/first-lora folded", where=folder)
+    assert loaded.strip() == "equal, and not the base's"
