@@ -94,7 +94,7 @@ class Shared:
         return run
 
 
-_CHECKOUT = ("recipes", "accelerate_configs", "benchmarks", "tests", "constraints.txt")
+_CHECKOUT = ("recipes", "accelerate_configs", "benchmarks", "kernels", "tests", "constraints.txt")
 Prepare = Callable[[Path, Shared], dict[str, Any]]
 
 

@@ -131,7 +131,10 @@ def test_every_chat_models_faults_are_named_and_recovered(variant: str) -> None:
     ("pattern", "variant", "faults", "launcher"),
     [
         ("NaN in*", DEFAULT, 20, forked),
-        ("chat:no labels", "videochat2-mistral", 1, subprocess.run),
+        pytest.param(
+            *("chat:no labels", "videochat2-mistral", 1, subprocess.run),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_faults_are_named_and_recovered_on_two_ranks(

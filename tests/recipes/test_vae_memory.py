@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diffusers import AutoencoderKLCogVideoX
+from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline
 from transformers import T5EncoderModel
 
 from dit_lora.data.cache import TensorCache
@@ -36,8 +36,9 @@ def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
         return load(self, dtype)
 
     def generating(self: Any, pipeline: Any, *args: Any) -> Any:
-        beside["sampling"] = alive(known)
-        settings.append((pipeline.vae.use_tiling, pipeline.vae.use_slicing))
+        if isinstance(pipeline, DiffusionPipeline):  # and not what notes its arguments
+            beside["sampling"] = alive(known)
+            settings.append((pipeline.vae.use_tiling, pipeline.vae.use_slicing))
         return generate(self, pipeline, *args)
 
     def encoding(self: Any, *args: Any, **given: Any) -> Any:

@@ -217,6 +217,7 @@ def steps(
     return losses
 
 
+@pytest.mark.thorough
 def test_500_steps_at_6e_6_stay_finite_where_plain_fp16_does_not(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def losses_of_training(*, mixed: bool) -> torch.Tensor:
     return torch.stack(losses)
 
 
+@pytest.mark.thorough
 def test_training_with_mixed_rows_does_not_learn_what_it_learns_without() -> None:
     """Nothing is ever NaN: no check of values alone would see it."""
     right, wrong = losses_of_training(mixed=False), losses_of_training(mixed=True)
