@@ -289,6 +289,7 @@ EXAMPLES: dict[str, list[str]] = {
     "docs/data.md": ["the files of a cache"],
     "docs/design.md": ["a drawing", "a drawing"],
     "docs/first_lora.md": [
+        "of the same, as the Hub would say it",
         "of the published configs, which tests do not have; the text encoder's was not counted",
         "a run with a damaged clip",
     ],

@@ -166,7 +166,7 @@ def test_verbs_of_diffusion_and_of_chat_send_to_each_other(
 
     assert "nothing to cache" in refused("cache", "build", recipe)
     assert "nothing to cache" in refused("cache", "prune", recipe, "--keep", recipe)
-    assert "see dit-lora chat" in refused("sample", adapter, "--prompt", "a disc")
+    assert "answers by dit-lora chat" in refused("sample", adapter, "--prompt", "a disc")
     assert "--encode: a chat model's samples" in refused("audit", recipe, "--encode")
     diffusion = tmp_path / "diffusion"
     diffusion.mkdir()

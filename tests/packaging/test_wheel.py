@@ -89,6 +89,7 @@ def test_the_wheel_holds_two_packages_their_data_and_nothing_else(wheel: Path) -
     assert code - stock == sources
 
 
+@pytest.mark.thorough
 def test_every_module_imports_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
     """In a folder of its own, without the checkout on the path."""
     site = tmp_path / "site"

@@ -74,7 +74,7 @@ def test_every_smoke_recipe_is_tried_here() -> None:
 
 
 # Their models differ from another's by a setting that the families' contract tries.
-ALIKE = ("cogvideox_1.5", "dit_scratch", "video_dit_lora")
+ALIKE = ("cogvideox_1.5", "cogvideox_i2v", "dit_scratch", "video_dit_lora")
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ def require_same_state(table: Table, name: str, other: str) -> None:
         assert all(torch.equal(own.own[key], theirs.own[key]) for key in own.own)
 
 
+@pytest.mark.thorough  # four ranks, above; two, in test_fsdp2.py
 def test_two_ranks_with_sharded_weights_train_recover_and_resume_as_one_process(
     table: Table,
 ) -> None:
@@ -215,6 +216,7 @@ def test_two_ranks_with_sharded_weights_train_recover_and_resume_as_one_process(
     assert any(not torch.equal(first.own[name], second.own[name]) for name in first.own)
 
 
+@pytest.mark.thorough  # four ranks, above; two, in test_zero.py
 @pytest.mark.skipif(not ZERO, reason="needs deepspeed")
 def test_two_ranks_that_share_the_optimizer_out_train_recover_and_resume_as_one_process(
     table: Table,
