@@ -130,7 +130,7 @@ def test_every_chat_models_faults_are_named_and_recovered(variant: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "variant", "faults", "launcher"),
     [
-        ("NaN in*", DEFAULT, 20, forked),
+        pytest.param("NaN in*", DEFAULT, 20, forked, marks=pytest.mark.thorough),
         pytest.param(
             *("chat:no labels", "videochat2-mistral", 1, subprocess.run),
             marks=pytest.mark.thorough,

@@ -73,8 +73,8 @@ def test_every_smoke_recipe_is_tried_here() -> None:
     assert set(SMOKES) == {n for n, r in recipes.items() if r.model.family in DIFFUSION_FAMILIES}
 
 
-# Their models differ from another's by a setting that the families' contract tries.
-ALIKE = ("cogvideox_1.5", "cogvideox_i2v", "dit_scratch", "video_dit_lora")
+# What they train is tried by another recipe here, or by the families' contract.
+ALIKE = ("cogvideox_1.5", "cogvideox_i2v", "sana_video", "dit_scratch", "video_dit_lora")
 
 
 @pytest.mark.parametrize(
