@@ -30,7 +30,7 @@ demo: setup
 	@echo
 	@echo 'Trained a LoRA on a random tiny CogVideoX, then loaded it into the stock Diffusers pipeline.'
 	@echo 'The model knows nothing, so its videos are noise; the held-out loss above is what fell.'
-	@echo 'Open demo/run/report.html for curves and samples. Next: README.md, "Your own clips".'
+	@echo 'Open demo/run/report.html for curves and samples. Next: docs/first_lora.md.'
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not thorough'

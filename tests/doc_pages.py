@@ -247,7 +247,7 @@ _PREPARED: dict[str, Prepare] = {
 # Blocks that are not run, or text that is not compared, by page, with the reasons as the pages give them.
 NOT_RUN: dict[str, list[str]] = {
     "CONTRIBUTING.md": ["the whole suite"],
-    "README.md": ["both make or change an environment"],
+    "README.md": ["they make or change an environment"],
     "docs/checkpoints.md": ["needs Slurm and eight GPUs"],
     "docs/first_lora.md": [
         "it would install over what is tested",
