@@ -3,8 +3,9 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
@@ -23,6 +24,8 @@ class LeftOut:
     reason: str
     from_copy: int = 0
     """The first of its copies in `from_epoch` that is left out; those before it have been trained on."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """What was run, and how it came out; empty where a fact was enough, as a NaN in its cache entry is."""
 
     def kept_in(self, epoch: int) -> int | None:
         """How many of its copies in an epoch stay; None where this record leaves none out."""
@@ -40,6 +43,8 @@ def _record(line: str) -> LeftOut:
         raise TypeError(f"sample_id is a name; got {one.sample_id!r}")
     if not isinstance(one.from_epoch, int) or not isinstance(one.to_epoch, int | None):
         raise TypeError(f"epochs are numbers; got {one.from_epoch!r} and {one.to_epoch!r}")
+    if not isinstance(one.evidence, dict):
+        raise TypeError(f"evidence is an object; got {one.evidence!r}")
     if not isinstance(one.from_copy, int):
         raise TypeError(f"from_copy is a number; got {one.from_copy!r}")
     return one

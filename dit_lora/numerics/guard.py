@@ -24,7 +24,7 @@ from torch import nn
 
 from dit_lora.config import LadderConfig
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, weight_peak
+from dit_lora.numerics.bisect import diagnose
 from dit_lora.numerics.captured import Recorder
 from dit_lora.numerics.gate import NonFiniteError, weights_are_bad
 from dit_lora.numerics.loop_state import LoopState
@@ -32,6 +32,8 @@ from dit_lora.numerics.patches import Patches
 from dit_lora.numerics.policy import Action, Policy
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.shards import local
+from dit_lora.numerics.state import bad_state, weight_peak
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import all_switches, find_switch
 from dit_lora.numerics.verdict import Verdict
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dit_lora.config import LadderConfig
 from dit_lora.numerics.verdict import Verdict
 
-# Data that is bad where it is stored will be bad again; a draw of noise or timestep will not.
+# Data that is bad where it is stored will be bad again; a draw of noise or timestep, or a place in the run, will not.
 _FOR_GOOD = ("data", "labels")
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _OF_SWITCHES = ("kernel", "attention_backend")
@@ -19,6 +19,7 @@ class Action:
     kind: str
     """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`."""
     samples: tuple[str, ...] = ()
+    """What is left out. A `skip` without samples leaves the step out: none of them is at fault."""
     switches: tuple[str, ...] = ()
     lower_lr: bool = False
     why: str = ""
@@ -62,6 +63,9 @@ class Policy:
         skipped_before: Sequence[str],
     ) -> Action | str:
         """The rung's action, or why it does not fit, or an empty string where it is out of the question."""
+        broken = [v for v in verdicts if v.cause == "rank"]
+        if broken:
+            return f"what else this run would compute on rank {broken[0].rank} is not to be trusted"
         # Two faults at once: state first, then switches, then samples; what is left trips again.
         if causes & set(_OF_STATE):
             return self._rollback(step, verdicts) if rung == "rollback" else ""
@@ -76,9 +80,12 @@ class Policy:
             return Action("retry")
         samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
         if not samples:
-            return ""
+            return Action("skip") if rung == "skip" and "step" in causes else ""
         bad = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}
-        for_good = tuple(s for s in samples if s in bad or s in skipped_before)
+        again = {s for v in verdicts if _is_the_samples(v) for s in v.sample_ids} & {
+            *skipped_before
+        }
+        for_good = tuple(s for s in samples if s in bad or s in again)
         best, samples = ("quarantine", for_good) if for_good else ("skip", samples)
         ladder = self.config.on_nonfinite
         return Action(rung, samples=samples) if rung == best or best not in ladder else ""
@@ -88,6 +95,8 @@ class Policy:
             return f"guard.max_rollbacks={self.config.max_rollbacks} is used up"
         if any(v.cause == "weights" and v.evidence.get("frozen") for v in verdicts):
             return "a snapshot does not hold the frozen weights"
+        if any("weight_decay" in v.evidence for v in verdicts):
+            return "no snapshot helps: lower optim.weight_decay, or the learning rate that it is multiplied by"
         # Steps repeat bit for bit, so what comes back at the same step is no accident of the memory.
         again = step == self.last_rollback_step
         return Action(
@@ -109,3 +118,11 @@ class Policy:
             "rollbacks": self.rollbacks,
             "last_rollback_step": self.last_rollback_step,
         }
+
+
+def _is_the_samples(verdict: Verdict) -> bool:
+    """Whether a fault that comes with some draws alone is the sample's: another is healthy with the same draws."""
+    return (
+        verdict.cause == "inputs"
+        and verdict.evidence.get("control_with_the_same_draws") == "healthy"
+    )

@@ -39,6 +39,9 @@ class MicroBatch:
     """What seeds the samples' random draws, where that is known."""
     redrawn: Callable[[int], "MicroBatch"] | None = None
     """The same samples with other noise and timesteps, numbered; None where they cannot be drawn anew."""
+    at: Callable[["MicroBatch", bool], "MicroBatch"] | None = None
+    """The same samples at another micro-batch's place in the run, and with its draws too if asked for; None where the
+    loop is not ours."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Outcome:
     """Names of trained parameters whose gradient is not finite."""
     gradient_is_zero: bool
     """No trained parameter got a gradient other than zero."""
+    failed_on: tuple[int, ...] = ()
+    """Of a model that needs all ranks: those on which a loss is not finite, where it is finite on others."""
 
     @property
     def finite(self) -> bool:
@@ -90,8 +95,10 @@ def _agreed(own: Outcome, owner: int) -> Outcome:
     """One outcome for all ranks, so that none goes on alone."""
     outcomes: list[Outcome] = gather_object([own])
     bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
+    failed = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses)
     return replace(
         outcomes[owner],
+        failed_on=failed if len(failed) < len(outcomes) else (),
         bad_gradients=tuple(bad),
         gradient_is_zero=all(outcome.gradient_is_zero for outcome in outcomes),
     )

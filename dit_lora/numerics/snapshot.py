@@ -15,6 +15,7 @@ import torch
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.finite import is_finite
+from dit_lora.numerics.outliers import read_peaks, stacked_peaks
 from dit_lora.numerics.shards import local
 
 Tensors = dict[str, torch.Tensor]
@@ -43,6 +44,7 @@ class Snapshots:
         self._every = every
         self._keep = keep
         self._held: dict[int, Tensors] = {}
+        self._peaks: dict[int, Tensors] = {}
         self._spare: list[Tensors] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -66,6 +68,8 @@ class Snapshots:
         """Hold the values of now as those of `step`; the oldest snapshot gives way once `keep` are held."""
         live = self._live()
         buffers = self._free_buffers(step)
+        self._peaks = {held: self._peaks[held] for held in self._held}
+        self._peaks[step] = stacked_peaks(live)  # not read here: the host waits for nothing
         with self._aside(live):
             self._held[step] = {
                 name: _copied_into(buffers.get(name), tensor) for name, tensor in live.items()
@@ -108,6 +112,10 @@ class Snapshots:
     def not_finite(self, step: int) -> list[str]:
         """The tensors of a held snapshot that are not finite; a step to go back to has none."""
         return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
+
+    def peaks(self) -> dict[str, float]:
+        """The largest magnitude of each tensor of the newest snapshot; empty while none is held."""
+        return read_peaks(self._peaks[max(self._held)]) if self._held else {}
 
     def forget(self, step: int) -> None:
         """Hold the snapshot no more; its buffers are the next snapshot's."""

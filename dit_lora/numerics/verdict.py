@@ -8,13 +8,15 @@ Cause = Literal[
     "data",  # a sample's own tensors, or one sample that fails whatever is switched off
     "labels",  # nothing to learn from, or out of range
     "inputs",  # noise, timestep or schedule: finite samples, but not what the model was given
+    "step",  # the place in the run, whatever sample is there, or samples only in company
+    "rank",  # one rank fails at what another computes from the same weights and samples
     "precision",  # finite in fp32
     "kernel",
     "attention_backend",
     "weights",
     "optimizer",
     "learning_rate",
-    "transient",  # finite when it was run again
+    "transient",  # finite when it was run again, or now and then
     "unknown",
 ]
 

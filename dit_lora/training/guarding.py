@@ -1,7 +1,7 @@
 """Puts a run's guard together: what it may suspect and switch off, its snapshots, its files."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from dit_lora.data.quarantine import Quarantine
 from dit_lora.data.sources import class_names
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.norms import Norms, choose_norms
-from dit_lora.numerics.bisect import Suspects, has_run_away, weight_peak
-from dit_lora.numerics.finite import not_finite
+from dit_lora.numerics.finite import describe_all, not_finite
+from dit_lora.numerics.frozen import FrozenRecord
 from dit_lora.numerics.gate import PoisonedStateError
 from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.policy import Policy
@@ -26,12 +26,23 @@ from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import Spike, SpikeDetector
+from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
+from dit_lora.numerics.streams import fold
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import all_switches, find_switch
 from dit_lora.training.best import note_best
 from dit_lora.training.checkpoint import remove_checkpoints_after, trainable_state
 from dit_lora.training.engine import Engine
 from dit_lora.training.recovery import GuardState, RunRecovery
-from dit_lora.training.replay import Parts, keep_bundle, parts_of, sample_losses, together
+from dit_lora.training.replay import (
+    Parts,
+    Place,
+    keep_bundle,
+    parts_of,
+    replayable,
+    sample_losses,
+    together,
+)
 from dit_lora.training.runtime import agree
 from dit_lora.training.watch import StepWatcher
 
@@ -39,6 +50,7 @@ if TYPE_CHECKING:
     from dit_lora.training.run import Run
 
 QUARANTINE = "quarantine.jsonl"
+_CANDIDATES = 4  # samples that are read to find one to compare with
 
 
 def build_guard(
@@ -72,6 +84,11 @@ def build_guard(
             or weight_peak(trainable_state(transformer).values(), together=run.engine.lockstep),
             limit=MAX_ABS,
             lockstep=run.engine.lockstep,
+            frozen=FrozenRecord(transformer),
+            peaks=snapshots.peaks,
+            switched_off=state.switched_off,
+            decay=lambda: _largest_decay(run.optimizer.param_groups),
+            another=lambda wanted, without: _another_sample(run, wanted, without),
         ),
         policy=Policy(config, **changed.get("policy", {})),
         state=state,
@@ -137,6 +154,22 @@ def require_finite_everywhere(
     if found:
         message = listed(f"step {step} is not saved: it is not finite", found[:20])
         raise PoisonedStateError(message, "non_finite_weights")
+
+
+def require_unaltered(
+    accelerator: Accelerator, suspects: Suspects, step: int, *, frozen: bool
+) -> None:
+    """Raise `PoisonedStateError` on every rank if on any memory has altered what is trained, or what must not change.
+
+    The frozen weights and buffers are compared where `frozen`: that reads all of them.
+    """
+    found = altered_state(suspects)
+    if frozen and suspects.frozen is not None:
+        found += suspects.frozen.changed()
+    found = gather_object(found)
+    if found:
+        message = listed(f"step {step} is not saved: it was altered", found[:20])
+        raise PoisonedStateError(message, "altered_state")
 
 
 def require_not_lost(engine: Engine, start: float, step: int) -> None:
@@ -227,6 +260,29 @@ def _spikes(run: "Run") -> SpikeDetector | None:
     return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
 
 
+def _largest_decay(groups: Sequence[Mapping[str, Any]]) -> float:
+    """The largest share of a weight that a step's weight decay takes away."""
+    return max(group["lr"] * group.get("weight_decay", 0.0) for group in groups)
+
+
+def _another_sample(run: "Run", wanted: MicroBatch, without: Collection[str]) -> MicroBatch | None:
+    """One sample of the data at the wanted micro-batch's place, none of those named; equal on all ranks.
+
+    Of the same bucket where one is, for a step of that size fits into memory; read anew, and only if it is good.
+    """
+    entries = {entry.id: entry for entry in run.data.clips.entries}
+    out = {one.sample_id for one in run.guard.quarantine.records} | {*without}
+    bucket = entries[wanted.ids[0]].shape if wanted.ids[0] in entries else None
+    place = Place(run.recipe.train.seed, wanted.step, wanted.micro_step, wanted.rank)
+    candidates = [one for one in entries.values() if one.id not in out and one.shape == bucket]
+    for entry in candidates[:_CANDIDATES]:
+        batch = run.data.clips.sample(entry, fold(place.seed, "control", entry.id))
+        if not batch.faults and not describe_all(batch.tensors, MAX_ABS):
+            batch = batch.to(run.runtime.accelerator.device)
+            return replayable(sample_losses(run.checkpoint), run.transformer, batch, place)
+    return None
+
+
 def _whole_recipe(run: "Run", micro_batch: MicroBatch) -> Recipe:
     """The recipe, with the names of its classes: a replay has no data to read them from."""
     recipe = run.recipe
@@ -272,6 +328,11 @@ class _Files:
     def quarantined(self, quarantine: Quarantine) -> None:
         if self.run.runtime.is_main:
             quarantine.save()
+
+    def left_out(self, step: int) -> None:
+        recipe = self.run.recipe
+        if step % recipe.train.save_every == 0 or step == recipe.train.steps:
+            self.save(step)
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
         if not self.run.runtime.is_main:

@@ -10,15 +10,18 @@ from accelerate.utils import broadcast_object_list, gather_object
 from dit_lora.data.order import Draw, Order
 from dit_lora.data.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.bisect import Suspects, bad_state, diagnose, run_away
+from dit_lora.numerics.bisect import diagnose
 from dit_lora.numerics.gate import NonFiniteError, Trip
 from dit_lora.numerics.policy import Action, Policy
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.state import bad_state, run_away
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import find_switch
 from dit_lora.numerics.verdict import Verdict
+from dit_lora.training.swap import tried_elsewhere
 
-_OF_WEIGHTS = ("non_finite_weights", "diverged_weights")
+_OF_WEIGHTS = ("non_finite_weights", "diverged_weights", "altered_state")
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _DONE = {
     "retry": "taken again",
@@ -40,6 +43,9 @@ class RunFiles(Protocol):
 
     def quarantined(self, quarantine: Quarantine) -> None:
         """Write the list."""
+
+    def left_out(self, step: int) -> None:
+        """Save if it is due after this step, which changed nothing."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
         """Rename these samples' bad cache entries and say so."""
@@ -84,6 +90,7 @@ class RunRecovery:
         """The step after which to go on; raises `NonFiniteError` on every rank where no rung fits."""
         began = time.perf_counter()
         own = self._diagnose(trip, micro_batches, control)
+        own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
         verdicts = [verdict for _, verdict in own]
         if not self.suspects.lockstep:
             verdicts = gather_object(verdicts)
@@ -102,6 +109,8 @@ class RunRecovery:
         if action.kind == "stop":
             raise self._stopped(trip, lines, action, events, notes)
         done = _DONE[action.kind] + (f" to step {target}" if action.kind == "rollback" else "")
+        if action.kind == "skip" and not action.samples:
+            done = "left out, for no sample is at fault"
         summary = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {done}"
         self.files.say(listed(summary, [*lines, *notes]))
         return target
@@ -153,6 +162,8 @@ class RunRecovery:
 
     def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
         """The action with the step to go on after; a rollback needs a snapshot that is finite."""
+        if action.kind == "skip" and not action.samples:
+            return action, step
         if action.kind in ("skip", "quarantine"):
             lost = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
             out = lost | set(action.samples)
@@ -171,6 +182,9 @@ class RunRecovery:
     def _act(
         self, action: Action, trip: Trip, verdicts: Sequence[Verdict], target: int
     ) -> list[str]:
+        if action.kind == "skip" and not action.samples:
+            self.files.left_out(target)
+            return []
         if action.kind in ("skip", "quarantine"):
             return self._leave_out(action, trip.step, verdicts)
         if action.kind == "fallback":
@@ -194,7 +208,7 @@ class RunRecovery:
         for position in range(first, first + self.samples_per_step):
             draw = self.order.draw_at(position)
             draws.setdefault(self.order.ids[draw.sample], draw)
-        causes = {s: (v.cause, v.words) for v in verdicts for s in v.sample_ids}
+        causes = {s: v for v in verdicts for s in v.sample_ids}
         self.quarantine.add(
             LeftOut(
                 sample,
@@ -202,8 +216,9 @@ class RunRecovery:
                 from_copy=draws[sample].copy,
                 to_epoch=None if action.kind == "quarantine" else draws[sample].epoch,
                 step=step,
-                cause=causes[sample][0],
-                reason=causes[sample][1],
+                cause=causes[sample].cause,
+                reason=causes[sample].words,
+                evidence=_evidence(causes[sample]),
             )
             for sample in action.samples
         )
@@ -282,10 +297,19 @@ def _event(trip: Trip, verdict: Verdict, action: Action, seconds: float) -> dict
     }
 
 
+def _evidence(verdict: Verdict) -> dict[str, Any]:
+    """What a verdict on a sample stands on, for the list of those left out."""
+    known = ("replays", "control", "control_with_the_same_draws", "losses")
+    facts = {name: verdict.evidence[name] for name in known if name in verdict.evidence}
+    return {**facts, "rank": verdict.rank, "timesteps": list(verdict.timesteps)}
+
+
 def _advice(events: Sequence[dict[str, Any]]) -> str:
     causes = {event["verdict"]["cause"] for event in events}
     if causes <= {"data", "transient"}:
         return "continue with train.resume=auto"
+    if "rank" in causes:
+        return "continue with train.resume=auto, without the device that is named"
     if "learning_rate" in causes:
         return (
             "start afresh, or from an earlier checkpoint, with a lower learning rate (optim.groups)"

@@ -17,17 +17,13 @@ from dit_lora.data.digest import Digests
 from dit_lora.data.loader import LOSS_WEIGHT, Batch
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
-from dit_lora.numerics.bisect import (
-    Suspects,
-    diagnose,
-    has_run_away,
-    run_away,
-    weight_peak,
-)
+from dit_lora.numerics.bisect import diagnose
 from dit_lora.numerics.bundle import Bundle, read_bundle, write_bundle
 from dit_lora.numerics.precision import DTYPES, Precision
 from dit_lora.numerics.replay import MicroBatch, Outcome, run
+from dit_lora.numerics.state import has_run_away, run_away, weight_peak
 from dit_lora.numerics.streams import Streams, fold
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import (
     Switch,
     all_switches,
@@ -90,6 +86,12 @@ def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Plac
         faults=batch.faults,
         draws=batch.draws,
         redrawn=lambda number: replayable(losses, model, _elsewhere(batch, number), place),
+        at=lambda other, draws: replayable(
+            losses,
+            model,
+            replace(batch, draws=other.draws) if draws else batch,
+            Place(place.seed, other.step, other.micro_step, other.rank),
+        ),
     )
 
 

@@ -34,6 +34,7 @@ from dit_lora.training.guarding import (
     prime_spikes,
     require_finite_everywhere,
     require_not_lost,
+    require_unaltered,
     spike_events,
 )
 from dit_lora.training.journal import Journal, held_out_losses, metrics_line
@@ -332,6 +333,7 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     if to_save or snapshots.due(step):
         require_not_lost(run.engine, run.guard.suspects.start_peak, step)
         require_finite_everywhere(run.runtime.accelerator, own_state(run), step)
+        require_unaltered(run.runtime.accelerator, run.guard.suspects, step, frozen=to_save)
     if to_save:
         save(run, step, wait=last or bool(result.stop_code))
     if snapshots.due(step):

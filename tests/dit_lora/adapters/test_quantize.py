@@ -16,10 +16,11 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.lora import why_not
-from dit_lora.numerics.bisect import Suspects, bad_state
 from dit_lora.numerics.narrow import Kind, NarrowLinear
 from dit_lora.numerics.preflight import check_base_weights
 from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.state import bad_state
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.recipe import parse_recipe
 from dit_lora.train_config import GroupConfig, GroupsConfig
 from dit_lora.training.trainable import require_quantization

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.numerics.bisect import Suspects, diagnose, has_run_away, run_away, weight_peak
+from dit_lora.numerics.bisect import diagnose
 from dit_lora.numerics.labels import IGNORE
 from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.state import has_run_away, run_away, weight_peak
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import Switch
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import LossOutput

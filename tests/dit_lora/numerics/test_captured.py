@@ -10,9 +10,10 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
-from dit_lora.numerics.bisect import Suspects, diagnose
+from dit_lora.numerics.bisect import diagnose
 from dit_lora.numerics.captured import OUTPUT_GRADIENT, CapturedCall, Recorder, main_output
 from dit_lora.numerics.replay import run
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import Switch
 
 Gradients = dict[str, torch.Tensor]

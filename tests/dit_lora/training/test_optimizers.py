@@ -11,10 +11,11 @@ from accelerate import Accelerator
 from safetensors.torch import load, save
 from torch import nn
 
-from dit_lora.numerics.bisect import Suspects, bad_state
 from dit_lora.numerics.gate import Gate, gated_step
 from dit_lora.numerics.loop_state import LoopState
 from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.state import bad_state
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.optimizer import (
     apply_schedule,

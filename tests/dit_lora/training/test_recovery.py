@@ -15,11 +15,11 @@ from dit_lora.config import GuardConfig
 from dit_lora.data.order import Order
 from dit_lora.data.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.bisect import Suspects
 from dit_lora.numerics.gate import NonFiniteError, Trip
 from dit_lora.numerics.policy import Policy
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import Switch
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.training import recovery as recovery_module

@@ -1,0 +1,99 @@
+"""Runs a micro-batch that fails on every rank: is it the micro-batch, or the rank that ran it?"""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from dit_lora.numerics.replay import MicroBatch, run
+from dit_lora.numerics.suspects import Suspects
+from dit_lora.numerics.verdict import Cause, Verdict
+
+Share = Callable[[MicroBatch | None, int], MicroBatch | None]
+Diagnosed = list[tuple[MicroBatch, Verdict]]
+_ROUNDS = 8
+"""Runs on each rank, once one of them was healthy: all must come out the same on a rank."""
+
+
+def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share) -> Diagnosed:
+    """Return the verdicts, of which those that replays led to were tried on all ranks, one micro-batch of each rank.
+
+    A rank that fails at what others run and are healthy at is the cause, whatever the experiments on it said. Where
+    all diagnose together that has been seen; the rank's host is added. Collective.
+    """
+    hosts = gather_object([platform.node()])
+    if len(hosts) == 1:
+        return own
+    if suspects.lockstep:
+        return [(one, _on_host(verdict, hosts)) for one, verdict in own]
+    suspected = [index for index, (_, verdict) in enumerate(own) if _is_by_replays(verdict)][:1]
+    tried = list(own)
+    for owner, there in enumerate(gather_object([bool(suspected)])):
+        if not there:
+            continue
+        is_mine = PartialState().process_index == owner
+        index = suspected[0] if is_mine else 0
+        outcomes = _everywhere(share(own[index][0] if is_mine else None, owner), suspects, kind)
+        if is_mine:
+            one, verdict = own[index]
+            tried[index] = one, _on_host(_compared(verdict, outcomes), hosts)
+    return tried
+
+
+def _is_by_replays(verdict: Verdict) -> bool:
+    return "replays" in verdict.evidence and verdict.cause != "transient"
+
+
+def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[list[bool]]:
+    """Return for each rank whether each of its runs was healthy; one run where it fails everywhere. Collective."""
+    assert one is not None  # its owner has brought it
+
+    def healthy() -> bool:
+        return run(one, suspects.model).is_healthy(needs_gradient=kind == "zero_gradient")
+
+    first: list[bool] = gather_object([healthy()])
+    if not any(first):
+        return [[outcome] for outcome in first]
+    more: list[list[bool]] = gather_object([[healthy() for _ in range(_ROUNDS)]])
+    return [[one_rank, *others] for one_rank, others in zip(first, more, strict=True)]
+
+
+def _compared(verdict: Verdict, outcomes: Sequence[Sequence[bool]]) -> Verdict:
+    """Return the verdict where it fails everywhere, else one on the ranks, or on chance."""
+    if any(len(set(of_rank)) > 1 for of_rank in outcomes):
+        runs = [healthy for of_rank in outcomes for healthy in of_rank]
+        evidence = {**verdict.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
+        words = f"{runs.count(False)} of {len(runs)} equal runs on {len(outcomes)} ranks fail: hardware or memory, or a race"
+        return _without_blame(verdict, "transient", words, evidence)
+    failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
+    if not failing:
+        words = (
+            f"healthy on all {len(outcomes)} ranks when each ran it: it did not come from the data"
+        )
+        return _without_blame(verdict, "transient", words, verdict.evidence)
+    if len(failing) == len(outcomes):
+        return verdict
+    on, times = ", ".join(map(str, failing)), len(outcomes[0])
+    words = f"it fails on rank {on} each of {times} times, and other ranks run the same micro-batch and are healthy"
+    evidence = {**verdict.evidence, "ranks": {"failing": failing, "of": len(outcomes)}}
+    return replace(_without_blame(verdict, "rank", words, evidence), rank=failing[0])
+
+
+def _without_blame(
+    verdict: Verdict, cause: Cause, words: str, evidence: Mapping[str, Any]
+) -> Verdict:
+    """Return the verdict with another cause: no sample, switch or op is at fault."""
+    return Verdict(cause, words, verdict.step, verdict.rank, verdict.micro_step, evidence=evidence)
+
+
+def _on_host(verdict: Verdict, hosts: Sequence[str]) -> Verdict:
+    if verdict.cause != "rank":
+        return verdict
+    host = hosts[verdict.rank]
+    evidence = {**verdict.evidence, "host": host}
+    return replace(
+        verdict, words=f"{verdict.words} (rank {verdict.rank} is on {host})", evidence=evidence
+    )
