@@ -28,6 +28,8 @@ from dit_lora.numerics.trials import (
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.objectives import IGNORE
 
+_RATE_OF = 8  # runs, at least, from which a rate is told
+
 
 def diagnose(
     micro_batch: MicroBatch,
@@ -89,9 +91,11 @@ def _healthy_again(case: Case) -> Verdict:
 
 
 def _unsteady(case: Case) -> Verdict:
+    while case.runs < _RATE_OF:
+        case.again()
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
     case.rank = -1  # of the whole, not of the module at which one run began to fail
-    words = f"{case.failed} of {case.runs} equal runs fail, the same bits each time: hardware or memory, or a race"
+    words = f"it fails in {case.failed} of {case.runs} runs on equal bits: hardware or memory, or a race"
     return case.found("transient", words)
 
 

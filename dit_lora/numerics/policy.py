@@ -86,9 +86,11 @@ class Policy:
             *skipped_before
         }
         for_good = tuple(s for s in samples if s in bad or s in again)
-        best, samples = ("quarantine", for_good) if for_good else ("skip", samples)
-        ladder = self.config.on_nonfinite
-        return Action(rung, samples=samples) if rung == best or best not in ladder else ""
+        if rung == "quarantine":
+            return Action(rung, samples=for_good) if for_good else ""
+        if for_good and "quarantine" in self.config.on_nonfinite:
+            return ""
+        return Action(rung, samples=for_good or samples)
 
     def _rollback(self, step: int, verdicts: Sequence[Verdict]) -> Action | str:
         if self.rollbacks >= self.config.max_rollbacks:

@@ -66,7 +66,8 @@ def _compared(verdict: Verdict, outcomes: Sequence[Sequence[bool]]) -> Verdict:
     if any(len(set(of_rank)) > 1 for of_rank in outcomes):
         runs = [healthy for of_rank in outcomes for healthy in of_rank]
         evidence = {**verdict.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
-        words = f"{runs.count(False)} of {len(runs)} equal runs on {len(outcomes)} ranks fail: hardware or memory, or a race"
+        failed, times = runs.count(False), len(runs)
+        words = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
         return _without_blame(verdict, "transient", words, evidence)
     failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
     if not failing:
