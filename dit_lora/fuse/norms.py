@@ -10,7 +10,7 @@ from dit_lora_kernels import triton_support
 from dit_lora_kernels.finite_norm import finite_norms, finite_norms_reference
 
 Norms = Callable[[Sequence[torch.Tensor], Sequence[int], int], torch.Tensor]
-"""(tensors, the group of each, how many groups) to the groups' norms, fp32; finite if every element is."""
+"""(tensors, the group of each, how many groups) to the groups' norms, fp64; finite if every element is."""
 
 
 def choose_norms(

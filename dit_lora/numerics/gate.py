@@ -117,5 +117,7 @@ def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     Catches what no gradient shows: a moment that went bad in memory, an update that overflowed.
     """
     weights = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
-    norms = torch._foreach_norm(weights)
+    norms = torch._foreach_norm(
+        weights, float("inf")
+    )  # squares of finite weights may not be finite
     return ~torch.isfinite(torch.stack([norm.float() for norm in norms])).all()

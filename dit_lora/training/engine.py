@@ -64,7 +64,7 @@ class Engine(Protocol):
     def backward(self, loss: torch.Tensor) -> None: ...
 
     def gradient_norms(self) -> dict[str, torch.Tensor]:
-        """Each group's gradient norm over all ranks, fp32 on the device; not finite if any element is not."""
+        """Each group's gradient norm over all ranks, fp64 on the device; finite exactly if every element is."""
 
     def clip(
         self,

@@ -148,7 +148,9 @@ def require_finite_everywhere(
     }  # other ranks have theirs
     floats = [tensor for tensor in own.values() if tensor.is_floating_point()]
     device = floats[0].device  # numbers of the optimizer's are on the CPU
-    norms = torch.stack([norm.float().to(device) for norm in torch._foreach_norm(floats)])
+    norms = torch.stack(
+        [norm.float().to(device) for norm in torch._foreach_norm(floats, float("inf"))]
+    )
     is_bad = not torch.isfinite(norms).all()  # one read; the names only if there is need
     found = gather_object(not_finite(own.items()) if is_bad else [])
     if found:

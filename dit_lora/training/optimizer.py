@@ -147,9 +147,10 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
 
 
 def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torch.Tensor]:
-    """Each group's gradient norm, fp32 scalars on the device; not finite if any element is not.
+    """Return each group's gradient norm, fp64 scalars on the device: finite, and not zero, exactly if the elements are.
 
-    By `norms` in one pass where it is given and no gradient is sharded.
+    In fp32 squares overflow from 1.8e19 and vanish below 1e-23. By `norms` in one pass where it is given and no
+    gradient is sharded.
     """
     gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in groups]
     flat = [gradient for own in gradients for gradient in own]
@@ -157,12 +158,18 @@ def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torc
     if norms is not None and flat and not any(isinstance(one, DTensor) for one in flat):
         of = [index for index, own in enumerate(gradients) for _ in own]
         return dict(zip(names, norms(flat, of, len(names)).unbind(), strict=True))
-    totals = [torch.nn.utils.get_total_norm(own) for own in gradients]
-    # Sharded gradients (FSDP2) have a sharded norm.
-    whole = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
-    # The norm of no gradient at all, which a step of text has for the vision encoder, is on the CPU.
     device = groups[0]["params"][0].device
-    return {name: total.float().to(device) for name, total in zip(names, whole, strict=True)}
+    return {name: total_norm(own, device) for name, own in zip(names, gradients, strict=True)}
+
+
+def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norm over all gradients, an fp64 scalar; 0 of none, which a step of text has for the vision encoder."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
+    total = torch.linalg.vector_norm(torch.stack(list(norms)))
+    # Sharded gradients (FSDP2) have a sharded norm.
+    return (total.full_tensor() if isinstance(total, DTensor) else total).to(device)
 
 
 def clip_gradients(

@@ -301,6 +301,8 @@ def _evidence(verdict: Verdict) -> dict[str, Any]:
     """What a verdict on a sample stands on, for the list of those left out."""
     known = ("replays", "control", "control_with_the_same_draws", "losses")
     facts = {name: verdict.evidence[name] for name in known if name in verdict.evidence}
+    if not facts:
+        return {}  # a fact was enough, and the words have it
     return {**facts, "rank": verdict.rank, "timesteps": list(verdict.timesteps)}
 
 

@@ -165,8 +165,8 @@ class Zero2:
             )
             averaged[index] = [part.tensor.grad]
         own = gradient_norms(self.optimizer.param_groups, self.norms)
-        squares = torch.stack([*own.values()]).double().square()
-        whole = self.accelerator.reduce(squares, reduction="sum").sqrt().float()
+        squares = torch.stack([*own.values()]).square()
+        whole = self.accelerator.reduce(squares, reduction="sum").sqrt()
         return dict(zip(own, whole.unbind(), strict=True))
 
     def clip(

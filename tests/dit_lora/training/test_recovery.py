@@ -57,6 +57,9 @@ class FakeFiles:
         if self.refuse is not None:
             raise self.refuse
 
+    def left_out(self, step: int) -> None:
+        self.calls.append(("left_out", step))
+
     def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
         self.calls.append(("bundle", micro_batch.rank, micro_batch.micro_step))
         return f"bundles/{micro_batch.micro_step}"
@@ -165,14 +168,35 @@ def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_go
     guarded: Guarded,
 ) -> None:
     sample = guarded.in_step(1)[0]
-    assert guarded.trip(1, verdict("inputs", sample)) == 0
+    evidence = {"control_with_the_same_draws": "healthy"}
+    assert guarded.trip(1, verdict("inputs", sample, evidence=evidence)) == 0
     assert [(r.from_epoch, r.to_epoch) for r in guarded.recovery.quarantine.records] == [(0, 0)]
     assert guarded.files.calls[1:] == [("quarantined", [sample])]  # its entry will be read again
     again = next(step for step in range(1, 9) if sample in guarded.in_step(step))
     micro = guarded.in_step(again).index(sample)
-    guarded.trip(again, verdict("inputs", sample, micro_step=micro))
+    guarded.trip(again, verdict("inputs", sample, micro_step=micro, evidence=evidence))
     assert [event["action"] for event in guarded.files.events] == ["skip", "quarantine"]
     assert guarded.recovery.quarantine.is_out(sample, 5)
+    assert [
+        one.evidence["control_with_the_same_draws"] for one in guarded.recovery.quarantine.records
+    ] == ["healthy"] * 2
+
+
+def test_a_step_that_fails_whatever_its_samples_is_left_out_and_none_of_them_is(
+    guarded: Guarded,
+) -> None:
+    assert guarded.trip(3, verdict("step")) == 3
+    assert guarded.files.calls[1:] == [("left_out", 3)]
+    assert guarded.recovery.quarantine.records == []
+    assert "step 3: non finite loss; left out, for no sample is at fault" in guarded.files.said[0]
+    assert guarded.files.events[0]["action"] == "skip"
+
+
+def test_a_rank_at_fault_stops_the_run_with_the_last_good_step_saved(guarded: Guarded) -> None:
+    with pytest.raises(NonFiniteError, match="without the device that is named"):
+        guarded.trip(3, verdict("rank"), verdict("data", guarded.in_step(3)[1], micro_step=1))
+    assert ("save", 2) in guarded.files.calls
+    assert guarded.recovery.quarantine.records == []
 
 
 def test_samples_that_were_out_for_an_epoch_that_is_over_are_not_lost(guarded: Guarded) -> None:
@@ -386,7 +410,7 @@ def test_bad_weights_are_judged_as_they_are_and_no_micro_batch_is_blamed(
     guarded: Guarded, value: float, cause: str
 ) -> None:
     guarded.recovery.snapshots.take(2)
-    guarded.model.weight.data[0, 0] = value
+    guarded.model.weight.data[0] = value
     kind = "non_finite_weights" if cause == "weights" else "diverged_weights"
     assert guarded.trip(3, kind=kind) == 2
     (event,) = guarded.files.events
