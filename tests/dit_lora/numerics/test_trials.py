@@ -73,7 +73,9 @@ def test_chance_convicts_nothing_however_often_it_strikes(model: Net) -> None:
 def test_a_place_where_another_sample_fails_too_is_the_step_and_nobodys_sample(model: Net) -> None:
     """The control is healthy in its own step; moved to the place that fails, it fails."""
     there = batch(model, ids=("c.mp4",), loss=fails)
-    control = batch(model, ids=("c.mp4",), at=lambda _other, _draws: there)
+    control = batch(
+        model, ids=("c.mp4",), at=lambda other, _draws: there if other.step < 99 else control
+    )
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
     assert "one that is healthy elsewhere fails here too" in verdict.words
