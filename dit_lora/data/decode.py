@@ -18,6 +18,7 @@ from av.stream import Disposition
 from av.video.frame import PictureType
 
 from dit_lora.data.media import Media
+from dit_lora.data.opened import FrameLimit, open_media, oversize
 
 _MOST_THREADS = 4
 """Each thread decodes one frame ahead, in vain for the last ones."""
@@ -119,7 +120,7 @@ def nearest_frames(
     A `quick` one may raise `ValueError` or `av.error.FFmpegError` after the first frames where one that is not
     gives them all.
     """
-    with open_container(media) as container:
+    with open_media(media) as container:
         stream = video_stream(container)
         # What one process may use: DataLoader's workers and torchrun's ranks have one thread each.
         stream.codec_context.thread_count = min(torch.get_num_threads(), _MOST_THREADS)
@@ -135,17 +136,15 @@ def nearest_frames(
             yield Nearest(frame, times, stretch)
 
 
-def open_container(media: Media) -> av.container.InputContainer:
-    """Metadata may be in any encoding. Raises `OSError` or `av.error.FFmpegError`."""
-    return av.open(media.source(), "r", metadata_errors="replace")
-
-
 def video_stream(container: av.container.InputContainer) -> av.VideoStream:
     """Its first one that is no cover picture; raises `ValueError` if there is none that can be decoded."""
     for stream in container.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             if stream.codec_context is None:
                 raise ValueError("its video stream is of a codec that FFmpeg does not know")
+            too_large = oversize(stream.height, stream.width)
+            if too_large:
+                raise ValueError(too_large)
             return stream
     raise ValueError("it has no video stream")
 
@@ -164,10 +163,11 @@ def _pick(
     frames: Iterable[tuple[float, av.VideoFrame]], wanted: Wanted | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Those of the frames that are nearest to wanted times, each with their number."""
-    taken, interval = 0, 0.0
+    taken, interval, limit = 0, 0.0, FrameLimit()
     shown: av.VideoFrame | None = None
     shown_at = 0.0
     for seconds, frame in frames:
+        limit.take()
         if shown is not None:
             interval = seconds - shown_at
             times = wanted.until(shown_at + interval / 2) - taken

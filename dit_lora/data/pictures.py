@@ -4,13 +4,17 @@ Shapes: H and W pixels.
 """
 
 import struct
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import av
 import numpy as np
 from PIL import Image, ImageOps
 
 from dit_lora.data.media import Media
+from dit_lora.data.missing_rows import missing_rows
+from dit_lora.data.opened import open_picture
 
 # What Pillow's readers raise at damaged files.
 DAMAGED = (
@@ -26,6 +30,7 @@ DAMAGED = (
     MemoryError,
     NotImplementedError,
     struct.error,
+    zlib.error,
     Image.DecompressionBombError,
 )
 
@@ -40,7 +45,9 @@ def read_image(media: Media, height: int, width: int) -> np.ndarray:
 
 def open_image(media: Media) -> Image.Image:
     """The decoded picture in RGB, upright; transparent parts are white. Raises one of `DAMAGED`."""
-    with Image.open(media.source()) as opened:
+    with open_picture(media) as opened:
+        opened.load()
+        _require_whole(media, opened)
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would cut at 255
             levels = np.asarray(image, np.float32) / 257
@@ -51,9 +58,17 @@ def open_image(media: Media) -> Image.Image:
         return image.convert("RGB")
 
 
+def _require_whole(media: Media, image: Image.Image) -> None:
+    source = media.source()
+    with source.open("rb") if isinstance(source, Path) else source as stream:
+        lacks = missing_rows(stream, image)
+    if lacks:
+        raise ValueError(lacks)
+
+
 def image_size(media: Media) -> tuple[int, int]:
     """Height and width of the upright image, from its header. Raises one of `DAMAGED`."""
-    with Image.open(media.source()) as image:
+    with open_picture(media) as image:
         # A PNG's may come after its pixels, and Pillow would decode them all to look.
         known = image.format != "PNG" or "exif" in image.info
         turned = known and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)

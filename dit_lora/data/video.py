@@ -17,10 +17,10 @@ from dit_lora.data.decode import (
     Wanted,
     first_rotation,
     nearest_frames,
-    open_container,
     video_stream,
 )
 from dit_lora.data.media import Media, as_media, is_image
+from dit_lora.data.opened import open_media
 from dit_lora.data.pictures import DAMAGED, image_size, planes, read_image, resize
 from dit_lora.errors import DitLoraError
 
@@ -138,7 +138,7 @@ def read_header(media: Media | Path) -> VideoHeader:
     try:
         if is_image(media):
             return VideoHeader(None, None, 1, *image_size(media), is_image=True)
-        with open_container(media) as container:
+        with open_media(media) as container:
             return _header(container)
     except (av.error.FFmpegError, *DAMAGED) as error:
         kind = "an image" if is_image(media) else "a video"

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
-import av
-from PIL import Image
-
+from dit_lora.data.media import MediaFile
+from dit_lora.data.opened import open_media, open_picture
 from dit_lora.numerics.bundle import scrubbed
 
 Failures = tuple[type[Exception], ...]
@@ -367,11 +366,11 @@ def _animation(path: Path) -> tuple[bytes, tuple[int, int]]:
     """A GIF of a video or a PNG of an image, no larger than `LONGEST_SIDE`, and its width and height."""
     milliseconds, frames = 0.0, []
     if path.suffix == ".mp4":
-        with av.open(path) as container:
+        with open_media(MediaFile(path)) as container:
             milliseconds = 1000 / float(container.streams.video[0].average_rate or 8)
             frames = [frame.to_image() for frame in container.decode(video=0)]
     else:
-        with Image.open(path) as image:
+        with open_picture(MediaFile(path)) as image:
             frames = [image.convert("RGB")]
     for frame in frames:
         frame.thumbnail((LONGEST_SIDE, LONGEST_SIDE))

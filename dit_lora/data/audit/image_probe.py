@@ -11,6 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.audit.measure import SIDE, Pictures
 from dit_lora.data.media import Media
+from dit_lora.data.opened import MOST_PIXELS, open_picture
 from dit_lora.data.pictures import DAMAGED, image_size, read_image
 
 THUMBNAIL = 320
@@ -32,7 +33,8 @@ def measure_image(
         # Of odd metadata and of large images, which are no fault.
         warnings.simplefilter("ignore")
         try:
-            Image.open(media.source()).close()
+            with open_picture(media):
+                pass
         except DAMAGED as error:
             return [_unopened(error)], facts, None
         try:
@@ -68,7 +70,7 @@ def jpeg(pictures: list[np.ndarray]) -> bytes:
 
 def _header(media: Media) -> dict[str, Any]:
     height, width = image_size(media)
-    with Image.open(media.source()) as image:
+    with open_picture(media) as image:
         facts = {
             "container": (image.format or "").lower(),
             "height": height,
@@ -95,8 +97,7 @@ def _bits(media: Media, mode: str) -> int:
 
 def _unopened(error: Exception) -> tuple[str, str]:
     if isinstance(error, Image.DecompressionBombError):
-        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-        return "corrupt", f"its header promises more than {limit} pixels, as a bomb does"
+        return "corrupt", f"its header promises more than {MOST_PIXELS} pixels, as a bomb does"
     if isinstance(error, UnidentifiedImageError):
         return "unreadable", "its header is damaged, or of an image format that is not known here"
     return "unreadable", f"its header cannot be read: {_reason(error)}"

@@ -12,7 +12,7 @@ from dit_lora.data.audit.probe import Probe
 from dit_lora.data.media import Media, is_image
 from dit_lora.files import write_whole
 
-AUDIT_VERSION = 1
+AUDIT_VERSION = 2
 """Raised when a probe would find or measure something else in the same bytes."""
 
 

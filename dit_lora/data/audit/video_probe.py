@@ -8,11 +8,11 @@ import av
 import numpy as np
 from av.stream import Disposition
 from av.video.reformatter import Interpolation, VideoReformatter
-from PIL import Image
 
 from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
 from dit_lora.data.audit.measure import SIDE, Pictures
 from dit_lora.data.media import Media
+from dit_lora.data.opened import FrameLimit, open_media, oversize
 
 _SAMPLES = 8
 """Frames, at most, whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""
@@ -32,7 +32,7 @@ def measure_video(
     """Why it cannot be used, what was measured, and a thumbnail."""
     facts: dict[str, Any] = {}
     try:
-        with av.open(media.source(), "r", metadata_errors="replace") as container:
+        with open_media(media) as container:
             facts["container"] = container.format.name
             stream = _video_stream(container)
             if stream is None:
@@ -43,10 +43,9 @@ def measure_video(
             if stream.codec_context is None:
                 return [("unreadable", "FFmpeg has no decoder for its video")], facts, None
             facts |= _header(container, stream)
-            pixels = facts["height"] * facts["width"]
-            if pixels > 2 * (Image.MAX_IMAGE_PIXELS or math.inf):
-                size = f"{facts['width']} x {facts['height']}"
-                return [("corrupt", f"its header promises pictures of {size}")], facts, None
+            too_large = oversize(facts["height"], facts["width"])
+            if too_large:
+                return [("corrupt", too_large)], facts, None
             frames = _Frames(
                 float(stream.average_rate or 0), float(stream.sample_aspect_ratio or 1)
             )
@@ -119,7 +118,13 @@ class _Frames:
     ) -> None:
         """To the end of the file, over errors."""
         stream.thread_type, stream.thread_count = "NONE", 1
+        limit = FrameLimit()
         for frame in self._decoded(container, stream, alive):
+            try:
+                limit.take()
+            except ValueError as error:
+                self.failures.append(("corrupt", str(error)))
+                break
             self._take(frame)
         self._judge_errors()
 
