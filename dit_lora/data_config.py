@@ -96,7 +96,8 @@ class DataConfig(Section):
     one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or image
     column (`save_to_disk`, or a name on the Hub). For chat models: a .json or .jsonl file of conversations."""
     media: str | None = None
-    """For chat models: the folder that the conversations' files are below; by default that of `path`."""
+    """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by default
+    the list's own."""
     sources: tuple[SourceConfig, ...] = ()
     """Several such places, in place of `path`."""
     caption_column: str | None = None

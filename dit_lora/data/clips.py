@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dit_lora.data.caption_text import Fault, caption_fault
 from dit_lora.data.media import Media
 
 
@@ -57,21 +58,18 @@ class Gathered:
         caption: object,
         *,
         image: Media | None = None,
-        no_caption: tuple[str, str] = ("caption_missing", "it has no caption"),
+        no_caption: Fault = ("caption_missing", "it has no caption"),
     ) -> None:
-        """One sample; it is a problem if its id is there already, or if its caption is no text, number or is empty.
+        """One sample; it is a problem if its id is there already, or if its caption cannot be trained on.
 
         The source's own caption is in place of every other. `no_caption` are code and words where it is None.
         """
         if id in self._clips:
             self.refuse(id, "duplicate_clip", "listed twice")
         text = self._caption if self._caption is not None else _text(caption)
-        if text is None:
-            kind = type(caption).__name__
-            not_text = ("caption_not_text", f"its caption is of type {kind}, not text")
-            self.refuse(id, *(no_caption if caption is None else not_text))
-        elif not text:
-            self.refuse(id, "caption_empty", "its caption is empty")
+        wrong = _wrong(text, caption, no_caption)
+        if wrong is not None:
+            self.refuse(id, *wrong)
         self._clips[id] = Clip(id, media, text or "", image)
 
     def refuse(self, file: str, code: str, words: str) -> None:
@@ -83,6 +81,15 @@ class Gathered:
         """In the order found."""
         clips = [clip for id, clip in self._clips.items() if id not in self._refused]
         return Scan(clips, list(self._problems.values()))
+
+
+def _wrong(text: str | None, caption: object, no_caption: Fault) -> Fault | None:
+    """Why a caption, which is `text` as far as it is one, cannot be used."""
+    if text is not None:
+        return caption_fault(text)
+    kind = type(caption).__name__
+    not_text = ("caption_not_text", f"its caption is of type {kind}, not text")
+    return no_caption if caption is None else not_text
 
 
 def _text(caption: object) -> str | None:

@@ -18,7 +18,9 @@ from dit_lora.data.media import (
     Media,
     MediaFile,
     Stamp,
+    below,
     sniffed_suffix,
+    too_many_bytes,
 )
 from dit_lora.data.tables import caption_columns
 from dit_lora.data_config import SourceConfig
@@ -74,8 +76,9 @@ def read_dataset(source: SourceConfig) -> Scan:
     rows = _load(source.path)
     media, image, caption = _columns(source, rows)
     found = Gathered(source.caption)
-    cells = _cells(source.path, rows, media)
-    images = _cells(source.path, rows, image) if image else repeat(_Cell(""), len(rows))
+    from_hub = is_hub_name(source) and not Path(source.path).expanduser().exists()
+    cells = _cells(source.path, rows, media, from_hub)
+    images = _cells(source.path, rows, image, from_hub) if image else repeat(_Cell(""), len(rows))
     captions: Sequence[object] = [None] * len(rows)
     if caption is not None:
         captions = _stored(rows, rows.data.column(caption)).to_pylist()
@@ -179,7 +182,7 @@ class _Cell:
     """Code and words."""
 
 
-def _cells(path: str, rows: Any, column: str) -> Iterator[_Cell]:
+def _cells(path: str, rows: Any, column: str, from_hub: bool) -> Iterator[_Cell]:
     """The media of a column; reads sizes and names, and of those without a name the first bytes."""
     from pyarrow import compute
 
@@ -194,7 +197,12 @@ def _cells(path: str, rows: Any, column: str) -> Iterator[_Cell]:
     for row, (size, name) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
         end: str | None = os.path.splitext(name or "")[1].lower()
         if size is None:
-            yield _elsewhere(name, end or "") if name else _Cell("", None, ("missing", "no bytes"))
+            there = _elsewhere(name, end or "", from_hub) if name else None
+            yield there or _Cell("", None, ("missing", "no bytes"))
+            continue
+        too_large = too_many_bytes(size)
+        if too_large is not None:
+            yield _Cell("", None, too_large)
             continue
         if end not in _SUFFIXES:
             head = content[place[row]].as_buffer()[:64].to_pybytes()
@@ -218,8 +226,19 @@ def _cells(path: str, rows: Any, column: str) -> Iterator[_Cell]:
         )
 
 
-def _elsewhere(name: str, end: str) -> _Cell:
-    """A row that holds the path of a file."""
+def _elsewhere(name: str, end: str, from_hub: bool) -> _Cell:
+    """A row that holds the path of a file: of a dataset from the Hub, one that came with it."""
     media = MediaFile(Path(name))
+    if from_hub and not _is_downloaded(name):
+        words = f"{name} is none of the files that were downloaded with it"
+        return _Cell(end, media, ("unsafe_path", words))
     fault = None if media.exists() else ("missing", f"no such file: {name}")
     return _Cell(end, media, fault)
+
+
+def _is_downloaded(name: str) -> bool:
+    from datasets import config
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
+    return any(below(Path(cache), name) is not None for cache in caches)

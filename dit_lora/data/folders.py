@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dit_lora.data.caption_text import MOST_BYTES, too_long
 from dit_lora.data.clips import Gathered, Scan
 from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, MediaFile
 from dit_lora.data.tables import TABLES, ListedFiles, read_table, read_text
@@ -56,6 +57,11 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
     if source.image_column is not None:
         raise DitLoraError("image_column needs metadata.jsonl, .csv or .parquet, or a dataset")
     prompts, videos = root / "prompts.txt", root / "videos.txt"
+    is_paired = prompts.is_file() or videos.is_file()
+    if source.media is not None and not is_paired:
+        raise DitLoraError(
+            "data.media is the folder of files that a list names: metadata.jsonl, .csv, .parquet or videos.txt"
+        )
     listing = _Listing(root)
     if listing.tars and not listing.media:
         return "tars", read_tars(root, listing.tars, source, memo)
@@ -63,7 +69,7 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
         raise DitLoraError(
             "caption_column needs metadata.jsonl, .csv or .parquet, tars, or a dataset"
         )
-    if prompts.is_file() or videos.is_file():
+    if is_paired:
         return "prompts.txt and videos.txt", _paired_lines(prompts, videos, source)
     media = listing.media
     if source.caption is not None:
@@ -136,7 +142,7 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
             "line n of one belongs to line n of the other"
         )
     found = Gathered(source.caption)
-    folder = ListedFiles(prompts.parent, found)
+    folder = ListedFiles(prompts.parent, source, found)
     for number, (name, caption) in enumerate(zip(names, captions, strict=True), start=1):
         if name.strip():
             folder.add(name.strip(), caption)
@@ -168,7 +174,11 @@ def _text_files(listing: _Listing) -> Scan:
         if beside in listing.texts:
             try:
                 with open(os.path.join(root, beside), "rb", buffering=0) as file:
-                    text = " ".join(file.read().decode("utf-8-sig").split())
+                    data = file.read(MOST_BYTES + 1)
+                if len(data) > MOST_BYTES:
+                    wrong = too_long(f"more than {MOST_BYTES:,} bytes")
+                else:
+                    text = " ".join(data.decode("utf-8-sig").split())
             except (OSError, UnicodeDecodeError) as error:
                 wrong = ("caption_not_text", f"{beside} cannot be read as UTF-8 text: {error}")
         found.add(name, MediaFile(root / name), text, no_caption=wrong)

@@ -18,6 +18,9 @@ _MAGIC = {
     b"MM\x00*": ".tiff",
 }
 
+MOST_BYTES = 2**31
+"""Of a member of a tar or a cell of a dataset, which is read into memory whole."""
+
 Stamp = tuple[int, ...]
 """Numbers that change when the bytes may have."""
 
@@ -66,7 +69,7 @@ class MediaFile:
         return status.st_size, status.st_mtime_ns, status.st_ino
 
     def exists(self) -> bool:
-        return self.path.is_file()
+        return os.path.isfile(self.path)  # also of a name that no file system takes
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,24 @@ class TarMember:
 
     def exists(self) -> bool:
         return self.tar.is_file()
+
+
+def below(folder: Path, name: str) -> str | None:
+    """The path below a folder that a list in it means by a name; None if it leads out, by `..` or as an absolute one.
+
+    By the name alone: links in the folder are its owner's, and are followed.
+    """
+    whole = os.path.join(os.path.abspath(folder), "")
+    path = os.path.normpath(os.path.join(whole, name))
+    return path[len(whole) :] if path.startswith(whole) else None
+
+
+def too_many_bytes(size: int) -> tuple[str, str] | None:
+    """Code and words, if a member or cell of this size is not read; None if it is."""
+    if size <= MOST_BYTES:
+        return None
+    words = f"it has {size:,} bytes, and {MOST_BYTES:,} are read into memory at most; give it as a file of its own"
+    return "too_large", words
 
 
 def as_media(media: Media | Path) -> Media:

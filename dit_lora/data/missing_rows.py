@@ -4,7 +4,6 @@ A PNG's compressed stream may end after some rows, and a JPEG's coded data befor
 other format that is read, Pillow itself raises.
 """
 
-import io
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO

@@ -64,9 +64,14 @@ def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
 
 def _read(source: SourceConfig, memo: Path | None) -> Scan:
     root = Path(source.path).expanduser()
+    is_dataset = is_saved_dataset(root) or (not root.exists() and is_hub_name(source))
+    if source.media is not None and (is_tar(root) or is_dataset):
+        raise DitLoraError(
+            f"data.media is for lists of files; {source.path} holds its media itself"
+        )
     if is_tar(root):
         return read_tar(root, source, memo)
-    if is_saved_dataset(root) or (not root.exists() and is_hub_name(source)):
+    if is_dataset:
         return read_dataset(source)
     return read_folder(root, source, memo)
 

@@ -3,13 +3,12 @@
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dit_lora.data.clips import Gathered, Scan
-from dit_lora.data.media import MediaFile
+from dit_lora.data.media import MediaFile, below
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
 
@@ -24,7 +23,7 @@ _Read = tuple[list[str], Callable[[list[str]], Iterable[Record]]]
 
 
 def read_table(table: Path, source: SourceConfig) -> Scan:
-    """The clips of a table: one row each, files relative to the table's folder or absolute.
+    """The clips of a table: one row each, files below the table's folder, or below `media`.
 
     Raises `DitLoraError` if the table itself cannot be read or lacks a column.
     """
@@ -41,7 +40,7 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     if source.image_column:
         what = "the first image (image_column)"
         wanted.append(_column(table, columns, (source.image_column,), what))
-    folder = ListedFiles(table.parent, found)
+    folder = ListedFiles(table.parent, source, found)
     for number, row in enumerate(rows(wanted), start=1):
         image = row.get(source.image_column) if source.image_column else None
         name = row.get(file_column)
@@ -58,25 +57,32 @@ def caption_columns(source: SourceConfig) -> tuple[str, ...]:
 
 
 class ListedFiles:
-    """Files that a list in a folder names."""
+    """Files that a list in a folder names, below that folder or below the source's `media`."""
 
-    def __init__(self, folder: Path, found: Gathered) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, source: SourceConfig, found: Gathered) -> None:
+        self._root = Path(source.media).expanduser() if source.media else folder
+        if not self._root.is_dir():
+            raise DitLoraError(f"no folder of media {self._root}")
         self._found = found
-        self._below = os.path.join(os.path.abspath(folder), "")
 
     def add(self, name: str, caption: object, image: str | None = None) -> None:
-        """One sample; its id is its path below the folder, and as it is named if it is elsewhere."""
-        whole = os.path.normpath(os.path.join(self._below, name))
-        is_below = whole.startswith(self._below)
-        id = whole[len(self._below) :] if is_below else os.path.normpath(name)
-        # Not the short path: a folder before `..` may be a link.
-        if not os.path.isfile(os.path.join(self._below, name)):
-            self._found.refuse(id, "missing", "no such file")
-        first = MediaFile(self._folder / image) if image else None
-        if first is not None and not first.exists():
-            self._found.refuse(id, "missing", f"no such first image: {first.name}")
-        self._found.add(id, MediaFile(self._folder / name), caption, image=first)
+        """One sample; its id is its path below the root, and as it is named if it is refused."""
+        path = below(self._root, name)
+        first = below(self._root, image) if image else None
+        if path is None or (image and first is None):
+            self._refuse(name if path is None else path, image if path else name)
+            return
+        media = MediaFile(self._root / path)
+        if not media.exists():
+            self._found.refuse(path, "missing", "no such file")
+        own = MediaFile(self._root / first) if first else None
+        if own is not None and not own.exists():
+            self._found.refuse(path, "missing", f"no such first image: {own.name}")
+        self._found.add(path, media, caption, image=own)
+
+    def _refuse(self, id: str, name: str | None) -> None:
+        words = f"{name} leads out of {self._root}; set data.media to a folder that it is below"
+        self._found.refuse(id, "unsafe_path", words)
 
 
 def read_text(path: Path) -> str:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from dit_lora.data.caption_text import MOST_BYTES, too_long
 from dit_lora.data.clips import Gathered, Scan
-from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember
+from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, too_many_bytes
 from dit_lora.data.tables import caption_columns
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
@@ -22,6 +23,7 @@ PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PACKED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _CAPTIONS = ("txt", "json", "cls")
 _VERSION = 1  # raised when a tar would be indexed otherwise
+_MOST_JSON = 2**24  # bytes: beside the caption, whatever else is known of a sample
 _END = bytes(tarfile.BLOCKSIZE)
 
 Place = tuple[str, int, int]
@@ -190,8 +192,12 @@ class _Samples:
             words = f"it has {len(media)} videos or images, and a sample has one: {there}"
             self.found.refuse(self.prefix + key, "duplicate_clip", words)
             return False
-        caption, wrong = self._caption(members, captions)
         member = TarMember(self.path, *members[media[0]])
+        too_large = too_many_bytes(member.size)
+        if too_large is not None:
+            self.found.refuse(self.prefix + member.member, *too_large)
+            return False
+        caption, wrong = self._caption(members, captions)
         self.found.add(self.prefix + member.member, member, caption, no_caption=wrong)
         return True
 
@@ -205,6 +211,8 @@ class _Samples:
             wanted = ".json" if self.source.caption_column else ".txt, .json or .cls"
             return None, ("caption_missing", f"it has no caption: there is no {wanted} of its name")
         _, offset, size = members[captions[0]]
+        if size > (_MOST_JSON if captions[0] == "json" else MOST_BYTES):
+            return None, too_long(f"{size:,} bytes, in its .{captions[0]},")
         self.stream.seek(offset)
         try:
             text = self.stream.read(size).decode("utf-8-sig")

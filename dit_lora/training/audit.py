@@ -35,6 +35,9 @@ _REMEDIES = {
     "missing": "restore the file, or remove its line",
     "caption_missing": "write a caption, or remove the sample",
     "caption_empty": "write a caption, or remove the sample",
+    "caption_long": "shorten it, or remove the sample",
+    "caption_not_text": "write the caption anew as UTF-8",
+    "unsafe_path": "move the file below the folder of the list, or name its folder in data.media",
     "unsafe_name": "pack the tar anew with plain names",
     "duplicate_clip": "keep one of them",
 }

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dit_lora.data.audit.finding import Finding
+from dit_lora.data.caption_text import caption_fault, short
 from dit_lora.data.clips import Clip
 from dit_lora.data.folders import class_name
 
@@ -15,11 +16,15 @@ WELL_KNOWN = re.compile(
     r"|<(?:start|end)_of_turn>|\[(?:PAD|CLS|SEP|UNK|MASK|INST)\]|\[/INST\]"
 )
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 LONGEST = 300
 """Tokens that the supported text encoder with the most room reads (Sana's)."""
 _BATCH = 1000  # a tokenizer's threads are busy with fewer, and its output stays small
-_SHOWN = 80  # characters of a caption in a message
+_REMEDIES = {
+    "caption_empty": "write a caption, or remove the clip",
+    "caption_not_text": "write the caption anew as UTF-8",
+    "caption_long": "shorten it, or remove the clip",
+}
+"""Of captions that are rejected, by code."""
 
 
 def check_captions(
@@ -42,9 +47,9 @@ def check_captions(
     repeated = _repeated(clips, shared)
     found: dict[str, list[Finding]] = {}
     for clip in clips:
-        if is_blank(clip.caption):
-            remedy = "write a caption, or remove the clip"
-            findings = [Finding("caption_empty", "its caption is empty", "reject", remedy)]
+        fault = caption_fault(clip.caption)
+        if fault is not None:
+            findings = [Finding(*fault, "reject", _REMEDIES[fault[0]])]
         else:
             findings = [*_text(clip.caption), *_holding(clip.caption, reserved)]
             findings += long.get(clip.caption, ())
@@ -64,11 +69,6 @@ def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int
         caption: len(ids) + added
         for caption, ids in zip(captions, _token_ids(captions, tokenizer), strict=True)
     }
-
-
-def is_blank(caption: str) -> bool:
-    """Whether nothing of it would be seen on paper."""
-    return not any(char.isprintable() and not char.isspace() for char in caption)
 
 
 def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
@@ -112,7 +112,7 @@ def _cut_off(
 def _too_long(length: str, limit: int, lost: str) -> Finding:
     words = (
         f"its caption has {length} and the text encoder reads {limit} tokens at most; "
-        f"cut off is {_short(lost)}"
+        f"cut off is {short(lost)}"
     )
     remedy = "shorten it, or put what matters first"
     return Finding("caption_long", words, "warn", remedy)
@@ -134,7 +134,7 @@ def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[
             words = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
             remedy = "say what sets this clip apart"
             found[clip.id] = [
-                Finding("caption_duplicate", f"{words}: {_short(caption)}", "warn", remedy)
+                Finding("caption_duplicate", f"{words}: {short(caption)}", "warn", remedy)
             ]
     return found
 
@@ -180,12 +180,6 @@ def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding
 def _text(caption: str) -> Iterator[Finding]:
     """What is no text in it."""
     code = "caption_not_text"
-    if _SURROGATE.search(caption):
-        words = "its caption holds half of a UTF-16 pair, which no tokenizer takes"
-        yield Finding(
-            code, f"{words}: {_short(caption)}", "reject", "write the caption anew as UTF-8"
-        )
-        return
     odd = list(dict.fromkeys(_CONTROL.findall(caption)))
     if odd:
         names = ", ".join(f"U+{ord(char):04X}" for char in odd[:5])
@@ -193,7 +187,7 @@ def _text(caption: str) -> Iterator[Finding]:
         yield Finding(code, words, "warn", "read the captions' source in its own encoding again")
     visible = sum(not char.isspace() for char in caption)
     if 2 * sum(map(str.isalnum, caption)) < visible and not _is_mostly_text(caption, visible):
-        words = f"most of its caption is neither letter nor digit: {_short(caption)}"
+        words = f"most of its caption is neither letter nor digit: {short(caption)}"
         yield Finding(code, words, "warn", "describe the clip in words")
 
 
@@ -201,8 +195,3 @@ def _is_mostly_text(caption: str, visible: int) -> bool:
     """With the marks that many scripts write beside their letters."""
     text = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
     return 2 * text >= visible
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")

@@ -10,7 +10,7 @@ from dit_lora.data.chat.conversation import Conversation, Conversations, Turn
 from dit_lora.data.chat.json_records import Record, read_records
 from dit_lora.data.chat.records import Sample, parse_record
 from dit_lora.data.clips import Problem
-from dit_lora.data.media import IMAGE_SUFFIXES, MediaFile
+from dit_lora.data.media import IMAGE_SUFFIXES, MediaFile, below
 from dit_lora.data.sources import names_of, read_sources, times_of
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
@@ -47,7 +47,6 @@ class _File:
     def __init__(self, source: SourceConfig) -> None:
         self._path = Path(source.path).expanduser()
         self._root = Path(source.media).expanduser() if source.media else self._path.parent
-        self._below = os.path.join(os.path.abspath(self._root), "")
         unread = [name for name in _NOT_READ if getattr(source, name) is not None]
         if unread:
             raise DitLoraError(f"{', '.join(unread)} is of captions; conversations have none")
@@ -145,17 +144,16 @@ class _File:
             words = f"{given[:80]} is no path; download it and name the file"
             sample.wrong("remote_media", words)
             return None
-        whole = os.path.normpath(os.path.join(self._below, given))
-        if not whole.startswith(self._below):
+        name = below(self._root, given)
+        if name is None:
             words = (
                 f"{given} leads out of {self._root}; set data.media to a folder that it is below"
             )
             sample.wrong("unsafe_path", words)
             return None
-        name = whole[len(self._below) :]
         if name not in self._media:
             self._media[name] = MediaFile(self._root / name)
-            self._look(name, os.path.join(self._below, given))
+            self._look(name, os.path.join(self._root, name))
         if name in self._absent:
             sample.wrong(*self._absent[name])
         elif (os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES) != (sample.kind == "image"):

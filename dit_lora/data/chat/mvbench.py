@@ -6,6 +6,7 @@ OpenGVLab/MVBench (arXiv 2311.17005): `json/<task>.json` and `video/<folder>/...
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -290,7 +291,7 @@ def _media(
     if not isinstance(name, str) or not name:
         wrong.append("it names no video")
         return None
-    if ".." in PurePosixPath(name).parts:
+    if ".." in PurePosixPath(name).parts or os.path.isabs(name):
         wrong.append(f"its video {name!r} leads out of the folder")
         return None
     rate = record.get("fps", _FRAMES_PER_SECOND)

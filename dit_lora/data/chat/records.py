@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dit_lora.data.caption_text import MOST_CHARACTERS, has_lone_surrogate, is_blank
 from dit_lora.data.chat.conversation import Kind, Turn
 from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 _PLACEHOLDER = re.compile("<(?:image|video)>")
 _RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
 """What prompts are made of."""
-_LONE = re.compile(r"[\ud800-\udfff]")
+_MOST_CHARACTERS = 10 * MOST_CHARACTERS
+"""Of all turns together; what a tokenizer should count, `chat.max_tokens` bounds."""
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -132,7 +134,7 @@ def _read_qa(given: object, sample: Sample) -> None:
                 sample.wrong("record_type", words)
         if not lacks and all(isinstance(text, str) for text in texts.values()):
             turns.append(Turn(*(texts.get(key, "").strip() for key in ("q", "a", "i"))))
-            if not turns[-1].answer:
+            if is_blank(turns[-1].answer):
                 sample.wrong("answer_empty", f"the answer of {where} is empty")
     sample.turns = tuple(turns)
 
@@ -206,7 +208,7 @@ class _Messages:
     def _answer(self, text: str, where: str, *, lacks: bool) -> None:
         if self._question is None:
             self._sample.wrong("roles_order", f"{where} is an answer without a question before it")
-        if not text and not lacks:
+        if is_blank(text) and not lacks:
             self._sample.wrong("answer_empty", f"the answer of {where} is empty")
         self._turns.append(Turn(self._question or "", text))
         self._question = None
@@ -286,7 +288,10 @@ def _check_texts(sample: Sample) -> None:
     for turn in sample.turns:
         texts += [turn.question, turn.answer, turn.instruction]
     text = "\n".join(texts)
-    if _LONE.search(text):
+    if len(text) > _MOST_CHARACTERS:
+        words = f"its text has {len(text):,} characters, and {_MOST_CHARACTERS:,} are read at most"
+        sample.wrong("too_long", words)
+    if has_lone_surrogate(text):
         words = "its text holds half of a character, a surrogate without the other, as \\ud83d"
         sample.wrong("caption_not_text", words)
     held = _RESERVED.findall(text)

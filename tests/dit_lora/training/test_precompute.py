@@ -15,9 +15,11 @@ from dit_lora.config import ModelConfig
 from dit_lora.data.digest import Digests
 from dit_lora.data.shapes import write_shapes
 from dit_lora.data.video import read_frames
+from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.faults.samples import overwrite
 from dit_lora.recipe import parse_recipe
+from dit_lora.training.audit import audit_recipe
 from dit_lora.training.plan import make_plan, transformer_digest
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import running
@@ -269,3 +271,32 @@ def test_each_window_of_a_clip_is_an_entry_of_its_own(
         assert fault is None
         frames = read_frames(shape_clips / first.id, start=start, **size)
         assert torch.equal(tensors["latent_mean"], encoder(frames)["latent_mean"])
+
+
+def test_captions_that_the_audit_rejects_are_refused_whatever_the_cache_holds(
+    encode: Encode, recipe_values: dict[str, Any], shape_clips: Path, tmp_path: Path
+) -> None:
+    """Of one judgement: also where every clip, and the very caption before it was stripped, is cached."""
+    folder = Path(shutil.copytree(shape_clips, tmp_path / "clips"))
+    lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+    encode(data__path=str(folder))
+    bad = ("\u200b\ufeff", "\0", "a cat \ud83d", "x" * 200_000)
+    for line, caption in zip(lines, bad, strict=False):
+        line["text"] = caption
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    wrong = {line["file_name"] for line, _ in zip(lines, bad, strict=False)}
+
+    values = json.loads(json.dumps(recipe_values))
+    values["data"] |= {"path": str(folder), "cache": str(tmp_path / "cache")}
+    recipe = parse_recipe(values, "test")
+    checkpoint = get_family("cogvideox").open(recipe.model)
+    audit = audit_recipe(recipe, checkpoint, progress=False)
+    assert {one.file for one in audit.judged if one.verdict == "reject"} == wrong
+
+    for precomputed in (True, False):
+        with pytest.raises(DitLoraError) as error:
+            encode(data__path=str(folder), data__precompute=precomputed)
+        named = {
+            line.split(": ")[0].removeprefix("  - ") for line in str(error.value).split("\n")[1:]
+        }
+        assert named == wrong
