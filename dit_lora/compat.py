@@ -18,6 +18,7 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.parsing import read_yaml
 
 Severity = Literal["refuse", "warn", "handled"]
 Status = Literal["tested", "in range", "untested", "refused", "missing", "absent"]
@@ -335,15 +336,13 @@ def default_launch_config() -> Path:
 
 def read_launch_config(path: Path) -> dict[str, Any]:
     """The values of an Accelerate config file."""
-    import yaml
-
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # reads JSON too
+        values = read_yaml(path)  # reads JSON too
     except FileNotFoundError as error:
         raise DitLoraError(
             f"no accelerate config {path}; `dit-lora init RECIPE DIR` writes one, such as one_gpu.yaml"
         ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
         raise DitLoraError(f"cannot read the accelerate config {path}: {error}") from error
     if not isinstance(values, dict):
         raise DitLoraError(f"{path} must hold keys such as num_processes; got {values!r}")

@@ -10,20 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.parsing import parse_yaml, read_yaml
 from dit_lora.remedies import recipe_remedy
 
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that refuses a key given twice, where YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"given twice: {', '.join(twice)}", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
+_SHOWN = 200  # characters of a value in a message
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -33,15 +23,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     try:
-        values = yaml.load(
-            path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader
-        )  # a SafeLoader
+        values = read_yaml(path)
     except FileNotFoundError as error:
         raise DitLoraError(f"no recipe {path}; {recipe_remedy(path)}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise DitLoraError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise DitLoraError(f"{path} must hold sections such as model: and data:; got {values!r}")
     for override in overrides:
@@ -86,9 +72,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             section[parent] = {}  # absent, or null in the YAML
         section = section[parent]
     try:
-        section[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DitLoraError(f"the value of {key} is not valid YAML: {text!r}") from error
+        section[leaf] = parse_yaml(text)
+    except ValueError as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise DitLoraError(f"the value of {key} is not valid YAML: {shown!r}: {error}") from error
 
 
 def _problems(error: ValidationError) -> Iterator[str]:

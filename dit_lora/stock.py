@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.parsing import parse_yaml
 
 DEFAULTS = {
     "cogvideox": "cogvideox/2b_t2v",
@@ -101,9 +102,7 @@ class StockRecipe:
     @cached_property
     def values(self) -> dict[str, Any]:
         """What the YAML holds, unchecked."""
-        import yaml
-
-        values: dict[str, Any] = yaml.safe_load(self.text)
+        values: dict[str, Any] = parse_yaml(self.text)
         return values
 
     def record(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dit_lora.data.media import Media, MediaFile
 from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
 
 # Files of a checkpoint's component that decide what it computes; a README does not.
 _COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
@@ -20,7 +21,7 @@ class Digests:
         self._changed = False
         if memo.is_file():
             try:
-                self._known = json.loads(memo.read_text(encoding="utf-8"))
+                self._known = parse_json(memo.read_text(encoding="utf-8"))
             except ValueError:
                 self._known = {}  # torn by a killed run; digests are computed anew
 

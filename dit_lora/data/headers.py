@@ -10,6 +10,7 @@ from typing import Any
 from dit_lora.data.media import Media
 from dit_lora.data.video import ClipError, VideoHeader, read_header
 from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
 
 _VERSION = 1  # raised when a header would be read otherwise
 _THREADS = 8  # opening a file waits for the disk
@@ -26,7 +27,7 @@ class Headers:
         self._known: dict[str, tuple[list[int], dict[str, Any]]] = {}
         if memo.is_file():
             try:
-                stored = json.loads(memo.read_text(encoding="utf-8"))
+                stored = parse_json(memo.read_text(encoding="utf-8"))
             except ValueError:
                 return  # torn by a killed run; headers are read anew
             if stored["version"] == _VERSION:

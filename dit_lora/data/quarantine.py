@@ -9,6 +9,7 @@ from typing import Any
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
 
 QUARANTINE = "quarantine.jsonl"
 """The list's name in a run's folder."""
@@ -45,7 +46,7 @@ class LeftOut:
 
 
 def _record(line: str) -> LeftOut:
-    values = json.loads(line)
+    values = parse_json(line)
     if not isinstance(values, dict):
         raise TypeError(f"a line is an object; got {line!r}")
     one = LeftOut(**values)

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json
 
 SUFFIX, DEAD, PARTIAL = ".safetensors", ".bad", ".partial"
 
@@ -145,11 +146,11 @@ class Stored:
 
     @property
     def sample(self) -> str:
-        return json.loads(self.line)[0]
+        return parse_json(self.line)[0]
 
     @property
     def facts(self) -> dict[str, Any]:
-        return json.loads(self.shared) | json.loads(self.line)[1]
+        return parse_json(self.shared) | parse_json(self.line)[1]
 
     @property
     def tombstone(self) -> Path:
@@ -264,10 +265,10 @@ def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
             raise ShardError(f"{path} has no whole header; its entries are lost")
         text = file.read(length)
     try:
-        described = json.loads(text)
+        described = parse_json(text)
         metadata = described.pop("__metadata__")
         shared, groups = metadata.pop(_FACTS), _by_entry(described)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardError(f"{path} has a damaged header; its entries are lost") from error
     entries = []
     for key, tensors in groups.items():

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from dit_lora.data.clips import Gathered, Scan
 from dit_lora.data.media import MediaFile, below
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json
 
 CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
 # `file_name` is the Hugging Face videofolder layout's.
@@ -100,7 +100,7 @@ def _read_jsonl(path: Path, found: Gathered) -> _Read:
             continue
         wrong = "not an object"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             record, wrong = None, f"not JSON: {error}"
         if isinstance(record, dict):

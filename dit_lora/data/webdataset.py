@@ -18,6 +18,7 @@ from dit_lora.data.tables import caption_columns
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
 
 PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PACKED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
@@ -99,7 +100,7 @@ def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
     key = [_VERSION, place, status.st_size, status.st_mtime_ns, status.st_ino]
     file = memo / f"{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
     try:
-        known = json.loads(file.read_bytes())
+        known = parse_json(file.read_bytes())
         if known["key"] == key:
             return _Index(**known["index"])
     except (OSError, ValueError):
@@ -218,7 +219,7 @@ class _Samples:
             text = self.stream.read(size).decode("utf-8-sig")
             if captions[0] != "json":
                 return " ".join(text.split()), ("", "")
-            return _chosen(json.loads(text), caption_columns(self.source))
+            return _chosen(parse_json(text), caption_columns(self.source))
         except ValueError as error:  # UnicodeDecodeError is one
             return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}")
 

@@ -7,7 +7,6 @@ Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames
 """
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
+from dit_lora.parsing import parse_json
 from dit_lora.remedies import hub_remedy, looks_local, missing_folder
 
 Tensors = dict[str, torch.Tensor]
@@ -279,7 +279,7 @@ def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
     else:
         file = path / "model_index.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{path} is not a Diffusers checkpoint: it has no {file.relative_to(path)}"

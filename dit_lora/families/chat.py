@@ -4,7 +4,6 @@ LLaVA-NeXT-Video (arXiv 2407.07895's models), Qwen2.5-VL, Qwen3-VL, SmolVLM2 and
 form. Pictures are prepared on the device, without torchvision.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.families.chat_qwen import QwenLayout
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
+from dit_lora.parsing import parse_json, read_json
 
 _FRAMES = 8  # where no recipe says how many
 LAYOUTS: Mapping[str, Callable[[Any, Path, Any], Layout]] = {
@@ -198,7 +198,7 @@ class VideoTextCheckpoint:
             return DEFAULT_CHAT_TEMPLATE
         older = self.path / "chat_template.json"
         if older.is_file() and not (self.path / "chat_template.jinja").is_file():
-            return json.loads(older.read_text(encoding="utf-8"))["chat_template"]
+            return read_json(older)["chat_template"]
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
             raise DitLoraError(
@@ -264,7 +264,7 @@ def _model_type(path: Path) -> str:
     """The `model_type` of its config.json."""
     file = path / "config.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{path} is not a Transformers checkpoint: it has no config.json"

@@ -3,7 +3,6 @@
 Shapes: B batch, F frames, V views of one picture, H and W pixels.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {file}: {error}") from error

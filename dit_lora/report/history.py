@@ -1,6 +1,5 @@
 """The lines of a run's files as numbers, read on from where the last reading ended; bounded, however long the run."""
 
-import json
 import math
 from array import array
 from bisect import bisect_left
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dit_lora.parsing import parse_json
 from dit_lora.report.heat_map import ModuleHistory
 
 GROUPS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media")
@@ -134,8 +134,8 @@ class Metrics:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = parse_json(line)
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 

@@ -1,6 +1,5 @@
 """A run's folder as far as it is written: what training leaves there, in whatever state, with notes on what is amiss."""
 
-import json
 import math
 import time
 from collections import deque
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json, parse_yaml
 from dit_lora.report.history import Metrics, Tail, mapping, number_or_nan
 
 EVENTS, LEFT_OUT = 1000, 1000
@@ -177,12 +176,12 @@ class RunReader:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{folder} is not a run: it has no config.yaml; give the folder that run.dir named"
         ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise DitLoraError(
@@ -196,8 +195,8 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):
         notes.append(f"{path.name} is not a JSON object and is left out.")

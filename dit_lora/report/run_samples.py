@@ -1,13 +1,14 @@
 """What a run's model made of the validation prompts: videos, images and answers, before, during and after."""
 
 import base64
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dit_lora.parsing import parse_json
 
 EMBED_LIMIT_BYTES = 64 * 2**20
 """Videos beyond this many bytes of base64 stay beside the page and are linked."""
@@ -146,8 +147,8 @@ def _find_answers(folder: Path) -> list[Answered]:
     }
     for step in _spread(paths):
         try:
-            given = json.loads(paths[step].read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            given = parse_json(paths[step].read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             continue
         if isinstance(given, list):
             by_step[step] = [one if isinstance(one, dict) else {} for one in given]

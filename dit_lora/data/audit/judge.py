@@ -74,6 +74,9 @@ def judge(media: Media, found: Probe, wanted: Wanted | None) -> list[Finding]:
     else:
         findings += [*_video_format(facts), *_header(facts), *_timing(facts)]
     findings += _pictures(facts, facts.get("seconds"))
+    if wanted is None and not is_image(media) and facts["frames"] == 1:
+        words = "it is a video of one frame, in which nothing moves"
+        findings.append(_warn("too_short", words, "give it as an image, or remove it"))
     if wanted is not None:
         findings += [*_length(media, facts, wanted), *_shape(facts, wanted)]
     return findings

@@ -11,6 +11,7 @@ from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import Probe
 from dit_lora.data.media import Media, is_image
 from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
 
 AUDIT_VERSION = 2
 """Raised when a probe would find or measure something else in the same bytes."""
@@ -35,7 +36,7 @@ class AuditMemo:
     def get(self, media: Media, digest: str) -> Probe | None:
         """What was measured of these bytes under such a name; None if it is not known."""
         line = self._lines.get(_key(media, digest))
-        return _probe(json.loads(line)) if line else None
+        return _probe(parse_json(line)) if line else None
 
     def put(self, media: Media, digest: str, found: Probe) -> None:
         key = _key(media, digest)

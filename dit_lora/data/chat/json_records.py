@@ -1,16 +1,15 @@
 """The records of a JSON list or of JSON lines, one after the other; what is in memory is one of them."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import ParseError, parse_json, parse_json_at
 
 _CHUNK = 1 << 20
 _SPACE = " \t\n\r"
-_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +44,10 @@ def _lines(file: IO[str]) -> Iterator[Record]:
         if not line.strip():
             continue
         try:
-            yield Record(number, json.loads(line.rstrip()))
-        except json.JSONDecodeError as error:
-            yield Record(number, None, f"column {error.colno}: {error.msg}")
-        except ValueError as error:
-            yield Record(number, None, str(error))
+            yield Record(number, parse_json(line.rstrip()))
+        except ParseError as error:
+            where = "" if error.at is None else f"column {error.at + 1}: "
+            yield Record(number, None, where + error.words)
 
 
 class _ListReader:
@@ -97,13 +95,11 @@ class _ListReader:
         size = _CHUNK
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-            except ValueError as error:
+                value, end = parse_json_at(self._text, self._at)
+            except ParseError as error:
                 # It may go on in what is not read yet, of which each time twice as much is taken.
                 if not self._read(size):
-                    # Of a number of thousands of digits, Python's own error says no place.
-                    words = getattr(error, "msg", str(error))
-                    self._fail(words, getattr(error, "pos", self._at))
+                    self._fail(error.words, self._at if error.at is None else error.at)
                 size *= 2
                 continue
             if end < len(self._text) or not self._read(size):  # else a number may go on

@@ -4,7 +4,6 @@ Layout and protocol as in video_chat2/mvbench.ipynb and MVBENCH.md of OpenGVLab/
 OpenGVLab/MVBench (arXiv 2311.17005): `json/<task>.json` and `video/<folder>/...`, its archives unpacked in place.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from dit_lora.data.clips import Problem
 from dit_lora.data.media import IMAGE_SUFFIXES, Media, MediaFile
 from dit_lora.data.video import ClipError, VideoHeader, read_header
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json
 
 SYSTEM = (
     "Carefully watch the video and pay attention to the cause and sequence of events, the detail and movement of "
@@ -245,9 +245,9 @@ def _records(path: Path) -> list[Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix.lower() == ".jsonl":
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+            records = [parse_json(line) for line in text.splitlines() if line.strip()]
         else:
-            records = json.loads(text)
+            records = parse_json(text)
     except OSError as error:
         raise DitLoraError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:

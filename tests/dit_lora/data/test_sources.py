@@ -310,8 +310,8 @@ def test_media_is_the_folder_that_the_files_of_a_list_are_below(
 def test_media_without_a_list_is_refused(folder: Path) -> None:
     with pytest.raises(DitLoraError, match=r"data\.media is the folder of files that a list names"):
         scan(config(folder, media=str(folder)))
+    write_jsonl(folder, [{"file_name": "a.mp4", "text": "x"}])
     with pytest.raises(DitLoraError, match="no folder of media"):
-        write_jsonl(folder, [{"file_name": "a.mp4", "text": "x"}])
         scan(config(folder, media=str(folder / "gone")))
 
 

@@ -57,7 +57,7 @@ def test_a_fault_is_found_where_the_whole_file_has_it(
         ("[1,\n ]", "line 2, column 2: Expecting value"),
         ("[1]\n{}", "line 2, column 1: nothing more is expected"),
         ("[1 2]", "line 1, column 4: a comma or the end of the list"),
-        ("[" + "9" * 5000 + "]", "line 1, column 2: Exceeds the limit"),
+        ("[" + "9" * 5000 + "]", "line 1, column 2: it holds a whole number of more"),
     ],
 )
 def test_a_list_that_is_no_json_is_one_error(tmp_path: Path, text: str, message: str) -> None:
