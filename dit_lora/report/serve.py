@@ -1,9 +1,11 @@
 """A run's report served to a browser on this machine, which it follows; samples by ranges, so that videos seek."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,56 +87,75 @@ class _Handler(BaseHTTPRequestHandler):
         self.pages = pages
         super().__init__(*args)  # type: ignore[arg-type]
 
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            # A browser that seeks drops what it had asked for; others hang up on a refusal.
+            self.close_connection = True
+
     def do_GET(self) -> None:
         # Another site's name that points here (DNS rebinding) comes with that name.
         _, port = self.connection.getsockname()
         if self.headers.get("Host", "") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self._say(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
             return
-        path = unquote(urlsplit(self.path).path).lstrip("/")
         try:
-            if path == "":
-                self._send(
-                    self.pages.page().encode(errors="backslashreplace"), "text/html; charset=utf-8"
-                )
-            elif path == "state":
-                state = {"fingerprint": self.pages.fingerprint()}
-                self._send(json.dumps(state).encode(), "application/json")
-            else:
-                self._file(path)
-        except DitLoraError as error:
+            path = unquote(urlsplit(self.path).path).lstrip("/")
+        except ValueError:  # a bracket that begins no IPv6 address
+            self._say(HTTPStatus.BAD_REQUEST, "this is no path")
+            return
+        if path not in ("", "state"):
+            self._file(path)
+            return
+        try:
+            body, kind = self._page() if path == "" else self._state()
+        except (DitLoraError, OSError) as error:
             self._say(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # a browser that seeks drops what it had asked for
+            return
+        self._send(body, kind)
+
+    def _page(self) -> tuple[bytes, str]:
+        return self.pages.page().encode(errors="backslashreplace"), "text/html; charset=utf-8"
+
+    def _state(self) -> tuple[bytes, str]:
+        state = {"fingerprint": self.pages.fingerprint()}
+        return json.dumps(state).encode(), "application/json"
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def _file(self, path: str) -> None:
         """A sample below the folder, and nothing else of it."""
-        root = self.pages.folder.resolve()
-        found = (root / path).resolve() if _SAMPLE.fullmatch(path) else root
-        if not found.is_file() or not found.is_relative_to(root):  # a link may lead elsewhere
+        root = os.path.realpath(self.pages.folder)
+        known = path if _SAMPLE.fullmatch(path) else ""
+        found = Path(os.path.realpath(os.path.join(root, known)))
+        file = None
+        if os.path.isfile(found) and found.is_relative_to(root):  # a link may lead elsewhere
+            with suppress(OSError):  # removed since, or not ours to read
+                file = found.open("rb")
+        if file is None:
             self._say(HTTPStatus.NOT_FOUND, "no such file in this report")
             return
-        with found.open("rb") as file:
-            size = found.stat().st_size
-            asked = self._range(size)
-            if asked is None:
-                self._say(
-                    HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-                    "",
-                    {"Content-Range": f"bytes */{size}"},
-                )
-                return
-            first, last, partly = asked
-            more = {"Accept-Ranges": "bytes"}
-            if partly:
-                more["Content-Range"] = f"bytes {first}-{last}/{size}"
-            status = HTTPStatus.PARTIAL_CONTENT if partly else HTTPStatus.OK
-            self._head(status, TYPES[found.suffix], last - first + 1, more)
-            if self.command == "GET":
-                self._copy(file, first, last - first + 1)
+        with file:
+            self._part(file, TYPES[found.suffix])
+
+    def _part(self, file: BinaryIO, kind: str) -> None:
+        """What was asked for of a file."""
+        size = os.fstat(file.fileno()).st_size
+        asked = self._range(size)
+        if asked is None:
+            range = {"Content-Range": f"bytes */{size}"}
+            self._say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", range)
+            return
+        first, last, partly = asked
+        more = {"Accept-Ranges": "bytes"}
+        if partly:
+            more["Content-Range"] = f"bytes {first}-{last}/{size}"
+        status = HTTPStatus.PARTIAL_CONTENT if partly else HTTPStatus.OK
+        self._head(status, kind, last - first + 1, more)
+        if self.command == "GET":
+            self._copy(file, first, last - first + 1)
 
     def _range(self, size: int) -> tuple[int, int, bool] | None:
         """First and last byte asked for, and whether that is a part; None of what the file does not have."""
@@ -156,6 +177,9 @@ class _Handler(BaseHTTPRequestHandler):
         while count > 0 and (part := file.read(min(_CHUNK, count))):
             self.wfile.write(part)
             count -= len(part)
+        self.close_connection |= (
+            count > 0
+        )  # cut since: what is missing must not be the next answer's
 
     def _say(self, status: HTTPStatus, words: str, more: dict[str, str] | None = None) -> None:
         self._send(

@@ -157,3 +157,77 @@ def test_ctrl_c_ends_with_a_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch)
     assert "http://127.0.0.1:" in told[0]
     assert told[1:] == ["ended"]
     assert serving.HOST == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/samples/step_{'1' * 300}/prompt_00.mp4",
+        f"/samples/step_{'1' * 5000}/prompt_00.mp4",
+        "/samples/step_000010/prompt_99.mp4",
+        "/samples/step_000077/prompt_00.mp4",
+        "/samples/step_000078/prompt_00.mp4",
+        "/%00",
+    ],
+)
+def test_what_no_file_system_takes_is_not_there(
+    server: ReportServer, run_dir: Path, capfd: pytest.CaptureFixture[str], path: str
+) -> None:
+    """Names that are too long, and links to themselves and to nothing."""
+    for number, target in ((77, "prompt_00.mp4"), (78, "gone.mp4")):
+        (run_dir / "samples" / f"step_{number:06d}").mkdir()
+        (run_dir / "samples" / f"step_{number:06d}" / "prompt_00.mp4").symlink_to(target)
+    assert ask(server, path)[0] == 404
+    assert ask(server, "/state")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"GET / HTTP/1.1\r\nHost: evil.example",
+        b"GET /" + b"x" * 70_000,
+        b"NONSENSE",
+        b"PUT / HTTP/1.1",
+    ],
+)
+def test_a_client_that_hangs_up_leaves_no_traceback(
+    server: ReportServer,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request_line: bytes,
+) -> None:
+    """Whatever it is refused with; writing to it fails."""
+    failed = threading.Event()
+
+    def broken(self: object, data: bytes) -> int:
+        failed.set()
+        raise BrokenPipeError
+
+    with (
+        monkeypatch.context() as patch,
+        socket.create_connection((HOST, server.server_port)) as one,
+    ):
+        patch.setattr("socketserver._SocketWriter.write", broken)
+        one.sendall(request_line + b"\r\n\r\n")
+        assert failed.wait(10)
+        assert one.recv(1) == b""  # closed, its thread done
+    assert ask(server, "/state")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_run_that_cannot_be_read_any_more_is_an_error_in_words(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("dit_lora.report.serve.Pages.fingerprint", fail)
+    assert ask(server, "/state")[:2] == (500, b"[Errno 5] Input/output error\n")
+
+
+def test_an_address_that_is_none_is_refused(server: ReportServer) -> None:
+    with socket.create_connection((HOST, server.server_port), timeout=10) as one:
+        host = f"Host: {HOST}:{server.server_port}"
+        one.sendall(f"GET http://[ HTTP/1.1\r\n{host}\r\n\r\n".encode())
+        assert one.recv(64).startswith(b"HTTP/1.1 400 ")
