@@ -22,6 +22,7 @@ from dit_lora.cli_complete import Overrides, RecipeFile, recipe_files, tiny_vari
 from dit_lora.cli_help import EPILOG, arrange
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
 from dit_lora.families import TINY_VARIANTS
+from dit_lora.terminal import echo
 
 app = typer.Typer(
     name="dit-lora",
@@ -46,7 +47,7 @@ def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        typer.echo(dit_lora.__version__)
+        echo(dit_lora.__version__)
         raise typer.Exit
 
 
@@ -63,7 +64,7 @@ def doctor(
 
     found = report(probe_environment(), config_file)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        echo(json.dumps(found, indent=2))
     else:
         render(found)
     if not found["ok"]:
@@ -83,7 +84,7 @@ def _make_folder(out: Path) -> None:
 def families() -> None:
     """List the model families and the tiny checkpoints that can be built of each."""
     for name, variants in TINY_VARIANTS.items():
-        typer.echo(f"{name}: tiny {', '.join(variants)}")
+        echo(f"{name}: tiny {', '.join(variants)}")
 
 
 @app.command()
@@ -107,7 +108,7 @@ def tiny(
     _make_folder(out)
     quiet_libraries()
     get_family(family_of[variant]).build_tiny(variant, out, seed)
-    typer.echo(f"wrote {out}")
+    echo(f"wrote {out}")
 
 
 @app.command()
@@ -143,7 +144,7 @@ def shapes(
     else:
         write_shapes(out, clips=clips, frames=frames, height=height, width=width, fps=fps)
     what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
-    typer.echo(f"wrote {clips} {what} to {out}")
+    echo(f"wrote {clips} {what} to {out}")
 
 
 @app.command()
@@ -186,7 +187,7 @@ def sample(
         out=out,
     )
     for path in run_sample(request):
-        typer.echo(path)
+        echo(path)
 
 
 @app.command()
@@ -207,7 +208,7 @@ def faults(
     judged = run_suite(only, ranks, model)
     if as_json:
         lines = [asdict(one) for one in judged]
-        typer.echo(json.dumps({"faults": lines, "totals": totals(judged)}, indent=2))
+        echo(json.dumps({"faults": lines, "totals": totals(judged)}, indent=2))
     else:
         render(judged)
     if not all(one.passed for one in judged):
@@ -240,7 +241,7 @@ def audit(
 
     found = audit_target(target, overrides or [], encode=encode)
     for line in found.lines():
-        typer.echo(line)
+        echo(line)
     judged, notes, buckets, encoded = found.judged, found.notes, found.buckets, found.encoded
     try:
         if json_file:
@@ -292,7 +293,7 @@ def cache_verify(
     from dit_lora.training.upkeep import verify
 
     found = verify(target, overrides or [], set_aside=set_aside)
-    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
     if not found.passed:
         raise typer.Exit(CheckFailedError.exit_code)
 
@@ -305,7 +306,7 @@ def cache_stats(
     from dit_lora.training.upkeep import stats
 
     found = stats(target, overrides or [])
-    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
 
 
 @cache.command("prune")
@@ -322,7 +323,7 @@ def cache_prune(
     from dit_lora.training.upkeep import prune
 
     found = prune(target, overrides or [], keep=keep or [])
-    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
 
 
 cli_chat.register(app)
@@ -353,7 +354,7 @@ def replay(
     from dit_lora.training.replay import replay_bundle
 
     found = replay_bundle(bundle, model=model, device=device, fp32=fp32, without=without or [])
-    typer.echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
     if found.verdict is not None:
         raise typer.Exit(CheckFailedError.exit_code)
 
@@ -363,7 +364,7 @@ def schema() -> None:
     """Print the JSON Schema of recipes, with which editors complete and check them."""
     from dit_lora.recipe import recipe_schema
 
-    typer.echo(json.dumps(recipe_schema(), indent=2))
+    echo(json.dumps(recipe_schema(), indent=2))
 
 
 arrange(app)

@@ -8,6 +8,7 @@ import typer
 
 from dit_lora.cli_complete import Overrides, RecipeFile
 from dit_lora.errors import DitLoraError
+from dit_lora.terminal import echo
 
 Target = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
 Base = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
@@ -54,10 +55,10 @@ def convert_videochat2(
         qformer_tokenizer=qformer_tokenizer,
         legacy=legacy,
         keep_adapter=keep_adapter,
-        progress=lambda line: typer.echo(line, err=True),
+        progress=lambda line: echo(line, err=True),
     )
     for line in done.lines():
-        typer.echo(line)
+        echo(line)
 
 
 def show(
@@ -119,7 +120,7 @@ def chat(
     media = MediaFile(file) if file else None
     asked = prompt or typed()
     for answer in converse(answerer, media, asked, instruction=instruction, max_tokens=max_tokens):
-        typer.echo(answer)
+        echo(answer)
 
 
 def evaluate(
@@ -166,11 +167,11 @@ def evaluate(
         title=str(target),
     )
     if as_json:
-        typer.echo(json.dumps(done.results, indent=2))
+        echo(json.dumps(done.results, indent=2))
         return
     for line in told(done.results):
-        typer.echo(line)
-    typer.echo(page)
+        echo(line)
+    echo(page)
 
 
 def register(app: typer.Typer) -> None:

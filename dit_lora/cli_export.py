@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from dit_lora.terminal import echo
+
 
 def export(
     targets: Annotated[
@@ -30,7 +32,7 @@ def export(
     from dit_lora.training.export import export as run
 
     request = ExportRequest(tuple(targets), to, out, tuple(weight or ()), model)
-    typer.echo(run(request, typer.echo))
+    echo(run(request, echo))
 
 
 def register(app: typer.Typer) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from dit_lora.cli_complete import Overrides, RecipeFile
 from dit_lora.errors import CheckFailedError, DitLoraError
+from dit_lora.terminal import echo
 
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
 
@@ -45,7 +46,7 @@ def plan(
     size = _memory_here() if gpu is None else parse_size(gpu)
     planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
     if as_json:
-        typer.echo(json.dumps(planned.record(), indent=2))
+        echo(json.dumps(planned.record(), indent=2))
     else:
         render(planned, tflops=tflops, tbps=tbps)
     if not planned.budget.fits:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.errors import DitLoraError
+from dit_lora.terminal import echo
 
 
 def push(
@@ -28,10 +29,10 @@ def push(
         raise DitLoraError(f"REPO_ID {repo_id!r}: {problem}")
     if dry_run:
         for line in listing(prepare(run, repo_id)):
-            typer.echo(line)
-        typer.echo(f"nothing was sent; the card is in {run / 'README.md'}")
+            echo(line)
+        echo(f"nothing was sent; the card is in {run / 'README.md'}")
         return
-    typer.echo(run_push(run, repo_id, private=private, say=lambda line: typer.echo(line, err=True)))
+    echo(run_push(run, repo_id, private=private, say=lambda line: echo(line, err=True)))
 
 
 def register(app: typer.Typer) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.errors import DitLoraError
+from dit_lora.terminal import echo
 
 
 def report(
@@ -28,11 +29,11 @@ def report(
     if serve:
         from dit_lora.report import serve as served
 
-        served.serve(run, port or 0, served.say)
+        served.serve(run, port or 0, echo)
         return
     from dit_lora.report.run_report import write_report
 
-    typer.echo(write_report(run))
+    echo(write_report(run))
 
 
 def register(app: typer.Typer) -> None:

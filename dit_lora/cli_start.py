@@ -11,6 +11,7 @@ import typer
 from dit_lora.cli_complete import families, launches, recipes_and_families
 from dit_lora.errors import DitLoraError
 from dit_lora.stock import DEFAULTS, StockRecipe, accelerate_configs, recipe_names, write_folder
+from dit_lora.terminal import echo
 
 
 def recipes(
@@ -25,7 +26,7 @@ def recipes(
     records = [StockRecipe.named(name).record() for name in recipe_names()]
     found = [record for record in records if family in (None, record["family"])]
     if as_json:
-        typer.echo(json.dumps({"recipes": found}, indent=2))
+        echo(json.dumps({"recipes": found}, indent=2))
     else:
         _render(found)
 
@@ -54,15 +55,15 @@ def init(
         known = ", ".join(accelerate_configs())
         raise DitLoraError(f"no Accelerate config {config!r}; it is one of {known}")
     written = write_folder(chosen, out, config)
-    typer.echo(f"wrote {', '.join(map(str, written))}")
+    echo(f"wrote {', '.join(map(str, written))}")
     if recipe in DEFAULTS:
-        typer.echo(f"It is {chosen.name}; others of the family: dit-lora recipes --family {recipe}")
+        echo(f"It is {chosen.name}; others of the family: dit-lora recipes --family {recipe}")
     if not chosen.smoke:
         data = chosen.values["data"]["path"]
-        typer.echo(f"Your data goes where data.path in {chosen.file} says, now {data}.")
-    typer.echo("Next, as it stands:" if chosen.smoke else "Next:")
+        echo(f"Your data goes where data.path in {chosen.file} says, now {data}.")
+    echo("Next, as it stands:" if chosen.smoke else "Next:")
     for line in _next(chosen, out, config):
-        typer.echo(f"  {line}")
+        echo(f"  {line}")
 
 
 def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.errors import CheckFailedError
+from dit_lora.terminal import echo
 
 
 def verify(
@@ -22,7 +23,7 @@ def verify(
     from dit_lora.training.verify import verify_adapter
 
     found = verify_adapter(target, model)
-    typer.echo(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    echo(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
     if not found.passed:
         raise typer.Exit(CheckFailedError.exit_code)
 

@@ -18,6 +18,7 @@ from dit_lora.compat import (
     read_launch_config,
 )
 from dit_lora.fuse import kernel_support
+from dit_lora.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,9 @@ def render(report: Mapping[str, Any]) -> None:
     if launch["config_file"]:
         asked = launch["processes"] or "Accelerate's choice"
         line = f"launch: {launch['config_file']}: processes: {asked}"
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)
     if launch["problem"]:
-        console.print(f"refuse: {launch['problem']}", markup=False, soft_wrap=True)
+        console.print(printable(f"refuse: {launch['problem']}"), markup=False, soft_wrap=True)
     console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dit_lora.terminal import printable
+
 # What a user's disk can do to a run; any other OSError is a defect and keeps its traceback.
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -66,7 +68,7 @@ def show(error: DitLoraError) -> None:
             return
         time.sleep(_RANK_0_SECONDS)
     where = "" if rank == "0" else f" on rank {rank}"
-    sys.stderr.write(f"{error.label}{where}: {error}\n")
+    sys.stderr.write(printable(f"{error.label}{where}: {error}\n"))
     sys.stderr.flush()
 
 
@@ -85,7 +87,7 @@ def reported_errors() -> Iterator[None]:
             raise
         where = error.filename or "to a file of the run or the cache"
         sys.stderr.write(
-            f"error: cannot write {where}: {error.strerror}; checkpoints and cache entries already "
+            f"error: cannot write {printable(where)}: {error.strerror}; checkpoints and cache entries already "
             "written are whole\n"
         )
         sys.exit(DitLoraError.exit_code)

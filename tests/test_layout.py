@@ -19,6 +19,7 @@ MAX_FILE, MAX_FUNCTION, MAX_NESTING = 400, 60, 4
 # Lowest first; a module may import from its own layer's package and from layers below.
 LAYERS = (
     (
+        "dit_lora.terminal",
         "dit_lora.errors",
         "dit_lora.files",
         "dit_lora.parsing",

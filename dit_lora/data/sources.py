@@ -11,6 +11,7 @@ from dit_lora.data.folders import class_name, read_folder
 from dit_lora.data.webdataset import is_tar, read_tar
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.terminal import one_line
 
 __all__ = ["Clip", "Problem", "Scan", "class_name", "class_names", "read_clips", "scan"]
 
@@ -43,7 +44,7 @@ def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
     found = scan(data, cache)
     if found.problems:
         where = data.path or "data.sources"
-        wrong = [f"{problem.file}: {problem.words}" for problem in found.problems]
+        wrong = [one_line(f"{problem.file}: {problem.words}") for problem in found.problems]
         raise DitLoraError(listed(f"{where}: correct or remove these samples", wrong))
     return found.clips
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -218,9 +217,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are no news; errors come as pages."""
-
-
-def say(line: str) -> None:
-    """To a terminal, at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

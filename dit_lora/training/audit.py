@@ -22,6 +22,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.recipe import load_recipe
+from dit_lora.terminal import one_line
 from dit_lora.training.chat.audit import audit_conversations
 from dit_lora.training.plan import AUDIT_MEMO
 from dit_lora.training.precompute import Precomputed, precompute
@@ -67,7 +68,7 @@ class Audit:
     def lines(self) -> list[str]:
         """Rejects with their reasons, warnings by code, and totals, for a terminal."""
         lines = [
-            f"reject  {one.file}: {'; '.join(_words(one))}"
+            one_line(f"reject  {one.file}: {'; '.join(_words(one))}")
             for one in self.judged
             if one.verdict == "reject"
         ]
@@ -77,8 +78,8 @@ class Audit:
         warned = [one for one in self.judged if one.verdict == "warn"]
         codes = Counter(code for one in warned for code in {f.code for f in one.findings})
         lines += [f"warn    {code}: {count:,}" for code, count in codes.most_common()]
-        lines += [f"note    {note}" for note in self.notes]
-        lines += [f"advice  {one}" for one in (self.buckets or {}).get("advice", ())]
+        lines += [one_line(f"note    {note}") for note in self.notes]
+        lines += [one_line(f"advice  {one}") for one in (self.buckets or {}).get("advice", ())]
         counts = ", ".join(f"{sums[verdict]:,} {verdict}" for verdict in VERDICTS)
         return [*lines, f"{sums['samples']:,} samples: {counts}"]
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dit_lora.terminal import printable
 from dit_lora.training.budget import GIB, Budget
 from dit_lora.training.budget_fit import Change, Planned
 from dit_lora.training.checkpointing import MODES
@@ -28,9 +29,9 @@ def render(planned: Planned, *, tflops: float | None = None, tbps: float | None 
     console.print(_table(("host memory", "GiB"), _rows(_some(budget.host))))
     console.print(_table(("disk", "GiB"), _rows(_some(budget.disk))))
     for line in (*work(budget, tflops, tbps), *(f"assumed: {one}" for one in budget.assumed)):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)
     for line in verdict(planned):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)
 
 
 def work(budget: Budget, tflops: float | None, tbps: float | None) -> list[str]:

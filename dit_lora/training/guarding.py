@@ -30,6 +30,7 @@ from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
 from dit_lora.numerics.streams import fold
 from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import all_switches, find_switch
+from dit_lora.terminal import printable
 from dit_lora.training.best import note_best
 from dit_lora.training.checkpoint import remove_checkpoints_after, trainable_state
 from dit_lora.training.engine import Engine
@@ -378,7 +379,8 @@ class _Files:
                 run.guard.suspects.start_peak,
             )
         except OSError as error:  # a run is worth more than a bundle
-            tqdm.write(f"warning: cannot write {folder}: {error.strerror}", file=sys.stderr)
+            words = f"warning: cannot write {folder}: {error.strerror}"
+            tqdm.write(printable(words), file=sys.stderr)
             return None
         return f"bundles/{folder.name}"
 

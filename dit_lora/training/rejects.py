@@ -6,6 +6,7 @@ from typing import TypeVar
 from accelerate.utils import gather_object
 
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.terminal import one_line
 from dit_lora.training.runtime import Runtime
 
 Named = TypeVar("Named")
@@ -25,7 +26,9 @@ class Rejects:
         new = {name: why for some in gather_object([dict(reasons)]) for name, why in some.items()}
         if not new:
             return
-        new = {name: why if name in why else f"{name}: {why}" for name, why in new.items()}
+        new = {
+            name: one_line(why if name in why else f"{name}: {why}") for name, why in new.items()
+        }
         if self.runtime.recipe.data.rejects == "refuse":
             error = DitLoraError(
                 listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])

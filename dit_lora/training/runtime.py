@@ -39,6 +39,7 @@ from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.recipe import dump_recipe
+from dit_lora.terminal import printable
 from dit_lora.training.launch import (
     Sharding,
     require_for_zero,
@@ -102,7 +103,7 @@ class Runtime:
     def say(self, line: str) -> None:
         """One line for the user, from one process."""
         if self.is_main:
-            tqdm.write(line, file=sys.stderr)  # above a progress bar, if there is one
+            tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if there is one
 
 
 @contextmanager
