@@ -241,7 +241,7 @@ def audit(
 
     found = audit_target(target, overrides or [], encode=encode)
     for line in found.lines():
-        echo(line)
+        echo(line, err=json_file == Path("/dev/stdout"))
     judged, notes, buckets, encoded = found.judged, found.notes, found.buckets, found.encoded
     try:
         if json_file:

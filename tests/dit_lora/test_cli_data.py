@@ -14,6 +14,7 @@ from dit_lora.cli import app
 from dit_lora.data.cache import TensorCache
 from dit_lora.data.shapes import write_shapes
 from dit_lora.errors import DitLoraError
+from dit_lora.faults.pictures import encode, moving
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -58,6 +59,28 @@ def test_a_folder_alone_is_audited_and_every_file_asked_for_is_written(
     assert "gone.mp4" in out["html"].read_text()
     rows = [line.split("\t") for line in out["fix-list"].read_text().splitlines()]
     assert [row[:2] for row in rows[1:]] == [["reject", "cut.mp4"], ["reject", "gone.mp4"]]
+
+
+def test_an_audit_of_a_folder_says_what_is_one_frame_and_obeys_no_name(tmp_path: Path) -> None:
+    """A video of one frame is a warning without a recipe, which may ask for more; names are shown escaped."""
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    encode(folder / "one.mp4", moving("one", 1))
+    encode(folder / "nine.mp4", moving("nine", 9))
+    evil = "\x1b]0;owned\x07\u202e\n3 samples: 3 ok.mp4"
+    (folder / evil).write_bytes(b"")
+    for path in list(folder.iterdir()):
+        path.with_suffix(".txt").write_text(f"what {path.stem[:4]!a} shows")
+    report = tmp_path / "audit.json"
+    told = invoke("audit", folder, "--json", report, code=1)
+    shown = "\\x1b]0;owned\\x07\\u202e\\n3 samples: 3 ok.mp4"
+    assert told.splitlines() == [
+        f"reject  {shown}: empty_file: the file has no bytes",
+        "warn    too_short: 1",
+        "3 samples: 1 ok, 1 warn, 1 reject",
+    ]
+    assert verdicts(report) == {"one.mp4": "warn", "nine.mp4": "ok", evil: "reject"}
+    assert report.read_text().endswith("}\n")
 
 
 def test_a_recipes_audit_looks_at_encodings_and_training_heeds_it(

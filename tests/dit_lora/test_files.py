@@ -1,6 +1,8 @@
 """Whole or not there."""
 
 import errno
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,20 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     monkeypatch.undo()
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["b.txt"]
+
+
+def test_a_pipe_and_a_descriptor_are_written_to_and_stay(tmp_path: Path) -> None:
+    """What `/dev/stdout` is a link to among them; a rename would put a file in the link's place."""
+    pipe, read = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write_whole(pipe, "through")
+    reader.join(10)
+    assert read == [b"through"]
+    with (tmp_path / "out.txt").open("w+b") as file:
+        (tmp_path / "stdout").symlink_to(f"/proc/self/fd/{file.fileno()}")
+        write_whole(tmp_path / "stdout", "whole")
+        write_whole(Path(f"/proc/self/fd/{file.fileno()}"), ", twice")
+        assert (tmp_path / "out.txt").read_text() == "whole, twice"
+    assert (tmp_path / "stdout").is_symlink()

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from dit_lora.config import DataConfig
-from dit_lora.data import datasets_source
+from dit_lora.data import datasets_source, media
 from dit_lora.data.digest import Digests
 from dit_lora.data.media import MediaFile, read_bytes
 from dit_lora.data.shapes import write_shapes
@@ -185,6 +185,30 @@ def test_everything_wrong_with_rows_is_listed(tmp_path: Path) -> None:
         ("00000004", "empty_file"),
         ("00000005.png", "label_unknown"),
         ("00000006.png", "caption_missing"),
+    ]
+
+
+def test_a_dataset_of_the_hub_names_no_file_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was downloaded with it is read; a cell too large for the memory is not."""
+    monkeypatch.setattr(media, "MOST_BYTES", 100)
+    downloaded = Path(datasets.config.HF_DATASETS_CACHE) / "x.png"
+    cells = [
+        {"bytes": None, "path": str(tmp_path / "mine.png")},
+        {"bytes": None, "path": str(downloaded)},
+        {"bytes": b"x" * 101, "path": "x.png"},
+    ]
+    (tmp_path / "mine.png").write_bytes(b"image")
+    features = datasets.Features(image=datasets.Image(), text=datasets.Value("string"))
+    rows = {"image": cells, "text": ["a", "b", "c"]}
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    monkeypatch.setattr(datasets_source, "_load", lambda path: saved)
+    found = datasets_source.read_dataset(SourceConfig(path="somebody/images"))
+    assert [(one.file, one.code) for one in found.problems] == [
+        ("00000000.png", "unsafe_path"),
+        ("00000001.png", "missing"),
+        ("00000002", "too_large"),
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dit_lora.config import DataConfig
-from dit_lora.data import webdataset
+from dit_lora.data import media, webdataset
 from dit_lora.data.media import read_bytes
 from dit_lora.data.shapes import write_shapes
 from dit_lora.data.sources import Clip, Scan, read_clips, scan
@@ -273,3 +273,30 @@ def test_an_index_is_kept_until_the_tar_changes(
     write_tar(path, pair("other"))
     assert captions(read_clips(config(path), cache)) == {"other.png": "a caption"}
     assert captions(read_clips(config(path), Path("/dev/null/cache"))) == {"other.png": "a caption"}
+
+
+def test_what_would_not_fit_the_memory_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member is read whole: a few bytes of a tar with holes can promise terabytes."""
+    monkeypatch.setattr(media, "MOST_BYTES", 30)
+    deep = json.dumps({"text": "x", "more": []}).replace("[]", "[" * 5000 + "]" * 5000)
+    members = [
+        *pair("good"),
+        ("large.png", b"x" * 31),
+        ("large.txt", b"a caption"),
+        ("book.png", b"image"),
+        ("book.txt", b"word " * 100_000),
+        ("deep.png", b"image"),
+        ("deep.json", deep.encode()),
+        ("long.png", b"image"),
+        ("long.json", b'{"text": "x", "more": "' + b"x" * 2**24 + b'"}'),
+    ]
+    found = scan(config(write_tar(tmp_path / "a.tar", members)))
+    assert captions(found.clips) == {"good.png": "a caption"}
+    assert codes(found) == [
+        ("large.png", "too_large"),
+        ("book.png", "caption_long"),
+        ("deep.png", "caption_not_text"),
+        ("long.png", "caption_long"),
+    ]

@@ -109,17 +109,19 @@ def test_everything_that_is_wrong_is_listed(tmp_path: Path) -> None:
         "no record",
         {**GOOD, "candidates": ["x"] * 27},
         {**GOOD, "start": float("nan"), "end": 2},
+        {**GOOD, "video": str(tmp_path / "a.mp4")},
     ]
     touched(tmp_path / "a.mp4")
     found = read_questions(written(tmp_path / "mine.json", records))
     assert [one.id for one in found.all] == ["mine/0"]
     words = {one.file: one.words for one in found.problems}
-    assert list(words) == [f"mine/{at}" for at in range(1, 9)]
+    assert list(words) == [f"mine/{at}" for at in range(1, 10)]
     assert f"{tmp_path / 'gone.mp4'} is missing" in words["mine/1"]
     assert "'The sky.' is not among its candidates" in words["mine/1"]
     assert "question is missing or empty" in words["mine/1"]
     assert "2 to 26 candidates; got 1" in words["mine/2"]
     assert "leads out of the folder" in words["mine/3"]
+    assert "leads out of the folder" in words["mine/9"]
     assert "start first; got 4 and 1" in words["mine/4"]
     assert "its task must be a name; got 3" in words["mine/5"]
     assert "of type str" in words["mine/6"]
