@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dit_lora.families import TINY_VARIANTS
+from dit_lora.parsing import read_json
 from dit_lora.stock import DEFAULTS, accelerate_configs, recipe_names, stock_files
 
 
@@ -44,7 +45,7 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     """`key.path=`; with the values or the default of a key that is the only choice."""
     if (ctx.params.get("overrides") or [""])[-1] == "=":
         return []  # bash makes three words of key=value: files, for the value
-    schema = json.loads((stock_files() / "recipes" / "schema.json").read_text(encoding="utf-8"))
+    schema = read_json(stock_files() / "recipes" / "schema.json")
     keys = dict(_keys(schema, schema, ""))
     found = _starting([f"{key}=" for key in keys], incomplete)
     if len(found) == 1:  # after a single choice bash would add a space

@@ -16,6 +16,7 @@ from dit_lora.adapters.attach import ADAPTER_NAME, tied_layers
 from dit_lora.adapters.chat_store import load_chat_adapter, read_chat_provenance
 from dit_lora.adapters.store import PROVENANCE_FILE
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.parsing import read_json
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
@@ -94,7 +95,7 @@ def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
 
 
 def _class_of(base: Path) -> type[PreTrainedModel]:
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = read_json(base / "config.json")
     if "quantization_config" in config:
         raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")
     names = config.get("architectures") or ["none"]

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from dit_lora.adapters.store import PROVENANCE_FILE, Tensors
 from dit_lora.adapters.terms import Updates, update
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.parsing import read_json
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.onnx*")
@@ -46,7 +47,7 @@ def write_merged(
     not finite.
     """
     source = base / "transformer"
-    stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    stored = read_json(source / "config.json")
     files = _require_mergeable(source, stored, updates, weights)
     shutil.copytree(base, out, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     shutil.copytree(
@@ -57,7 +58,7 @@ def write_merged(
         ),
     )
     _write_json(out / "transformer" / "config.json", {**stored, **config})
-    model_index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    model_index = read_json(base / "model_index.json")
     _write_json(out / "model_index.json", {**model_index, **index})
     _write_json(out / PROVENANCE_FILE, dict(made))
     for file, names in files.items():

@@ -22,6 +22,7 @@ from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.loader import lora_pipeline_class, with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.numerics.shards import stock_class
+from dit_lora.parsing import parse_json, read_json
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
@@ -94,7 +95,7 @@ def save_pipeline(
         base, staged, ignore=shutil.ignore_patterns("transformer", ".*", "digests.json")
     )
     transformer.save_pretrained(staged / "transformer", safe_serialization=True)
-    model_index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    model_index = read_json(base / "model_index.json")
     (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
     (staged / PROVENANCE_FILE).write_text(json.dumps(dict(provenance), indent=2) + "\n")
     shutil.rmtree(out, ignore_errors=True)
@@ -142,7 +143,7 @@ def read_provenance(file: Path) -> dict[str, Any]:
     """What the run wrote into the adapter's header; empty for an adapter that is not ours."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return json.loads((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
+            return parse_json((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
     except (OSError, ValueError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
 

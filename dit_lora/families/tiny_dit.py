@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
+from dit_lora.parsing import read_json
+
 # A few of ImageNet's, at their places; the others are named by number.
 _NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}
 
@@ -34,7 +36,7 @@ def build_dit(out: Path, *, seed: int, classes: int = 1000) -> None:
         )
         pipeline.save_pretrained(out, safe_serialization=True)
     # save_pretrained forgets the names that the pipeline was given.
-    index = json.loads((out / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json(out / "model_index.json")
     index["id2label"] = {str(row): _NAMES.get(row, f"class {row}") for row in range(classes)}
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,5 @@
 """What of a run is published, and which runs are not."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from dit_lora.adapters.store import (
 )
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.hub.cleaning import clean_config, clean_json
+from dit_lora.parsing import parse_json, read_json
 from dit_lora.report.run_files import RunFiles, RunReader
 from dit_lora.training.facts import FACTS_FILE
 
@@ -72,10 +72,7 @@ def collect(run_dir: Path) -> Contents:
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # base weights alone have trained
     _require_sound(run_dir, result, kind)
-    if kind == "pipeline":
-        made = json.loads(main.read_text(encoding="utf-8"))
-    else:
-        made = read_provenance(main)
+    made = read_json(main) if kind == "pipeline" else read_provenance(main)
     files = dict(_result_files(result, kind))
     shown = _shown(run, files)
     facts = _facts(run)
@@ -141,7 +138,7 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
 def _facts(run: RunFiles) -> dict[str, Any]:
     file = run.folder / FACTS_FILE
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DitLoraError(
             f"{run.folder} is not pushed: {FACTS_FILE} is missing or torn, which the model card is written from. "
@@ -158,7 +155,7 @@ def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]
             continue
         text = path.read_text(encoding="utf-8") if path.suffix == ".json" else ""
         if "_name_or_path" in text:
-            values = json.loads(text)
+            values = parse_json(text)
             values.pop("_name_or_path", None)
             yield name, clean_json(values).encode()
         else:
@@ -190,7 +187,7 @@ def _answers(ends: Mapping[str, Path]) -> list[Shown]:
     found: dict[str, list[dict[str, Any]]] = {"before": []}
     for when, folder in ends.items():
         file = folder / "answers.json"
-        found[when] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        found[when] = read_json(file) if file.is_file() else []
     return [
         Shown(
             str(one.get("prompt", "")),

@@ -18,6 +18,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.models.opendit import convert_opendit
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
+from dit_lora.parsing import read_json
 
 
 def write_base(
@@ -63,7 +64,7 @@ def write_base(
     else:
         model.load_state_dict(weights, strict=True, assign=True)
         model.save_pretrained(out / "transformer", safe_serialization=True)
-    index = json.loads((out / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json(out / "model_index.json")
     index["transformer"] = [type(model).__module__, type(model).__name__]
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return out

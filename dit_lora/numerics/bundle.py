@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
 
 _FACTS, _SAMPLES, _WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
 FORMAT = 1
@@ -72,7 +73,7 @@ def write_bundle(
 def read_bundle(folder: Path) -> Bundle:
     """The bundle in a folder; raises `DitLoraError` if it is none, is torn, or lacks what a replay needs."""
     try:
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        facts = parse_json((folder / _FACTS).read_text(encoding="utf-8"))
         version = facts["format"]
         left_out = facts["left_out"]
         if version != FORMAT:

@@ -23,6 +23,7 @@ from dit_lora.numerics.finite import describe_bad, headroom, is_finite
 from dit_lora.numerics.narrow import weight_values
 from dit_lora.numerics.shards import local, whole
 from dit_lora.numerics.whole import called_modules
+from dit_lora.parsing import parse_json
 
 _VERSION = 1  # of the checks: results of older ones are not taken from a cache
 _ATTENTION = "attention backend "
@@ -291,7 +292,7 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 
 def _known(path: Path) -> dict[str, list[Finding]]:
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = parse_json(path.read_text(encoding="utf-8"))
         if stored["version"] != _VERSION:
             return {}
         return {key: [Finding(**f) for f in found] for key, found in stored["found"].items()}
@@ -352,6 +353,6 @@ def _header(file: Path) -> dict[str, Any]:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > file.stat().st_size:
                 raise ValueError("it is no safetensors file")
-            return json.loads(opened.read(length))
+            return parse_json(opened.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error

@@ -22,6 +22,7 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.shards import fill
+from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.place import samples_remedy
 
 if TYPE_CHECKING:
@@ -173,8 +174,8 @@ def load_checkpoint(
     Raises if it is another recipe's, listing every difference; with `place`, where this run runs, it says which
     train.accumulate restores the samples of a step.
     """
-    about = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    _require_same(path, about["identity"], json.loads(json.dumps(dict(identity))), place or {})
+    about = read_json(path / _STATE)
+    _require_same(path, about["identity"], parse_json(json.dumps(dict(identity))), place or {})
     averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
     state = SavedState(load_file(path / _WEIGHTS), load_file(path / _OPTIMIZER), averages)
     return Loaded(path, about["step"], about["guard"], about.get("place", {}), state)
@@ -216,7 +217,7 @@ def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> No
 def is_whole(path: Path) -> bool:
     """Whether every file is there with the digest that the manifest, written last, gives it."""
     try:
-        digests = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        digests = parse_json((path / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         return all(_digest(path / name) == digest for name, digest in digests.items())
     except (OSError, ValueError, KeyError):
         return False

@@ -1,6 +1,5 @@
 """Where an adapter to export is, what it says of its making, and the base that it was trained on."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from dit_lora.adapters.store import ADAPTER_FILE, BASE_FILE, read_provenance
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
+from dit_lora.parsing import read_json
 from dit_lora.training.origin import family_of, model_of_run, whole_pipeline
 
 
@@ -107,4 +107,4 @@ def _base_file(target: Path) -> Path | None:
 
 def _peft_config(file: Path) -> dict[str, Any]:
     config = file.with_name(CONFIG_NAME)
-    return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return read_json(config) if config.is_file() else {}

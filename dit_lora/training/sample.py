@@ -1,14 +1,12 @@
 """Sample videos and images with a trained adapter in the stock pipeline."""
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from dit_lora.adapters.fetch import fetched
 from dit_lora.adapters.store import (
@@ -27,6 +25,7 @@ from dit_lora.families.base import (
     VideoShape,
 )
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.parsing import read_json, read_yaml
 from dit_lora.training.origin import family_of, find_adapter, whole_pipeline
 from dit_lora.training.runtime import quiet_libraries
 
@@ -109,7 +108,7 @@ def _file_name(prompt: str, how: Sampling) -> str:
 
 def _made(whole: Path | None) -> dict[str, Any]:
     file = (whole or Path()) / PROVENANCE_FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def _base_model(request: SampleRequest, made: dict[str, Any], whole: Path | None) -> ModelConfig:
@@ -123,7 +122,7 @@ def _base_model(request: SampleRequest, made: dict[str, Any], whole: Path | None
         return ModelConfig(family=family, path=request.model)
     config = request.target / "config.yaml"
     if config.is_file():
-        return ModelConfig(**yaml.safe_load(config.read_text(encoding="utf-8"))["model"])
+        return ModelConfig(**read_yaml(config)["model"])
     base = made.get("base_model", "")
     if "/" not in base:
         known = f" (trained on {base})" if base else ""

@@ -32,6 +32,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.shards import is_sharded
+from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.output_record import NOT_RECORDED, Stock, compare_output, note_output
 from dit_lora.training.runtime import agree, quiet_libraries
 from dit_lora.training.stock import sharing_weights
@@ -218,9 +219,9 @@ class Result:
         """PEFT's, as the adapter brings it; None where it does not."""
         beside = self.file.with_name(peft.utils.CONFIG_NAME)
         if beside.is_file():
-            return json.loads(beside.read_text(encoding="utf-8"))
+            return read_json(beside)
         text = header_of(self.file).get("lora_adapter_metadata")
-        stored = json.loads(text) if text else {}
+        stored = parse_json(text) if text else {}
         own = {name.removeprefix("transformer."): value for name, value in stored.items()}
         return own or None
 

@@ -1,6 +1,5 @@
 """What `dit-lora verify` is pointed at: which file, of which kind of model, on which base checkpoint."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import Viewing
+from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.chat.answering import find_origin
 from dit_lora.training.chat.stock import ChatStock
 from dit_lora.training.origin import family_of, find_adapter, model_of_run, whole_pipeline
@@ -83,7 +83,7 @@ def _pipeline(folder: Path, model: str | None) -> Target:
     for weights in sorted((folder / "transformer").glob("*.safetensors")):
         header_of(weights)
     file = folder / PROVENANCE_FILE
-    made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    made = read_json(file) if file.is_file() else {}
     found = _named(made, str(folder))
     return Target("pipeline", folder, found, made)
 
@@ -112,7 +112,7 @@ def _chat(folder: Path, model: str | None) -> Target:
 
 def _made(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(header_of(file).get(PROVENANCE_KEY, "{}"))
+        return parse_json(header_of(file).get(PROVENANCE_KEY, "{}"))
     except ValueError:
         return {}
 

@@ -1,6 +1,5 @@
 """Every tensor of the released files and of the language model's folder, by our names, still on disk."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from dit_lora.models.videochat2.released import (
     read_released,
     why_unused,
 )
+from dit_lora.parsing import read_json
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _PICKLED_INDEX, _PICKLED_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -85,7 +85,7 @@ def _language_model_weights(llm: Path) -> Iterator[tuple[str, Stored]]:
     ):
         names = [weights]
         if (llm / index).is_file():
-            named = json.loads((llm / index).read_text(encoding="utf-8"))["weight_map"]
+            named = read_json(llm / index)["weight_map"]
             names = list(dict.fromkeys(named.values()))
         elif not (llm / weights).is_file():
             continue

@@ -1,7 +1,6 @@
 """A chat model that answers questions: a run's result, an adapter, or a checkpoint as it is."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +27,7 @@ from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.switches import eager
+from dit_lora.parsing import read_json
 from dit_lora.recipe import load_recipe
 from dit_lora.training.runtime import quiet_libraries
 
@@ -323,7 +323,7 @@ def _base_by_peft(adapter: Path) -> str:
     config = adapter / "adapter_config.json"
     if not config.is_file():
         return ""
-    return json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    return read_json(config).get("base_model_name_or_path") or ""
 
 
 def _checkpoint(path: str) -> ModelConfig:
