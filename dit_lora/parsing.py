@@ -112,7 +112,8 @@ def read_yaml(path: Path) -> Any:
 class _Loader(yaml.SafeLoader):
     """`yaml.SafeLoader` that refuses a key given twice."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    # The anchor is a name or None; the type is that of PyYAML's stubs.
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = sorted(value for (_, value), count in Counter(keys).items() if count > 1)
@@ -172,7 +173,7 @@ class _Open:
 
 def _require_few(text: str) -> None:
     """Count levels and nodes as the text's events come, before anything is built of them; raises `ParseError`."""
-    known: dict[str, tuple[int, int]] = {}
+    known: dict[str | None, tuple[int, int]] = {}
     """By anchor, the nodes and levels that an alias stands for."""
     around: list[_Open] = []
     count = 0
@@ -189,7 +190,7 @@ def _require_few(text: str) -> None:
             around.append(_Open(event.anchor, count))
         elif isinstance(event, yaml.CollectionEndEvent):
             ended = around.pop()
-            known[ended.anchor or ""] = (count - ended.before, ended.levels)
+            known[ended.anchor] = (count - ended.before, ended.levels)
             nodes, levels = 0, ended.levels
         else:
             continue
