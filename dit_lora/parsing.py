@@ -125,7 +125,10 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > MOST_DIGITS:  # in any base
             raise ParseError(_LONG)
-        return super().construct_yaml_int(node)
+        value: int = super().construct_yaml_int(node)
+        if not -(2**63) <= value < 2**63:
+            raise ParseError(f"{value} does not fit 64 bits, as counts and seeds must")
+        return value
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

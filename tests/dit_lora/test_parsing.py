@@ -61,6 +61,7 @@ BAD_YAML = {
     "in itself": "a: &a [*a]",
     "digits": f"a: {DIGITS}",
     "hex digits": f"a: 0x{DIGITS}",
+    "beyond 64 bits": "a: 9223372036854775808",
     "sexagesimal": "a: " + "1" + ":59" * 200,
     "no date": "a: 2024-99-99",
     "no number": "a: !!int many",
@@ -101,11 +102,12 @@ def test_what_is_within_the_bounds_is_read_as_before() -> None:
     values = {
         "a": [1, -2.5, None, True, "ü\U0001f600"],
         "deep": json.loads(levels(98)),
-        "n": 10**99,
+        "n": -(2**63),
     }
     many = [{"x": [index]} for index in range(1000)]
     assert parse_json(json.dumps(values)) == values
     assert parse_json(json.dumps(many).encode()) == many
+    assert parse_json(str(10**99)) == 10**99
     assert parse_yaml(yaml.safe_dump(values, allow_unicode=True)) == values
     shared = (
         "base: &base {lr: 1e-3, betas: &b [0.9, 0.95]}\nother: {<<: *base, more: *b}\nn: 0x1F\n"
