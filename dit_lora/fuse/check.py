@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.core import ATTENTION, fusion_of
 from dit_lora.fuse.lora import forget_casts
-from dit_lora.numerics.parity import differences, first_difference
+from dit_lora.numerics.parity import Difference, How, differences, first_difference
 from dit_lora.numerics.replay import cuda_devices
 from dit_lora.numerics.switches import Switch, model_switches
 
@@ -26,8 +26,8 @@ class FirstForwards:
     A mask that masks nothing becomes none, where the model takes none: with a mask, attention has fewer and
     slower backends. To see that it masks nothing costs one read of the device.
 
-    The check runs forward and backward of the same inputs with and without each kernel, and leaves gradients and
-    random state as they were. A kernel that differs is switched off with a warning, or refused if it was
+    The check runs forward and backward of the same inputs with and without each kernel, block by block, and leaves
+    gradients and random state as they were. Of one sample each block is given a second one, made of the first. A kernel that differs is switched off with a warning, or refused if it was
     asked for by name.
     """
 
@@ -74,13 +74,24 @@ class FirstForwards:
             if not torch.isfinite(losses()).all():
                 return False
         kernels = [switch for switch in model_switches(model) if switch.name != "compile"]
-        compare = partial(first_difference, losses=losses, model=model)
+        how = How(widen=_has_one_row(model, args, kwargs))
+
+        def compare(switch: Switch, others: Sequence[Switch]) -> Difference | None:
+            return first_difference(switch, losses, model, others=others, how=how)
+
         for switch, difference in differences(kernels, compare):
             if switch.insisted:
                 raise DitLoraError(refusal(switch, difference.words))
             switch.turn_off()
             warnings.warn(f"{difference.words}; switched off: {switch.remedy}", stacklevel=2)
         return True
+
+
+def _has_one_row(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward of these inputs is of one sample, by its first input of two dimensions or more."""
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    tensors = [leaf for leaf in tree_leaves(dict(given)) if isinstance(leaf, torch.Tensor)]
+    return next((len(tensor) == 1 for tensor in tensors if tensor.ndim > 1), False)
 
 
 def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:

@@ -1,190 +1,240 @@
-"""Whether a fused kernel computes what its reference does: on the user's own model, shapes and samples."""
+"""Whether a fused kernel computes what its reference does, and the same again: on the user's own model, shapes and samples."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from dit_lora.numerics.block_parity import (
+    PASSES,
+    Apart,
+    BlockComparison,
+    Coverage,
+    Learning,
+    noting_inputs,
+)
+from dit_lora.numerics.parity_values import (
+    GRADIENT,
+    WHOLE,
+    Values,
+    apart,
+    first_apart,
+    gradients,
+    recording,
+    stirred,
+    without_dropout,
+)
 from dit_lora.numerics.replay import cuda_devices
-from dit_lora.numerics.shards import is_sharded, local, needs_all_ranks, whole
-from dit_lora.numerics.switches import Switch, in_fp32
+from dit_lora.numerics.shards import needs_all_ranks, whole
+from dit_lora.numerics.switches import COMPILE, Switch, eager, model_switches
 from dit_lora.numerics.whole import called_modules
-
-# Relative root mean squares. In fp32 two correct orders of the same sums are 1e-5 apart. In bf16 they were up to 0.015 in 24
-# blocks of CogVideoX, and 0.12 in the gradient of a query before ReLU, where another sample's scale made 0.04 to 0.14:
-# there only gross errors can be told, and the comparison in fp32 finds the others.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-_GRADIENT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-# Of the largest gradient in the same block: a gradient that is exactly zero (a key's bias) has rounding errors alone.
-_FLOOR = 0.05
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a kernel and its reference part."""
+    """The first place where a kernel and its reference part, or a kernel and itself."""
 
     switch: str
     module: str
-    """In order of execution; or the parameter whose gradient differs."""
+    """In order of execution; or the parameter or input whose gradient differs."""
     error: float
     """Root mean square of the difference over that of the reference, of the worst sample; NaN if one is not finite."""
+    repeats: bool = True
+    """Whether the kernel gives the same values for the same inputs."""
 
     @property
     def words(self) -> str:
-        return f"kernel {self.switch} differs from its reference at {self.module} (relative error {self.error:.2g})"
+        if self.repeats:
+            return f"kernel {self.switch} differs from its reference at {self.module} (relative error {self.error:.2g})"
+        return (
+            f"kernel {self.switch} is nondeterministic at {self.module}: the same inputs gave other values "
+            f"(relative error {self.error:.2g})"
+        )
 
 
 Losses = Callable[[], torch.Tensor]
 """Runs the model on the same inputs at each call; losses by sample, (B,)."""
 
 
-def first_difference(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
-    """Where outputs or gradients with the kernel differ from those without it; None if nowhere.
+@dataclass(frozen=True)
+class How:
+    """What a comparison may know beside the model and what runs it."""
 
-    Give losses of several different samples: OpenDiT's fused modulation used the first sample's scale and shift
-    for all of them, and was right for a batch of one. A model in half precision is compared as it is, and in fp32
-    too, which tells a small wrong from rounding, if a second copy of its weights fits. Outputs of whole blocks are
-    compared first, in host memory; those inside the first block that differs then say where. A sharded model
-    (FSDP2) is compared on all ranks at once, as it is alone.
+    learning: Learning | None = None
+    """Which inputs of blocks have a gradient in training; None to look, in a pass of its own."""
+    coverage: Coverage | None = None
+    """Where to note what was compared."""
+    passes: int = PASSES
+    widen: bool = False
+    """Whether there is one sample only, to which blocks are given a second."""
+
+
+def first_difference(
+    switch: Switch,
+    losses: Losses,
+    model: nn.Module,
+    *,
+    others: Sequence[Switch] = (),
+    how: How | None = None,
+) -> Difference | None:
+    """Where outputs or gradients with the kernel differ from those without it or from themselves; None if nowhere.
+
+    `others` are off all the time. Give losses of several different samples: OpenDiT's fused modulation used the
+    first sample's scale and shift for all of them, and was right for a batch of one. Blocks are compared one by
+    one on the stock model's inputs; those in half precision also in fp32, which tells a small wrong from rounding.
+    What is no part of a block (torch.compile, another attention for a whole model) is compared in the whole model,
+    in the dtype that it has. A sharded model (FSDP2) is compared on all ranks at once, as it is alone.
     """
-    found = _located(switch, losses, model)
-    halves = any(p.dtype in _HALVES for p in model.parameters())
-    if found is not None or not halves or switch.cause == "attention_backend" or is_sharded(model):
-        return found  # flash attention has no fp32
-    try:
-        with in_fp32(model):
-            return _located(switch, losses, model)
-    except torch.OutOfMemoryError:
-        return None
+    how = how or How()
+    of_blocks = switch.cause == "kernel" or switch.part_of is not None
+    with ExitStack() as stack:
+        if switch.name == COMPILE or not of_blocks:
+            for other in others:
+                stack.enter_context(other.off())
+            found = _located(switch, losses, model)
+            if how.coverage is not None:
+                how.coverage.compared.add("")
+            return found
+        if how.learning is None:
+            how = replace(how, learning=_learning(losses, model))
+        stack.enter_context(_quietly(model))
+        return _in_blocks(switch, losses, model, others, how)
 
 
 def differences(
-    switches: Sequence[Switch], compare: Callable[[Switch], Difference | None]
+    switches: Sequence[Switch], compare: Callable[[Switch, Sequence[Switch]], Difference | None]
 ) -> Iterator[tuple[Switch, Difference]]:
-    """Every switch whose kernels differ; its parts one by one only where a whole differs.
+    """Every switch whose kernels differ; its parts one by one, all others off, only where a whole differs.
 
-    Switch off what is yielded before asking for the next: then the whole is asked once more.
+    `compare` is given a switch and what is to be off meanwhile: one kernel's fault is not another's. Switch off
+    what is yielded before asking for the next: then the whole is asked once more.
     """
-    for switch in switches:
-        if switch.part_of is not None:
-            continue
-        found = compare(switch)
+    wholes = [switch for switch in switches if switch.part_of is None]
+    wholes.sort(
+        key=lambda switch: switch.name == COMPILE
+    )  # it compiles the others, which must be right first
+    for switch in wholes:
+        others = [] if switch.name == COMPILE else [o for o in wholes if _apart_from(o, switch)]
+        found = compare(switch, others)
         parts = [part for part in switches if part.part_of == switch.name]
-        if found is not None and parts:
-            for part in parts:
-                difference = compare(part)
-                if difference is not None:
-                    yield part, difference
-            found = compare(switch)
+        if found is None:
+            continue
+        blamed = False
+        for part in parts:
+            difference = compare(part, [*others, *(o for o in parts if o is not part)])
+            if difference is not None:
+                blamed = True
+                yield part, difference
+        if blamed:
+            found = compare(switch, others)
         if found is not None:
             yield switch, found
 
 
+def _apart_from(other: Switch, switch: Switch) -> bool:
+    return other is not switch and other.name != COMPILE
+
+
+@contextmanager
+def _quietly(model: nn.Module) -> Iterator[None]:
+    """Nothing of the model's state, random state or gradients is another afterwards; nothing runs compiled."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with (
+        stirred(model),
+        without_dropout(model),
+        eager(model),
+        torch.random.fork_rng(cuda_devices(model)),
+    ):
+        try:
+            yield
+        finally:
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _learning(losses: Losses, model: nn.Module) -> Learning:
+    with (
+        noting_inputs(model) as noted,
+        torch.enable_grad(),
+        eager(model),
+        torch.random.fork_rng(cuda_devices(model)),
+    ):
+        losses()
+    return noted
+
+
+def _in_blocks(
+    switch: Switch, losses: Losses, model: nn.Module, others: Sequence[Switch], how: How
+) -> Difference | None:
+    backends = [
+        one
+        for one in model_switches(model)
+        if one.cause == "attention_backend" and one.part_of == switch.name
+    ]
+
+    def compared(inside: str | None) -> BlockComparison:
+        one = BlockComparison(
+            model, switch, others, backends, how.learning or {}, how.passes, inside, how.widen
+        )
+        one.run(losses)
+        return one
+
+    first = compared(None)
+    if how.coverage is not None:
+        how.coverage.compared |= first.coverage.compared
+        how.coverage.missed |= first.coverage.missed
+    found = _agreed(first.found, model)
+    if found is not None and found.repeats and not found.where.startswith(GRADIENT):
+        block = found.where.partition(" ")[0]
+        found = _agreed(compared(block).found, model) or found
+    return Difference(switch.name, found.where, found.error, found.repeats) if found else None
+
+
+def _agreed(found: Sequence[Apart], model: nn.Module) -> Apart | None:
+    """The first, and before all where a kernel is not even as itself; for all ranks of a model that needs them."""
+    lists = gather_object([list(found)]) if needs_all_ranks(model) else [found]
+    every = [one for each in lists for one in each]
+    return next((one for one in every if not one.repeats), None) or next(iter(every), None)
+
+
 def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
     found = _compare(switch, losses, model, _blocks(model))
-    if found is None or found.module.startswith(_GRADIENT):
+    if found is None or not found.repeats or found.module.startswith(GRADIENT):
         return found
     block = found.module.partition(" ")[0]
     inside = [name for name, _ in called_modules(model) if name.startswith(f"{block}.")]
     return _compare(switch, losses, model, inside) or found
 
 
-_HALVES = (torch.bfloat16, torch.float16)
-_GRADIENT = "the gradient of "
-Values = dict[str, torch.Tensor]
-
-
 def _compare(
     switch: Switch, losses: Losses, model: nn.Module, modules: Sequence[str]
 ) -> Difference | None:
-    with _stirred(model), _without_dropout(model):
+    with stirred(model), without_dropout(model):
         with switch.off():
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
-    found = _first_apart(switch, references, fused)
+        unsteady = apart(fused, _values(losses, model, modules))
+        if any(
+            p.is_cuda for p in model.parameters()
+        ):  # PyTorch's own ops may sum in any order there
+            unsteady = 0.0
+    # Computed in, whatever a value is kept in: gradients of fp32 adapters, norms under autocast.
+    dtypes = [x.dtype for x in references.values() if x.dtype in WHOLE]
+    lowest = max(dtypes, key=lambda dtype: WHOLE[dtype].output, default=torch.float32)
+    place = first_apart(references, fused, WHOLE[lowest])
+    found = None
+    if unsteady:
+        found = Difference(switch.name, "the whole model", unsteady, repeats=False)
+    elif place is not None:
+        found = Difference(switch.name, *place)
     if needs_all_ranks(model):  # one answer for all ranks, so that none goes on alone
         return next((one for one in gather_object([found]) if one is not None), None)
     return found
-
-
-def _first_apart(switch: Switch, references: Values, fused: Values) -> Difference | None:
-    # Computed in, whatever a value is kept in: gradients of fp32 adapters, norms under autocast.
-    lowest = max((x.dtype for x in references.values()), key=lambda dtype: _TOLERANCE.get(dtype, 0))
-    largest = _largest_gradients(references)
-    for name, expected in references.items():  # outputs in order of execution, then gradients
-        # A module that the kernel takes the place of, or that is called with its heads in another order.
-        if name not in fused or fused[name].shape != expected.shape:
-            continue
-        if not torch.isfinite(expected).all():
-            continue  # what the stock model makes NaN of shows nothing
-        is_gradient = name.startswith(_GRADIENT)
-        floor = _FLOOR * largest[_block_of(name)] if is_gradient else 0.0
-        error = _error(fused[name], expected, floor)
-        limit = (_GRADIENT_TOLERANCE if is_gradient else _TOLERANCE).get(lowest, 1e-3)
-        if not error <= limit:  # NaN differs too
-            return Difference(switch.name, name, error)
-    return None
-
-
-def _block_of(name: str) -> str:
-    """`transformer_blocks.3` of any parameter in it; the first part of other names."""
-    parts = name.removeprefix(_GRADIENT).split(".")
-    return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
-
-
-def _largest_gradients(values: Values) -> dict[str, float]:
-    """Root mean square of the largest gradient of each block."""
-    largest: dict[str, float] = {}
-    for name, value in values.items():
-        if name.startswith(_GRADIENT):
-            size = value.float().square().mean().sqrt().item()
-            largest[_block_of(name)] = max(size, largest.get(_block_of(name), 0.0))
-    return largest
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """A mask depends on the dtype that it is drawn for, which is a kernel's own choice."""
-    # Those that drop nothing stay: a compiled block would be compiled anew for another mode.
-    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training and m.p]
-    for module in dropouts:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module in dropouts:
-            module.train()
-
-
-@contextmanager
-def _stirred(model: nn.Module) -> Iterator[None]:
-    """Within it, trained base weights that are all zero are random: exactly zero again afterwards.
-
-    A fresh DiT's modulations are zero for every sample, so a kernel that mixes samples up would be as right
-    as its reference until the weights have moved. Adapters start at zero on trained weights, which tell.
-    """
-    generator = torch.Generator().manual_seed(0)
-    own = [
-        local(parameter.detach())  # of sharded weights (FSDP2), this rank's
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and ".lora_" not in name
-    ]
-    zero = [values for values in own if not values.any()]
-    for values in zero:
-        # The embeddings that these layers see are small, and the differences must not be.
-        scale = 1.0 if values.ndim > 1 else 0.1
-        values.copy_(scale * torch.randn(values.shape, generator=generator))
-    try:
-        yield
-    finally:
-        for values in zero:
-            values.zero_()
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -203,9 +253,9 @@ def _blocks(model: nn.Module) -> list[str]:
 def _values(losses: Losses, model: nn.Module, modules: Sequence[str]) -> Values:
     """These modules' outputs in order of execution, then every trained parameter's gradient; on the CPU."""
     values: Values = {}
-    with _recording(model, modules, values), torch.random.fork_rng(cuda_devices(model)):
-        gradients = _gradients(losses().mean(), dict(model.named_parameters()))
-    return values | {f"{_GRADIENT}{n}": grad.cpu().clone() for n, grad in gradients.items()}
+    with recording(model, modules, values), torch.random.fork_rng(cuda_devices(model)):
+        found = _gradients(losses().mean(), dict(model.named_parameters()))
+    return values | gradients({name: grad.cpu().clone() for name, grad in found.items()})
 
 
 def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Values:
@@ -225,33 +275,3 @@ def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Va
     finally:
         for name, parameter in parameters.items():
             parameter.grad = kept[name]
-
-
-@contextmanager
-def _recording(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
-    def keep(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-            for index, tensor in enumerate(tensors):
-                key = f"{name} (output {index})" if index else name
-                values.setdefault(key, tensor.detach().cpu().clone())
-
-        return hook
-
-    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _error(value: torch.Tensor, reference: torch.Tensor, floor: float) -> float:
-    """Of the worst row of the first dimension: an average over the batch would hide one bad sample."""
-    if not reference.numel():
-        return 0.0
-    # A parameter's rows are no samples.
-    start = 1 if floor == 0.0 and reference.ndim > 1 else 0
-    difference = (value.float() - reference.float()).flatten(start).square().mean(-1).sqrt()
-    size = reference.float().flatten(start).square().mean(-1).sqrt()
-    return (difference / size.clamp(min=max(floor, 1e-6))).max().item()

@@ -1,6 +1,7 @@
 """Weights that FSDP2 spreads over ranks (DTensors): a rank's part of them, the whole, and what ranks say together."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from accelerate.utils import gather_object
@@ -10,6 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 Describe = Callable[[str, torch.Tensor], str | None]
 """What is wrong with a tensor of that name, or None."""
+
+GATHERING = "_dit_lora_sharding_hooks"
+"""Where a sharded module notes which of its hooks gather weights."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,3 +104,38 @@ def described(
     ranks: list[dict[str, str | None]] = gather_object([said])
     # What is not sharded is wrong on its owner alone.
     return {words: owners[name] for name in said if (words := ranks[owners[name]][name])}
+
+
+@contextmanager
+def without_gathering(model: nn.Module) -> Iterator[None]:
+    """Within it a forward pass gathers no weights: one on tensors without values, or on weights that are whole."""
+    hooks = [
+        (getattr(module, name), keys)
+        for module in model.modules()
+        for name, keys in module.__dict__.get(GATHERING, {}).items()
+    ]
+    kept = [(registered, dict(registered)) for registered, _ in hooks]
+    for registered, keys in hooks:
+        for key in keys:
+            del registered[key]
+    try:
+        yield
+    finally:
+        for registered, before in kept:  # in their order, with what the pass has added
+            now = dict(registered)
+            registered.clear()
+            registered.update(before | now)
+
+
+@contextmanager
+def gathered_here(block: nn.Module) -> Iterator[None]:
+    """Within it, in a call of a sharded block, all of its weights are whole on every rank and stay so. Collective."""
+    apart = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
+    for module in apart:
+        module.unshard()
+    try:
+        with without_gathering(block):
+            yield
+    finally:
+        for module in apart:
+            module.reshard()

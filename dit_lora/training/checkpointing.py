@@ -114,8 +114,15 @@ def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
 @contextmanager
 def least_memory_mode(transformer: nn.Module) -> Iterator[None]:
     """Within it the model recomputes all that it can: what is compared or tried may need more than a step."""
+    with in_mode(transformer, least_memory(transformer)):
+        yield
+
+
+@contextmanager
+def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
+    """Within it the model's blocks are checkpointed so."""
     before = _mode(transformer)
-    set_checkpointing(transformer, least_memory(transformer))
+    set_checkpointing(transformer, mode)
     try:
         yield
     finally:

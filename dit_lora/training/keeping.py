@@ -54,7 +54,7 @@ def save(run: "Run", step: int, *, wait: bool = False) -> None:
     )
     if run.runtime.is_main:
         about = {
-            "guard": guard_record(run.guard),
+            "guard": {**guard_record(run.guard), "parity": {"passed": run.parity.passed}},
             "place": place_of(run.runtime),
         }
         folder, identity = run.runtime.dir, run.identity

@@ -44,6 +44,15 @@ class StepResult:
     """The exit code with which some rank was asked to stop, or 0."""
 
 
+class WentBackError(Exception):
+    """What `on_step` raises, on every rank, once the run's state is that of an earlier step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"back to step {step}")
+        self.step = step
+        """After which training goes on."""
+
+
 class Recovery(Protocol):
     """What is done about a step that tripped."""
 
@@ -118,7 +127,8 @@ def train(
     """Take the steps after `start_step` up to `steps`; `on_step` runs after each with equal results on all ranks.
 
     `batches(step)` gives the micro-batches of the steps after `step`. A step that trips leaves weights and
-    optimizer as they were; `loop.recovery` says where to go on, or raises `NonFiniteError` on every rank.
+    optimizer as they were; `loop.recovery` says where to go on, or raises `NonFiniteError` on every rank. So does an
+    `on_step` that raises `WentBackError`.
     """
     loop.engine.model.train()
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
@@ -136,6 +146,9 @@ def train(
                 # The step was healthy, and what it led to is not worth keeping.
                 trip = Trip(number, error.kind)
                 done = loop.recovery.recover(trip, step.micro_batches, control)
+                break
+            except WentBackError as back:
+                done = back.step
                 break
             done, control = number, step.micro_batches[-1]
 

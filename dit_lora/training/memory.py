@@ -24,7 +24,7 @@ from dit_lora.data.cache import Spec
 from dit_lora.families.base import Tensors
 from dit_lora.fuse.context import whole_context
 from dit_lora.numerics.patches import Patches
-from dit_lora.numerics.shards import local
+from dit_lora.numerics.shards import local, without_gathering
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import eager
 from dit_lora.numerics.whole import ONLY_COUNTS
@@ -39,7 +39,6 @@ from dit_lora.training.checkpointing import (
     supports_checkpointing,
 )
 from dit_lora.training.optimizer import optimizer_bytes
-from dit_lora.training.sharded import without_gathering
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run

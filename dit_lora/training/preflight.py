@@ -1,9 +1,7 @@
 """The checks before a run's first step, on its own model, shapes and samples; what is wrong is said or refused."""
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from itertools import cycle, islice
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +12,8 @@ from dit_lora.data.loader import Batch, collate
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.check import refusal
 from dit_lora.numerics.attention import recorded_calls
+from dit_lora.numerics.block_parity import noting_inputs
 from dit_lora.numerics.monitor import Monitor
-from dit_lora.numerics.parity import Difference, differences, first_difference
 from dit_lora.numerics.preflight import (
     Finding,
     attention_backends,
@@ -32,11 +30,18 @@ from dit_lora.numerics.preflight import (
 from dit_lora.numerics.replay import MicroBatch, cuda_devices
 from dit_lora.numerics.replay import run as replay
 from dit_lora.numerics.saturation import is_emulated
-from dit_lora.numerics.switches import COMPILE, Switch, attention_switches, eager
+from dit_lora.numerics.switches import attention_switches, eager
 from dit_lora.training.chat.training_set import ChatSet
-from dit_lora.training.checkpointing import least_memory_mode
+from dit_lora.training.kernel_parity import (
+    event_of,
+    kept_entries,
+    make_batches,
+    micro_batch_of,
+    samples_of,
+    turn_off,
+)
 from dit_lora.training.memory import choose_checkpointing
-from dit_lora.training.replay import Place, replayable, sample_losses
+from dit_lora.training.parity_watch import trained_with
 from dit_lora.training.runtime import agree
 
 if TYPE_CHECKING:
@@ -67,7 +72,8 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
             if not any(f.fatal for f in findings):  # or its first forward may fail at that
                 micro_batch = _first_samples(run)
             if micro_batch is not None:
-                findings += _flow(run, micro_batch)
+                with noting_inputs(run.transformer) as run.parity.learning:
+                    findings += _flow(run, micro_batch)
                 findings += _remembered(run, micro_batch)
     except torch.OutOfMemoryError:
         error = _too_large(run)
@@ -76,8 +82,7 @@ def preflight(run: "Run") -> list[dict[str, Any]]:
         error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
     agree(run.runtime.accelerator, error)
     events = _switch_off(run, wrong_backends(findings))
-    if micro_batch is not None:
-        events += _kernels(run, micro_batch)
+    events += _kernels(run)
     for finding in findings:
         if not finding.ok:
             run.runtime.say(f"warning: {finding.check}: {finding.words}")
@@ -124,34 +129,22 @@ def _first_samples(run: "Run") -> MicroBatch | None:
         run.engine.lockstep
     ):  # all ranks try the same: one that read a torn file would go another way
         broadcast_object_list(given)
-    tried = [_micro_batch(run, samples) for samples in given[0]]
+    tried = [micro_batch_of(run, collate(samples)) for samples in given[0]]
     healthy = (one for one in tried if replay(one, run.transformer).finite)
     return next(healthy, None) or next(iter(tried), None)
 
 
 def _good_samples(run: "Run") -> list[list[Batch]]:
-    """A few micro-batches of samples whose data is good and that the run does not leave out.
+    """A few micro-batches of samples whose data is good and that the run does not leave out, each drawn by itself.
 
     They are of the largest shape: what does not fit the memory fails here, and not at the step where that
-    bucket first comes. A bucket with fewer samples than a micro-batch gives some of them twice.
+    bucket first comes. A bucket with fewer samples than a micro-batch gives some of them with other draws.
     """
-    clips, size = run.data.clips, run.recipe.train.batch_size
-    left_out = {one.sample_id for one in run.guard.quarantine.records}
-    for shape in sorted(
-        {entry.shape for entry in clips.entries}, key=attrgetter("volume"), reverse=True
-    ):
-        samples: list[Batch] = []
-        for entry in clips.entries:
-            if entry.shape != shape or entry.id in left_out:
-                continue
-            sample = clips.sample(entry, len(samples))
-            if not sample.faults:
-                samples.append(sample)
-            if len(samples) == _TRIES * size:
-                break
+    size, kept = run.recipe.train.batch_size, kept_entries(run)
+    for shape in sorted({entry.shape for entry in kept}, key=attrgetter("volume"), reverse=True):
+        samples = samples_of(run, [e for e in kept if e.shape == shape], _TRIES * size)
         if samples:
-            filled = list(islice(cycle(samples), max(len(samples), size)))
-            return [filled[first : first + size] for first in range(0, len(filled), size)]
+            return [samples[first : first + size] for first in range(0, len(samples), size)]
     return []
 
 
@@ -164,13 +157,6 @@ def _too_large(run: "Run") -> DitLoraError:
     )
 
 
-def _micro_batch(run: "Run", samples: Sequence[Batch]) -> MicroBatch:
-    batch = collate(samples).to(run.runtime.accelerator.device)
-    rank = 0 if run.engine.lockstep else run.runtime.accelerator.process_index
-    place = Place(run.recipe.train.seed, 0, 0, rank)
-    return replayable(sample_losses(run.checkpoint), run.transformer.train(), batch, place)
-
-
 def _flow(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
     """Gradients reach what they should, under the policy's autocast: a forward and backward of each kind of sample."""
     dtype = run.runtime.precision.dtype
@@ -178,7 +164,7 @@ def _flow(run: "Run", micro_batch: MicroBatch) -> list[Finding]:
     findings: list[Finding] = []
 
     clips = run.data.clips
-    others = [_micro_batch(run, [clips.sample(one, 0)]) for one in clips.one_of_each_kind()]
+    others = [micro_batch_of(run, clips.sample(one, 0)) for one in clips.one_of_each_kind()]
 
     def backward() -> None:
         with torch.random.fork_rng(cuda_devices(run.transformer)):
@@ -239,50 +225,38 @@ def _switch_off(run: "Run", backends: list[str]) -> list[dict[str, Any]]:
         known[name].turn_off()
         run.guard.state.switched_off.append(name)
         words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
-        events.append(_event("attention_backend", words, name, ""))
+        event = event_of(0, "preflight", words, name, "", "fallback")
+        event["verdict"]["cause"] = "attention_backend"
+        events.append(event)
     return events
 
 
-def _kernels(run: "Run", micro_batch: MicroBatch) -> list[dict[str, Any]]:
-    """Kernels that differ from the stock model on two real samples, on any rank, are off on all.
+def _kernels(run: "Run") -> list[dict[str, Any]]:
+    """Kernels that differ from the stock model, or from themselves, on any rank are off on all.
 
-    Raises on every rank if one that the recipe insists on differs.
+    Raises on every rank if one that the recipe insists on differs. What no comparison reaches is off too, unless the
+    recipe insists.
     """
-
-    def losses() -> torch.Tensor:
-        return micro_batch.forward().losses
-
-    def compare(switch: Switch) -> Difference | None:
-        # The stock model may need more memory than the run has chosen its checkpointing for. Of a compiled one, each
-        # kernel's two ways would be compiled anew: they are compared without.
-        apart = nullcontext() if switch.name == COMPILE else eager(run.transformer)
-        with least_memory_mode(run.transformer), apart:
-            own = first_difference(switch, losses, run.transformer)
-        found: list[Difference | None] = gather_object([own])
-        return next((one for one in found if one is not None), None)
-
-    kernels = [s for s in run.guard.suspects.switches if s.cause == "kernel" or s.insisted]
-    events = []
-    for switch, difference in differences(kernels, compare):
+    parity, events = run.parity, []
+    for switch, difference, rank in parity.differing(make_batches(run)):
         refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(run.runtime.accelerator, refused)
-        switch.turn_off()
-        run.guard.state.switched_off.append(switch.name)
-        words = f"{difference.words}; switched off for this run"
-        events.append(_event("kernel", words, switch.name, difference.module))
+        turn_off(run, switch)
+        words = f"{difference.words}; switched off for this run{trained_with(run)}"
+        place = switch.name, difference.module
+        events.append(event_of(run.start_step, "preflight", words, *place, "fallback", rank))
+    for switch, why in parity.not_compared():
+        words = f"kernel {switch.name} was not compared with its reference: {why}"
+        if not switch.insisted:
+            turn_off(run, switch)
+        done = "on, as it was asked for by name" if switch.insisted else "switched off for this run"
+        action = "report" if switch.insisted else "fallback"
+        words = f"{words}; {done}"
+        events.append(event_of(run.start_step, "preflight", words, switch.name, "", action))
     if events:
         choose_checkpointing(run)  # without the kernel, more is kept for backward
+    missed = parity.coverage.missed
+    if missed and not events:
+        reason = next(iter(missed.values()))
+        run.runtime.say(f"guard: kernels were compared but in {len(missed)} blocks: {reason}")
     return events
-
-
-def _event(cause: str, words: str, switch: str, module: str) -> dict[str, Any]:
-    return {
-        "step": 0,
-        "micro_step": None,
-        "rank": 0,
-        "kind": "preflight",
-        "sample_ids": [],
-        "verdict": {"cause": cause, "words": words, "switch": switch, "module": module},
-        "action": "fallback",
-        "seconds": 0.0,
-    }

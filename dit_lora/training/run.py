@@ -43,6 +43,7 @@ from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.offload import offload_base
 from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.parity_watch import ParityWatch
 from dit_lora.training.place import SAMPLES
 from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
@@ -72,6 +73,7 @@ class Run:
     """Of the result, once it is written; on the main process alone."""
     guard: RunRecovery = field(init=False)
     watcher: StepWatcher = field(init=False)
+    parity: ParityWatch = field(init=False)
 
     @property
     def recipe(self) -> Recipe:
@@ -128,6 +130,7 @@ def prepare(
             "resume an earlier checkpoint"
         )
     run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step, wait=True))
+    run.parity = ParityWatch(run, passed=changed.get("parity", {}).get("passed"))
     choose_checkpointing(run)
     open_run_folder(runtime)
     if runtime.is_main and run.guard.quarantine.records:
@@ -156,6 +159,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
             runtime.say(f"guard: {event['verdict']['words']}")
             if run.journal is not None:
                 run.journal.event(event)
+    run.parity.start(compared=recipe.guard.preflight)
     run.guard.snapshots.take(run.start_step)
     on_checkpoint()
     shown = [recipe.train.save_every, recipe.validation.every]
@@ -318,7 +322,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         prefetch=recipe.data.prefetch,
         pin_memory=accelerator.device.type == "cuda",
     )
-    return run.data.clips.loader(how)
+    return run.parity.noting(run.data.clips.loader(how))
 
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
@@ -329,6 +333,7 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     if result.stop_code:
         settle(run)  # a checkpoint that could not be written stops the run as a signal does
     last, snapshots = step == recipe.train.steps, run.guard.snapshots
+    run.parity.after_step(step, last=last)
     to_save = step % recipe.train.save_every == 0 or last or bool(result.stop_code)
     if to_save or snapshots.due(step):
         require_not_lost(run.engine, run.guard.suspects.start_peak, step)

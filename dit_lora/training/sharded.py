@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.shards import fill, gathered, spread
+from dit_lora.numerics.shards import GATHERING, fill, gathered, spread
 from dit_lora.training.blocks import repeated_blocks
 from dit_lora.training.checkpoint import trainable_state
 from dit_lora.training.engine import Replicated, Tensors
@@ -105,36 +105,12 @@ def shard(
         before = {name: dict(getattr(module, name)) for name in _HOOKS}
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
-        module.__dict__[_ADDED] = added
+        module.__dict__[GATHERING] = added
     _gather_for_features(model)
     named = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [named[name] for name in group["param_names"]]
     return Sharded(accelerator, model, optimizer, sharding=sharding)
-
-
-_ADDED = "_dit_lora_sharding_hooks"
-
-
-@contextmanager
-def without_gathering(model: nn.Module) -> Iterator[None]:
-    """Within it a forward pass gathers no weights: one on tensors without values, that stand in for them."""
-    hooks = [
-        (getattr(module, name), keys)
-        for module in model.modules()
-        for name, keys in module.__dict__.get(_ADDED, {}).items()
-    ]
-    kept = [(registered, dict(registered)) for registered, _ in hooks]
-    for registered, keys in hooks:
-        for key in keys:
-            del registered[key]
-    try:
-        yield
-    finally:
-        for registered, before in kept:  # in their order, with what the pass has added
-            now = dict(registered)
-            registered.clear()
-            registered.update(before | now)
 
 
 _FEATURES = ("get_image_features", "get_video_features")

@@ -1,0 +1,380 @@
+"""A kernel against the stock code, block by block, on the inputs that a stock forward pass brings to each block.
+
+One block's weights at a time are copied to fp32, so that the comparison that tells a small wrong from rounding needs
+no second copy of a model in half precision. The rows of a micro-batch are its samples: give several, with draws of
+their own. Weights that are sharded (FSDP2) are whole while their block is compared, on all ranks in step.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dit_lora.numerics.parity_values import (
+    BLOCK,
+    HALVES,
+    Values,
+    apart,
+    first_apart,
+    gradients,
+    named_outputs,
+    recording,
+)
+from dit_lora.numerics.replay import cuda_devices
+from dit_lora.numerics.shards import gathered_here
+from dit_lora.numerics.switches import Switch, in_fp32
+from dit_lora.numerics.whole import ONLY_COUNTS, called_modules
+
+PASSES = 32
+"""At least as many passes through blocks with a kernel ask whether it repeats itself: two a block in a deep model."""
+_OF_STOCK = 4.0
+"""On a GPU, how many times farther a kernel may be from itself than the stock code is from itself there."""
+
+_OF_BACKEND = 0.02
+"""The same for an attention backend that was asked for, as a relative error."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Where a kernel parts from the stock code, or from itself."""
+
+    where: str
+    error: float
+    repeats: bool
+    """Whether the same inputs give the same values again."""
+
+
+@dataclass
+class Coverage:
+    """Which blocks were compared, and why others were not."""
+
+    compared: set[str] = field(default_factory=set)
+    missed: dict[str, str] = field(default_factory=dict)
+
+
+Learning = dict[str, tuple[bool, ...]]
+"""Of each block, which of its floating inputs have a gradient in training."""
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Modules that together are called for all of the model: its repeated blocks, and what stands beside them."""
+    lists = {name for name, module in model.named_modules() if _repeats(module)}
+    around = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
+    found: list[str] = []
+    for name, _ in model.named_modules():
+        is_part = found and name.startswith(f"{found[-1]}.")
+        if name and name not in lists and name not in around and not is_part:
+            found.append(name)
+        elif name.rpartition(".")[0] in lists and not is_part:
+            found.append(name)  # that it has lists of its own is its own affair
+    return found or [""]
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether it lists blocks: modules of one class, made of modules."""
+    if not isinstance(module, nn.ModuleList) or not len(module):
+        return False
+    return len({type(one) for one in module}) == 1 and any(True for _ in module[0].children())
+
+
+@contextmanager
+def noting_inputs(model: nn.Module) -> Iterator[Learning]:
+    """Within a training forward pass: which inputs of which blocks learn."""
+    noted: Learning = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            noted.setdefault(name, tuple(x.requires_grad for x in _floats((args, kwargs))))
+
+        return hook
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
+        for name in blocks_of(model)
+    ]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class BlockComparison:
+    """One switch on and off in every block that a forward pass reaches; what was found is in `found`, in order."""
+
+    model: nn.Module
+    switch: Switch
+    others: Sequence[Switch]
+    """What is off all the time."""
+    not_in_fp32: Sequence[Switch]
+    """What has no fp32, and is off where that is computed."""
+    learning: Learning
+    passes: int
+    inside: str | None = None
+    """The one block to look into, instead of all: what its modules return is compared too."""
+    widen: bool = False
+    """Whether inputs of one row are given a second one: what mixes rows up is right for one."""
+    coverage: Coverage = field(default_factory=Coverage)
+    found: list[Apart] = field(default_factory=list)
+
+    def run(self, forward: Callable[[], Any]) -> None:
+        """Go through the model once, by its stock code."""
+        names = [self.inside] if self.inside is not None else blocks_of(self.model)
+        self._repeats = max(2, math.ceil(self.passes / max(1, _repeated(names))))
+        self._busy, self._seen = False, set[str]()
+        handles = []
+        with ExitStack() as stack:
+            for switch in self.others:
+                stack.enter_context(switch.off())
+            self._stock = stack.enter_context(_Stock(self.switch))
+            for name in names:
+                module = self.model.get_submodule(name)
+                hook = self._hook(name)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            try:
+                with torch.no_grad():
+                    forward()
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._busy or name in self._seen:
+                return
+            self._seen.add(name)
+            self._busy = True
+            try:
+                with _as_alone(self.model, block):
+                    self._compare_call(name, block, args, kwargs)
+            except torch.OutOfMemoryError:
+                self.coverage.missed[name] = "there was no memory for it"
+            finally:
+                self._busy = False
+
+        return hook
+
+    def _compare_call(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.widen:
+            try:
+                self._compare(_Block(name, block, args, kwargs, self, widen=True))
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError):  # the first dimension is no sample's there
+                pass
+        self._compare(_Block(name, block, args, kwargs, self))
+
+    def _compare(self, block: "_Block") -> None:
+        in_halves = block.is_half and self.switch.cause != "attention_backend"
+        wrong = None
+        if in_halves:
+            with ExitStack() as stack:
+                stack.enter_context(torch.autocast(block.device.type, enabled=False))
+                if any(True for _ in block.module.parameters()):
+                    stack.enter_context(in_fp32(block.module))
+                for switch in self.not_in_fp32:
+                    stack.enter_context(switch.off())
+                expected, fused = self._both(block, wide=True)
+                wrong = self._differs(block, expected, fused, torch.float32)
+            del expected, fused
+        expected, fused = self._both(block, wide=False)
+        dtype = block.dtype if block.is_half else torch.float32
+        with torch.no_grad():
+            if not all(torch.isfinite(x).all() for x in expected.values()) and not in_halves:
+                self.coverage.missed[block.name] = "its stock values are not finite"
+                return
+            wrong = wrong or self._differs(block, expected, fused, dtype)
+        self.coverage.compared.add(block.name)
+        unsteady = self._unsteady(block, expected, fused) if self.inside is None else None
+        if unsteady is not None:
+            self.found.append(Apart(block.name, unsteady, repeats=False))
+        elif wrong is not None:
+            self.found.append(Apart(*wrong, repeats=True))
+
+    def _both(self, block: "_Block", *, wide: bool) -> tuple[Values, Values]:
+        expected = block.values(wide=wide)
+        with self._stock.left():
+            return expected, block.values(wide=wide)
+
+    def _differs(
+        self, block: "_Block", expected: Values, fused: Values, dtype: torch.dtype
+    ) -> tuple[str, float] | None:
+        # What a block adds to its input is within rounding in half precision.
+        inputs = block.inputs if dtype is torch.float32 else ()
+        return first_apart(expected, fused, BLOCK[dtype], inputs)
+
+    def _unsteady(self, block: "_Block", expected: Values, fused: Values) -> float | None:
+        """How far the kernel is from itself on equal inputs, if that is more than the stock code is."""
+        allowed = 0.0
+        if block.device.type == "cuda":  # where backends of PyTorch may sum in any order
+            allowed = _OF_STOCK * apart(expected, block.values(wide=False))
+            if self.not_in_fp32 or self.switch.cause == "attention_backend":
+                allowed = max(
+                    allowed, _OF_BACKEND
+                )  # flash attention's backward, where stock has another
+        # Where a kernel takes part, values are hardly ever those of the stock code bit for bit.
+        times = self._repeats if apart(expected, fused) else 2
+        with self._stock.left():
+            for _ in range(times - 1):
+                error = apart(fused, block.values(wide=False))
+                if error > allowed:
+                    return error
+        return None
+
+
+class _Stock(AbstractContextManager["_Stock", None]):
+    """A switch that is off, but within `left`."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch, self._held = switch, ExitStack()
+
+    def __enter__(self) -> "_Stock":
+        self._held.enter_context(self._switch.off())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        self._held.close()
+        try:
+            yield
+        finally:
+            self._held.enter_context(self._switch.off())
+
+
+class _Block:
+    """One call of a block, that can be made again."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        of: BlockComparison,
+        widen: bool = False,
+    ) -> None:
+        self.name, self.module, self._of = name, module, of
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        if widen:
+            self._leaves = [_two_rows(leaf) for leaf in self._leaves]
+        floats = _floats(self._leaves)
+        learning = of.learning.get(name, ())
+        self._learning = learning if len(learning) == len(floats) else (True,) * len(floats)
+        tensors = [*module.parameters(), *floats]
+        halves = {x.dtype for x in tensors if x.dtype in HALVES}
+        self.is_half = bool(halves)
+        self.dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float16
+        self.device = next((x.device for x in tensors), torch.device("cpu"))
+        self.inputs = [x.detach() for x in floats]
+
+    def values(self, *, wide: bool) -> Values:
+        """Outputs, and the gradients of a drawn sum of them, as the switches are now."""
+        leaves, learning = self._fresh(wide=wide)
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        inside: Values = {}
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(cuda_devices(self.module)),
+            _unrounded(),
+            saved_tensors_hooks(_kept, lambda x: x),  # not those of a checkpoint around the block
+            self._recorded(inside),
+        ):
+            outputs = named_outputs(self.name, self.module(*args, **kwargs))
+            found = self._gradients(outputs, learning)
+        return {**inside, **{n: x.detach() for n, x in outputs.items()}, **found}
+
+    def _recorded(self, inside: Values) -> AbstractContextManager[None]:
+        if self._of.inside is None:
+            return nullcontext()
+        names = [name for name, _ in called_modules(self.module) if name]
+        full = [f"{self.name}.{name}" if self.name else name for name in names]
+        return recording(self._of.model, full, inside)
+
+    def _fresh(self, *, wide: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        flags, leaves, learning = iter(self._learning), [], {}
+        for index, leaf in enumerate(self._leaves):
+            if not _is_float(leaf):
+                leaves.append(leaf)
+                continue
+            dtype = torch.float32 if wide and leaf.dtype in HALVES else leaf.dtype
+            own = leaf.detach().to(dtype, copy=True).requires_grad_(next(flags))
+            leaves.append(own)
+            if own.requires_grad:
+                learning[f"{self.name}'s input {index}"] = own
+        return leaves, learning
+
+    def _gradients(self, outputs: Values, inputs: dict[str, torch.Tensor]) -> Values:
+        ends = [x for x in outputs.values() if x.requires_grad]
+        path = f"{self.name}." if self.name else ""
+        trained = {f"{path}{n}": p for n, p in self.module.named_parameters() if p.requires_grad}
+        starts = {**trained, **inputs}
+        if not ends or not starts:
+            return {}
+        draws = torch.Generator(self.device).manual_seed(0)
+        pulls = [torch.randn(x.shape, generator=draws, device=x.device).to(x.dtype) for x in ends]
+        # Past the hooks on accumulated gradients, which are a step's.
+        found = torch.autograd.grad(ends, [*starts.values()], pulls, allow_unused=True)
+        return gradients(dict(zip(starts, found, strict=True)))
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+setattr(_kept, ONLY_COUNTS, True)
+
+
+def _is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _floats(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if _is_float(leaf)]
+
+
+def _two_rows(leaf: Any) -> Any:
+    """A tensor of one row with a second, other one; of integers and masks the same again."""
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
+        return leaf
+    return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
+
+
+def _repeated(names: Sequence[str]) -> int:
+    return sum(name.rpartition(".")[2].isdigit() for name in names)
+
+
+@contextmanager
+def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
+    """Within it the block can be called by itself: its weights are whole and stay so, and casts are made anew."""
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()  # of a pass without gradients, casts of adapters have none
+    try:
+        with gathered_here(block):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def _unrounded() -> Iterator[None]:
+    """Within it fp32 is computed as fp32, and not as TF32."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before

@@ -1,0 +1,203 @@
+"""What a kernel's comparison looks at: outputs and gradients by name, how far two of them are apart, and how far they may be."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.numerics.shards import local
+
+Values = dict[str, torch.Tensor]
+"""Outputs in order of execution, then gradients, which are named so."""
+
+GRADIENT = "the gradient of "
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Limits(NamedTuple):
+    """How far a kernel and its reference may be apart, as relative root mean squares."""
+
+    output: float
+    gradient: float
+    floor: float
+    """Of the largest gradient beside it: one that is exactly zero (a key's bias) has rounding errors alone."""
+
+
+# A whole model. In fp32 two correct orders of the same sums are 1e-5 apart. In bf16 they were up to 0.015 in 24
+# blocks of CogVideoX, and 0.12 in the gradient of a query before ReLU, where another sample's scale made 0.04 to 0.14:
+# there only gross errors can be told, and the comparison in fp32 finds the others.
+WHOLE = {
+    torch.float32: Limits(1e-3, 1e-3, 0.05),
+    torch.bfloat16: Limits(6e-2, 0.3, 0.05),
+    torch.float16: Limits(1e-2, 0.05, 0.05),
+}
+# One block on equal inputs. In fp32 an error of 0.1 % in one op is 1e-3 of what the block adds to its input.
+BLOCK = {**WHOLE, torch.float32: Limits(2e-4, 2e-4, 0.01)}
+_ADDED = 0.01
+"""The least of an output that counts as added to the input: rounding is relative to the output."""
+_OF_ALL = 1e-4
+"""Of the largest gradient of a block, what another's error is measured against at least."""
+
+
+def first_apart(
+    references: Values, fused: Values, limits: Limits, inputs: Sequence[torch.Tensor] = ()
+) -> tuple[str, float] | None:
+    """The first value that differs from its reference, with the relative error of its worst sample.
+
+    An output of a block is measured by what it adds to the one of `inputs` that it is nearest to. What the stock
+    model makes NaN of shows nothing.
+    """
+    largest = _largest_gradients(references)
+    most = max(largest.values(), default=0.0)
+    for name, expected in references.items():
+        # A module that the kernel takes the place of, or that is called with its heads in another order.
+        if name not in fused or fused[name].shape != expected.shape:
+            continue
+        if not torch.isfinite(expected).all():
+            continue
+        is_gradient = name.startswith(GRADIENT)
+        if is_gradient and "'s input " not in name:
+            floor = limits.floor * largest[_block_of(name)]
+            error = _error(fused[name], expected, floor, rows=False)
+        elif is_gradient:
+            error = _error(fused[name], expected, max(_OF_ALL * most, 1e-12), rows=True)
+        else:
+            error = _output_error(fused[name], expected, inputs)
+        limit = limits.gradient if is_gradient else limits.output
+        if not error <= limit:  # NaN differs too
+            return name, error
+    return None
+
+
+def apart(references: Values, others: Values) -> float:
+    """The largest relative error of any value; 0 only if all are the same bits."""
+    worst = 0.0
+    for name, one in references.items():
+        other = others.get(name)
+        if other is None or other.shape != one.shape:
+            return torch.inf
+        if not same_bits(one, other):
+            error = _error(other, one, 0.0, rows=False)
+            worst = max(worst, error if error > 0 else 1e-12) if error == error else torch.inf
+    return worst
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal, with NaN in the same places."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _block_of(name: str) -> str:
+    """`transformer_blocks.3` of any parameter in it; the first part of other names."""
+    parts = name.removeprefix(GRADIENT).split(".")
+    return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
+
+
+def _largest_gradients(values: Values) -> dict[str, float]:
+    """Root mean square of the largest gradient of each block."""
+    largest: dict[str, float] = {}
+    for name, value in values.items():
+        if name.startswith(GRADIENT) and value.numel():
+            size = value.float().square().mean().sqrt().item()
+            largest[_block_of(name)] = max(size, largest.get(_block_of(name), 0.0))
+    return largest
+
+
+def _output_error(
+    value: torch.Tensor, reference: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> float:
+    alike = [x for x in inputs if (x.shape, x.device) == (reference.shape, reference.device)]
+    if not alike or not reference.numel():
+        return _error(value, reference, 0.0, rows=True)
+    sizes = [_rows(reference), *(_rows(reference - x) for x in alike)]
+    added = torch.stack(sizes).amin(0).clamp(min=_ADDED * sizes[0]).clamp(min=1e-6)
+    return (_rows(value.float() - reference.float()) / added).max().item()
+
+
+def _error(value: torch.Tensor, reference: torch.Tensor, floor: float, *, rows: bool) -> float:
+    """Of the worst row of the first dimension, where rows are samples: a mean over the batch would hide one bad sample."""
+    if not reference.numel():
+        return 0.0
+    measure = _rows if rows else _all
+    size = measure(reference).clamp(min=max(floor, 1e-6 if floor == 0.0 else 0.0))
+    return (measure(value.float() - reference.float()) / size).max().item()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.float().flatten(1 if x.ndim > 1 else 0).square().mean(-1).sqrt()
+
+
+def _all(x: torch.Tensor) -> torch.Tensor:
+    return x.float().square().mean().sqrt()
+
+
+@contextmanager
+def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
+    """Within it, what these modules return is kept, on the CPU; of each its first call."""
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            for key, tensor in named_outputs(name, output).items():
+                values.setdefault(key, tensor.detach().cpu().clone())
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def named_outputs(name: str, output: Any) -> Values:
+    """The tensors that a module returned."""
+    tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+    return {f"{name} (output {i})" if i else name: tensor for i, tensor in enumerate(tensors)}
+
+
+def gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
+    """Gradients as they are named among values, without those that there are none of."""
+    return {f"{GRADIENT}{name}": value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A mask depends on the dtype that it is drawn for, which is a kernel's own choice."""
+    # Those that drop nothing stay: a compiled block would be compiled anew for another mode.
+    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training and m.p]
+    for module in dropouts:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.train()
+
+
+@contextmanager
+def stirred(model: nn.Module) -> Iterator[None]:
+    """Within it, trained weights that are all zero are random; the same bits again afterwards.
+
+    A fresh DiT's modulations are zero for every sample, so a kernel that mixes samples up would be as right
+    as its reference until the weights have moved; a fresh adapter's B hides its A, and what comes back through it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own = [
+        (local(parameter.detach()), ".lora_B." in name)  # of sharded weights (FSDP2), this rank's
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    zero = [(values, values.clone(), is_b) for values, is_b in own if not values.any()]
+    for values, _, is_b in zero:
+        # The embeddings that these layers see are small, and the differences must not be; an adapter's update is.
+        scale = 0.02 if is_b else 1.0 if values.ndim > 1 else 0.1
+        values.copy_(scale * torch.randn(values.shape, generator=generator))
+    try:
+        yield
+    finally:
+        for values, before, _ in zero:
+            values.copy_(before)

@@ -1,0 +1,206 @@
+"""A run's fused kernels against the stock model, on its own samples: which are compared, and what is off then."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+
+from dit_lora.data.loader import Batch, collate
+from dit_lora.fuse.core import fusion_of
+from dit_lora.numerics.block_parity import PASSES, Coverage, Learning
+from dit_lora.numerics.parity import Difference, How, differences, first_difference
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.streams import fold
+from dit_lora.numerics.switches import COMPILE, Switch
+from dit_lora.training.checkpointing import in_mode, least_memory
+from dit_lora.training.replay import Place, replayable, sample_losses
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+ROWS = 2
+"""At the least: what gives every sample the first one's tables is right for one."""
+_NO_MEMORY = "there was no memory for it"
+
+
+@dataclass
+class KernelParity:
+    """The comparison of a run's kernels; what it knows of the model stays from one to the next."""
+
+    run: "Run"
+    learning: Learning | None = None
+    """Which inputs of the model's blocks have a gradient in training."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """Of the last comparison, over all ranks."""
+
+    @property
+    def switches(self) -> list[Switch]:
+        """What is compared: kernels that are on, and attention backends that the recipe names."""
+        off = self.run.guard.state.switched_off
+        known = self.run.guard.suspects.switches
+        on = [switch for switch in known if not {switch.name, switch.part_of} & {*off}]
+        return [switch for switch in on if switch.cause == "kernel" or switch.insisted]
+
+    def differing(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> Iterator[tuple[Switch, Difference, int]]:
+        """What differs on any rank, with that rank; switch it off before asking for the next. Collective."""
+        self.coverage = Coverage()
+        ranks: dict[str, int] = {}
+
+        def compare(switch: Switch, others: Sequence[Switch]) -> Difference | None:
+            for one in micro_batches:
+                own = self._difference(one, switch, others)
+                every: list[Difference | None] = gather_object([own])
+                found = next(((r, d) for r, d in enumerate(every) if d is not None), None)
+                if found is not None:
+                    ranks[switch.name] = found[0]
+                    return found[1]
+            return None
+
+        for switch, difference in differences(self.switches, compare):
+            yield switch, difference, ranks[switch.name]
+        self._gather_coverage()
+
+    def _difference(
+        self, one: MicroBatch, switch: Switch, others: Sequence[Switch]
+    ) -> Difference | None:
+        model = self.run.transformer
+        in_blocks = switch.name != COMPILE and (switch.cause == "kernel" or switch.part_of)
+        # The whole stock model may need more memory than the run has chosen its checkpointing for.
+        mode = "none" if in_blocks else least_memory(model)
+        # A kernel that is wrong now and then must be met alone as it was met among all.
+        passes = 4 * PASSES if switch.part_of else PASSES
+        how = How(self.learning, self.coverage, passes)
+        try:
+            with in_mode(model, mode):
+                return first_difference(
+                    switch, lambda: one.forward().losses, model, others=others, how=how
+                )
+        except torch.OutOfMemoryError:
+            self.coverage.missed[""] = _NO_MEMORY
+            return None
+
+    def _gather_coverage(self) -> None:
+        """What was compared on every rank, and what was not on any."""
+        every: list[Coverage] = gather_object([self.coverage])
+        compared = set.intersection(*(one.compared for one in every))
+        missed = {name: why for one in every for name, why in one.missed.items()}
+        self.coverage = Coverage(compared, {n: w for n, w in missed.items() if n not in compared})
+
+    def not_compared(self) -> list[tuple[Switch, str]]:
+        """Kernels that are on and that no comparison reached, and why."""
+        compared, missed = self.coverage.compared, self.coverage.missed
+        fusion = fusion_of(self.run.transformer)
+        places = fusion.replaced if fusion is not None else []
+        why = next(iter(missed.values()), "no sample's forward pass reached it")
+        left = []
+        for switch in self.switches:
+            own = [module for op, module in places if op == switch.name]
+            reached = [m for m in own if any(_holds(block, m) for block in compared)]
+            is_whole = any(one.part_of == switch.name for one in self.switches)
+            if not is_whole and not (reached if own else compared):
+                left.append((switch, why))
+        return left
+
+
+def _holds(block: str, module: str) -> bool:
+    return block in ("", module) or module.startswith(f"{block}.")
+
+
+def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
+    """The batch, with `ROWS` samples at least: of `others` where they have its shapes, else its own with other draws."""
+    if len(batch.ids) >= ROWS:
+        return batch
+    shapes = {name: tensor.shape[1:] for name, tensor in batch.tensors.items()}
+    fitting = [
+        one.single(0)
+        for one in others
+        if one.ids[0] != batch.ids[0]
+        and {name: tensor.shape[1:] for name, tensor in one.tensors.items()} == shapes
+    ]
+    again = replace(batch, draws=tuple(fold(draw, "redrawn", 0) for draw in batch.draws))
+    return collate([batch, *fitting[:1], again][:ROWS])
+
+
+def micro_batch_of(run: "Run", batch: Batch) -> MicroBatch:
+    """It as a comparison runs it, which is at no step."""
+    on_device = batch.to(run.runtime.accelerator.device)
+    rank = 0 if run.engine.lockstep else run.runtime.accelerator.process_index
+    place = Place(run.recipe.train.seed, 0, 0, rank)
+    return replayable(sample_losses(run.checkpoint), run.transformer.train(), on_device, place)
+
+
+def samples_of(run: "Run", entries: Sequence[Any], count: int) -> list[Batch]:
+    """As many good samples of these entries, each with a draw of its own: a clip comes again if there are too few."""
+    good: list[tuple[Any, Batch]] = []
+    for entry in entries:
+        if len(good) == count:
+            break
+        sample = run.data.clips.sample(entry, len(good))
+        if not sample.faults:
+            good.append((entry, sample))
+    found = [sample for _, sample in good]
+    while good and len(found) < count:
+        entry, _ = good[len(found) % len(good)]
+        found.append(run.data.clips.sample(entry, len(found)))
+    return found
+
+
+def kept_entries(run: "Run") -> list[Any]:
+    """The entries that the run does not leave out."""
+    left_out = {one.sample_id for one in run.guard.quarantine.records}
+    return [entry for entry in run.data.clips.entries if entry.id not in left_out]
+
+
+def compared_batches(run: "Run") -> list[Batch]:
+    """Several samples of the largest bucket, of the one with the most, and of each kind of sample."""
+    kept, size = kept_entries(run), max(ROWS, run.recipe.train.batch_size)
+    counts = Counter(entry.shape for entry in kept)
+    if not counts:
+        return []
+    largest = max(counts, key=lambda shape: shape.volume)
+    kinds = [[entry] for entry in run.data.clips.one_of_each_kind()]
+    groups = [[e for e in kept if e.shape == shape] for shape in (largest, _most_common(counts))]
+    if groups[0] == groups[1]:
+        groups.pop()
+    batches = [samples_of(run, entries, size) for entries in groups]
+    batches += [samples_of(run, entries, ROWS) for entries in kinds]
+    return [collate(samples) for samples in batches if samples]
+
+
+def _most_common(counts: Counter[Any]) -> Any:
+    return max(counts, key=lambda shape: (counts[shape], shape.volume))
+
+
+def make_batches(run: "Run") -> list[MicroBatch]:
+    """Of `compared_batches`, equally many on every rank, and the same ones where ranks go through the model together."""
+    given = [compared_batches(run)]
+    if run.engine.lockstep:
+        broadcast_object_list(given)
+    count = min(gather_object([len(given[0])]))
+    return [micro_batch_of(run, batch) for batch in given[0][:count]]
+
+
+def turn_off(run: "Run", switch: Switch) -> None:
+    """For the rest of the run, and of those that resume it."""
+    switch.turn_off()
+    run.guard.state.switched_off.append(switch.name)
+
+
+def event_of(
+    step: int, kind: str, words: str, switch: str, module: str, action: str, rank: int = 0
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "micro_step": None,
+        "rank": rank,
+        "kind": kind,
+        "sample_ids": [],
+        "verdict": {"cause": "kernel", "words": words, "switch": switch, "module": module},
+        "action": action,
+        "seconds": 0.0,
+    }

@@ -1,0 +1,143 @@
+"""Fused kernels compared once more while a run trains: one that goes wrong late is off, and its steps are taken again."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+
+from dit_lora.data.loader import Batch
+from dit_lora.errors import listed
+from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.training.guarding import own_state
+from dit_lora.training.kernel_parity import (
+    KernelParity,
+    event_of,
+    micro_batch_of,
+    several_rows,
+    turn_off,
+)
+from dit_lora.training.loop import WentBackError
+from dit_lora.training.memory import choose_checkpointing
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+_RECENT = 4
+"""Micro-batches that are kept to be compared on: where they are of one sample, two of them make one."""
+
+
+@dataclass
+class ParityWatch(KernelParity):
+    """Compares every `guard.parity_every` steps, and keeps the state that the last comparison passed on.
+
+    It runs forward passes of its own between two steps; weights, gradients, buffers, random state and the order of
+    data are the same bits afterwards.
+    """
+
+    passed: int | None = None
+    """The step of the last comparison that found nothing, in this run or in the one that it resumes."""
+    _recent: deque[Batch] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _held: Snapshots | None = None
+    _lr_scale: float = 1.0
+
+    def start(self, *, compared: bool) -> None:
+        """Before the first step, after preflight; `compared` says whether that compared the kernels."""
+        config = self.run.recipe.guard
+        if config.parity_every and self.switches:
+            self._held = Snapshots(
+                lambda: own_state(self.run),
+                every=config.parity_every,
+                keep=1,
+                put=self.run.engine.put_numbers,
+            )
+        if compared:
+            self._hold(self.run.start_step)
+
+    def noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same micro-batches; the last ones that training was given are remembered."""
+        for batch in batches:
+            self._recent.append(batch)
+            yield batch
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Compare if it is due. Raises `WentBackError` on every rank where training goes on after an earlier step. Collective."""
+        every = self.run.recipe.guard.parity_every
+        if self._held is None or not (last or step % every == 0) or not self.switches:
+            return
+        began = time.perf_counter()
+        good = [batch for batch in self._recent if not batch.faults]
+        batch = several_rows(good[-1], good[:-1][::-1])
+        found = []
+        for switch, difference, rank in self.differing([micro_batch_of(self.run, batch)]):
+            turn_off(self.run, switch)
+            found.append((switch.name, difference, rank))
+        if found:
+            self._act(step, found, time.perf_counter() - began)
+        self._hold(step)
+
+    def _hold(self, step: int) -> None:
+        self.passed = step
+        if self._held is not None:
+            self._held.take(step)
+            self._held.read(step)  # copied to its end, before an optimizer writes
+            self._lr_scale = self.run.guard.state.lr_scale
+
+    def _act(self, step: int, found: list[Any], seconds: float) -> None:
+        run, rungs = self.run, self.run.recipe.guard.on_nonfinite
+        target = self._target() if "rollback" in rungs else None
+        action = "fallback" if target is None else "rollback"
+        action = action if "fallback" in rungs else "stop"
+        lines, events = [], []
+        for name, difference, rank in found:
+            words = f"{difference.words}; switched off for this run"
+            if action != "rollback":
+                words += trained_with(run, step)
+            event = event_of(step, "parity", words, name, difference.module, action, rank)
+            event["seconds"] = round(seconds, 3)
+            events.append(event)
+            lines.append(words)
+            run.guard.files.event(event)
+        done = f"rolled back to step {target}, where it was right" if target is not None else ""
+        if action == "stop":
+            message = listed(f"step {step}: a kernel has gone wrong", lines)
+            raise NonFiniteError(
+                f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0]
+            )
+        summary = f"guard: step {step}: a kernel has gone wrong; {done or 'training goes on'}"
+        run.guard.files.say(listed(summary, lines))
+        choose_checkpointing(run)  # without the kernel, more is kept for backward
+        if target is not None:
+            self._go_back(target)
+            raise WentBackError(target)
+
+    def _target(self) -> int | None:
+        """The step that is held, if it is finite on every rank."""
+        steps = self._held.steps if self._held is not None else []
+        if not steps or self._held is None:
+            return None
+        bad = gather_object(self._held.not_finite(steps[-1]))
+        return None if bad else steps[-1]
+
+    def _go_back(self, target: int) -> None:
+        """To the state of then, of the guard too: what was found since was found in what a wrong kernel had computed."""
+        guard = self.run.guard
+        assert self._held is not None
+        guard.drop_state(self._held.restore(target))
+        guard.state.lr_scale = self._lr_scale
+        for later in [held for held in guard.snapshots.steps if held > target]:
+            guard.snapshots.forget(later)
+        guard.snapshots.take(target)
+        guard.files.rewind(target, other_trajectory=True)
+
+
+def trained_with(run: "Run", step: int | None = None) -> str:
+    """Which steps may have been trained with a kernel that is found to be wrong after `step`; nothing if none was."""
+    now, passed = run.start_step if step is None else step, run.parity.passed
+    if now == 0 or passed == now:
+        return ""
+    first = "1" if passed is None else f"{passed + 1}"
+    return f"; steps {first} to {now} may have been trained with it, and are not taken again"
