@@ -149,7 +149,7 @@ class GuardConfig(LadderConfig):
     """Clip gradient norms at `spike_threshold` too, where that is below `optim.clip`."""
     preflight: bool = True
     """Check model, precision, attention and gradient flow before the first step; a result is remembered."""
-    parity_every: Annotated[int, Field(ge=0)] = 200
+    parity_every: Annotated[int, Field(ge=0)] = 500
     """Steps between comparisons of the fused kernels with the stock model, on the weights and a batch of then, and
     once more after the last step; 0 for none. What differs is off, and training goes back to the comparison before."""
     quarantine: str | None = None

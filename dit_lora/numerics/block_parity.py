@@ -6,7 +6,7 @@ their own. Weights that are sharded (FSDP2) are whole while their block is compa
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +117,8 @@ class BlockComparison:
     """What has no fp32, and is off where that is computed."""
     learning: Learning
     passes: int
+    only: Collection[str] | None = None
+    """The blocks that are compared, where not all are."""
     inside: str | None = None
     """The one block to look into, instead of all: what its modules return is compared too."""
     widen: bool = False
@@ -127,7 +129,8 @@ class BlockComparison:
     def run(self, forward: Callable[[], Any]) -> None:
         """Go through the model once, by its stock code."""
         names = [self.inside] if self.inside is not None else blocks_of(self.model)
-        self._repeats = max(2, math.ceil(self.passes / max(1, _repeated(names))))
+        names = [name for name in names if self.only is None or name in self.only]
+        self._repeats = max(2, math.ceil(self.passes / max(1, sum(map(is_repeated, names)))))
         self._busy, self._seen = False, set[str]()
         handles = []
         with ExitStack() as stack:
@@ -220,14 +223,11 @@ class BlockComparison:
                 allowed = max(
                     allowed, _OF_BACKEND
                 )  # flash attention's backward, where stock has another
-        # Where a kernel takes part, values are hardly ever those of the stock code bit for bit.
-        times = self._repeats if apart(expected, fused) else 2
+        times = self._repeats if is_repeated(block.name) else 2
         with self._stock.left():
-            for _ in range(times - 1):
-                error = apart(fused, block.values(wide=False))
-                if error > allowed:
-                    return error
-        return None
+            # All of them, whatever is found: ranks that share a sample go through a block together.
+            error = max(apart(fused, block.values(wide=False)) for _ in range(times - 1))
+        return error if error > allowed else None
 
 
 class _Stock(AbstractContextManager["_Stock", None]):
@@ -350,8 +350,9 @@ def _two_rows(leaf: Any) -> Any:
     return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
 
 
-def _repeated(names: Sequence[str]) -> int:
-    return sum(name.rpartition(".")[2].isdigit() for name in names)
+def is_repeated(block: str) -> bool:
+    """Whether it is one of a list."""
+    return block.rpartition(".")[2].isdigit()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Whether a fused kernel computes what its reference does, and the same again: on the user's own model, shapes and samples."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -69,6 +69,9 @@ class How:
     coverage: Coverage | None = None
     """Where to note what was compared."""
     passes: int = PASSES
+    """Through blocks, at the least, that ask whether the kernel repeats itself."""
+    only: Collection[str] | None = None
+    """The blocks that are compared, where not all are."""
     widen: bool = False
     """Whether there is one sample only, to which blocks are given a second."""
 
@@ -179,7 +182,15 @@ def _in_blocks(
 
     def compared(inside: str | None) -> BlockComparison:
         one = BlockComparison(
-            model, switch, others, backends, how.learning or {}, how.passes, inside, how.widen
+            model,
+            switch,
+            others,
+            backends,
+            how.learning or {},
+            how.passes,
+            how.only,
+            inside,
+            how.widen,
         )
         one.run(losses)
         return one

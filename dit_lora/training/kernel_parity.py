@@ -1,7 +1,7 @@
 """A run's fused kernels against the stock model, on its own samples: which are compared, and what is off then."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ class KernelParity:
     run: "Run"
     learning: Learning | None = None
     """Which inputs of the model's blocks have a gradient in training."""
+    only: Collection[str] | None = None
+    """The blocks that are compared, where not all are."""
     coverage: Coverage = field(default_factory=Coverage)
     """Of the last comparison, over all ranks."""
 
@@ -52,8 +54,11 @@ class KernelParity:
         ranks: dict[str, int] = {}
 
         def compare(switch: Switch, others: Sequence[Switch]) -> Difference | None:
-            for one in micro_batches:
-                own = self._difference(one, switch, others)
+            for index, one in enumerate(micro_batches):
+                # One batch says whether a kernel repeats itself. One that is wrong now and then must be met alone
+                # as it was met among all.
+                passes = 0 if index else 4 * PASSES if switch.part_of else PASSES
+                own = self._difference(one, switch, others, passes)
                 every: list[Difference | None] = gather_object([own])
                 found = next(((r, d) for r, d in enumerate(every) if d is not None), None)
                 if found is not None:
@@ -66,15 +71,13 @@ class KernelParity:
         self._gather_coverage()
 
     def _difference(
-        self, one: MicroBatch, switch: Switch, others: Sequence[Switch]
+        self, one: MicroBatch, switch: Switch, others: Sequence[Switch], passes: int
     ) -> Difference | None:
         model = self.run.transformer
         in_blocks = switch.name != COMPILE and (switch.cause == "kernel" or switch.part_of)
         # The whole stock model may need more memory than the run has chosen its checkpointing for.
         mode = "none" if in_blocks else least_memory(model)
-        # A kernel that is wrong now and then must be met alone as it was met among all.
-        passes = 4 * PASSES if switch.part_of else PASSES
-        how = How(self.learning, self.coverage, passes)
+        how = How(self.learning, self.coverage, passes, self.only)
         try:
             with in_mode(model, mode):
                 return first_difference(

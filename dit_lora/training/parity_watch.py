@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 
 from dit_lora.data.loader import Batch
 from dit_lora.errors import listed
+from dit_lora.numerics.block_parity import blocks_of, is_repeated
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.training.guarding import own_state
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 _RECENT = 4
 """Micro-batches that are kept to be compared on: where they are of one sample, two of them make one."""
 
+_BLOCKS = 8
+"""Repeated blocks that one comparison takes: a kernel is the same in all, and fp32 costs."""
+
 
 @dataclass
 class ParityWatch(KernelParity):
@@ -43,6 +47,7 @@ class ParityWatch(KernelParity):
     _recent: deque[Batch] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _held: Snapshots | None = None
     _lr_scale: float = 1.0
+    _turn: int = 0
 
     def start(self, *, compared: bool) -> None:
         """Before the first step, after preflight; `compared` says whether that compared the kernels."""
@@ -69,6 +74,7 @@ class ParityWatch(KernelParity):
         if self._held is None or not (last or step % every == 0) or not self.switches:
             return
         began = time.perf_counter()
+        self.only, self._turn = some_blocks(blocks_of(self.run.transformer), self._turn)
         good = [batch for batch in self._recent if not batch.faults]
         batch = several_rows(good[-1], good[:-1][::-1])
         found = []
@@ -132,6 +138,17 @@ class ParityWatch(KernelParity):
             guard.snapshots.forget(later)
         guard.snapshots.take(target)
         guard.files.rewind(target, other_trajectory=True)
+
+
+def some_blocks(names: Sequence[str], turn: int) -> tuple[set[str], int]:
+    """What stands beside the repeated blocks, the first and last of these, and others in turn; and the next turn."""
+    repeated = [name for name in names if is_repeated(name)]
+    if len(repeated) <= _BLOCKS:
+        return {*names}, turn
+    between, count = repeated[1:-1], _BLOCKS - 2
+    taken = {between[(turn + k) % len(between)] for k in range(count)}
+    left_out = {*between} - taken
+    return {*names} - left_out, turn + count
 
 
 def trained_with(run: "Run", step: int | None = None) -> str:
