@@ -1,13 +1,19 @@
 """Kernels that go wrong at a step of a run: their references on a CPU, changed as a bug would change them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from dit_lora_kernels import ada_norm, qk_norm_rope
+from fuse_checks import by
+from topologies import Case, Seen, run_all
 
-from dit_lora.training.journal import Journal
+from dit_lora.fuse import api
+from dit_lora.training import run as running
+from dit_lora.training.loop import StepResult
+from dit_lora.training.run import Run
+from dit_lora_kernels import ada_norm, qk_norm_rope
 
 Op = Callable[..., Any]
 OPS = {
@@ -21,13 +27,13 @@ class Armed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         self.yes = step == 0
-        write = Journal.step
+        note = running._note
 
-        def noted(journal: Journal, line: dict[str, Any], modules: Any = None) -> None:
-            self.yes = self.yes or line["step"] >= step
-            write(journal, line, modules)
+        def noted(run: Run, bar: Any, result: StepResult) -> None:
+            self.yes = self.yes or result.step >= step
+            note(run, bar, result)
 
-        monkeypatch.setattr(Journal, "step", noted)
+        monkeypatch.setattr(running, "_note", noted)
 
 
 def _first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -112,3 +118,21 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, fault: str, step: int) -> No
         return (wrong if armed.yes else right)(*args, **kwargs)
 
     monkeypatch.setattr(module, name, planted)
+
+
+@contextmanager
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within it `auto` takes every kernel, by its reference."""
+    with by("reference", monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(api, "_why_off", lambda *_: None)
+        yield
+
+
+def run_planted(cases: list[tuple[Case, str, int]]) -> list[Seen]:
+    """On one of several ranks: each case with ada_norm wrong in a way, after a step."""
+    seen = []
+    for case, fault, step in cases:
+        with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
+            plant(patch, "ada_norm", fault, step)
+            seen += run_all([case])
+    return seen

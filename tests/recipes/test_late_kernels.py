@@ -1,16 +1,20 @@
 """Kernels that are wrong from a step on: found within `guard.parity_every`, named, off, and their steps taken again."""
 
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fuse_checks import by
-from planted_kernels import FAULTS, plant
-from runs import adapter, lines
+from launching import on_ranks
+from planted_kernels import FAULTS, as_on_a_gpu, plant, run_planted
+from runs import adapter, lines, same_adapter
+from topologies import Case
 
-from dit_lora.fuse import api
+from dit_lora.numerics import block_parity
+from dit_lora.training import parity_watch
 
 Main = Callable[[list[str]], None]
 EVERY = 3
@@ -18,10 +22,8 @@ STALE = [name for name in FAULTS if "stale" in name]
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`auto` takes everything, by its reference."""
-    monkeypatch.setattr(api, "_why_off", lambda *_: None)
-    with by("reference", monkeypatch):
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with as_on_a_gpu(monkeypatch):
         yield
 
 
@@ -82,3 +84,100 @@ def test_it_is_found_and_named_and_the_end_is_a_clean_runs(
     lora_main(never)
     within = 0.02 if "model.dtype=bf16" in settings else 1e-3
     assert apart(tmp_path / "run", tmp_path / "never") < within
+
+
+def test_a_comparison_changes_no_bit_of_the_run(
+    lora_main: Main, smoke: list[str], tmp_path: Path
+) -> None:
+    """With all that draws: dropout of adapters and captions, two micro-steps, averages."""
+    args = [*smoke, "train.steps=5", "lora.dropout=0.2", "data.caption_dropout=0.3"]
+    args += ["train.batch_size=1", "train.accumulate=2", "train.ema=0.9", "guard.preflight=true"]
+    for every in (0, 1):
+        folder = tmp_path / str(every)
+        lora_main([*args, f"guard.parity_every={every}", f"run.dir={folder}"])
+    assert same_adapter(tmp_path / "0", tmp_path / "1")
+    losses = [[m["loss"] for m in lines(tmp_path / name, "metrics.jsonl")] for name in ("0", "1")]
+    assert losses[0] == losses[1]
+    assert not lines(tmp_path / "1", "events.jsonl")
+
+
+def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(
+    smoke: list[str], tmp_path: Path
+) -> None:
+    """In bf16, where only the comparison in fp32 can see it; one clip a rank."""
+    args = [*smoke, "train.steps=4", "guard.parity_every=2", "model.dtype=bf16"]
+    args += ["train.batch_size=1", "train.save_every=9"]
+    runs = {
+        "late": ("wrong rows", 1),
+        "before": ("the last partial block dropped in backward", 0),
+        "right": ("wrong rows", 9),
+    }
+    cases = [
+        (Case("fsdp2", (*args, f"run.dir={tmp_path / name}")), fault, step)
+        for name, (fault, step) in runs.items()
+    ]
+    for rank in on_ranks(2, run_planted, cases, timeout=300):
+        assert [(seen.exit_code, seen.error) for seen in rank] == [(0, "")] * 3
+        assert all(seen.sharded for seen in rank)
+    (late,), (before,) = (lines(tmp_path / name, "events.jsonl") for name in ("late", "before"))
+    assert (late["kind"], late["step"], late["action"]) == ("parity", 2, "rollback")
+    assert before["kind"] == "preflight"
+    assert {late["verdict"]["switch"], before["verdict"]["switch"]} == {"ada_norm"}
+    assert not lines(tmp_path / "right", "events.jsonl")
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_what_no_comparison_reached_is_said_and_is_not_on_by_itself(
+    mode: str,
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def too_large(_block: torch.nn.Module) -> Iterator[None]:
+        raise torch.OutOfMemoryError
+        yield
+
+    monkeypatch.setattr(block_parity, "in_fp32", too_large)
+    args = [*smoke, "model.dtype=bf16", "train.steps=1", f"kernels.ada_norm={mode}"]
+    lora_main([*args, f"run.dir={tmp_path / 'run'}"])
+    events = {e["verdict"]["switch"]: e for e in lines(tmp_path / "run", "events.jsonl")}
+    assert {*events} == {"ada_norm", "qk_norm_rope", "lora_linear"}
+    words = events["ada_norm"]["verdict"]["words"]
+    assert "was not compared with its reference: there was no memory for it" in words
+    assert words.endswith("asked for by name" if mode == "on" else "switched off for this run")
+    assert events["ada_norm"]["action"] == ("report" if mode == "on" else "fallback")
+
+
+def test_one_clip_and_a_bucket_of_few_are_compared_by_rows_that_differ(
+    lora_main: Main,
+    smoke: list[str],
+    shape_clips: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a batch of two equal rows, the first one's tables are right for both."""
+    one = tmp_path / "one"
+    one.mkdir()
+    clip = sorted(shape_clips.glob("*.mp4"))[0]
+    for path in shape_clips.glob(f"{clip.stem}.*"):
+        shutil.copy(path, one)
+    table = (shape_clips / "metadata.jsonl").read_text().splitlines(True)
+    (one / "metadata.jsonl").write_text("".join(t for t in table if clip.name in t))
+    plant(monkeypatch, "ada_norm", "wrong rows", 0)
+    args = [*smoke, f"data.path={one}", "train.batch_size=2", "train.steps=1"]
+    lora_main([*args, f"run.dir={tmp_path / 'run'}"])
+    (event,) = lines(tmp_path / "run", "events.jsonl")
+    assert event["verdict"]["switch"] == "ada_norm"
+
+
+def test_blocks_of_a_deep_model_are_compared_in_turn() -> None:
+    names = ["embed", *(f"blocks.{number}" for number in range(20)), "out"]
+    seen, turn = set(), 0
+    for _ in range(3):
+        taken, turn = parity_watch.some_blocks(names, turn)
+        assert {"embed", "blocks.0", "blocks.19", "out"} <= taken
+        assert len(taken) == 2 + parity_watch._BLOCKS
+        seen |= taken
+    assert seen == {*names}
