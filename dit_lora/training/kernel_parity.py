@@ -75,6 +75,8 @@ class KernelParity:
     ) -> Difference | None:
         model = self.run.transformer
         in_blocks = switch.name != COMPILE and (switch.cause == "kernel" or switch.part_of)
+        if switch.name == COMPILE and self.run.recipe.train.batch_size == 1:
+            one = one.single(0)  # for two samples it would be compiled once more
         # The whole stock model may need more memory than the run has chosen its checkpointing for.
         mode = "none" if in_blocks else least_memory(model)
         how = How(self.learning, self.coverage, passes, self.only)
@@ -92,17 +94,23 @@ class KernelParity:
         every: list[Coverage] = gather_object([self.coverage])
         compared = set.intersection(*(one.compared for one in every))
         missed = {name: why for one in every for name, why in one.missed.items()}
-        self.coverage = Coverage(compared, {n: w for n, w in missed.items() if n not in compared})
+        places = [module for _, module in self._places]
+        telling = {n for n in missed if not places or any(_holds(n, m) for m in places)}
+        self.coverage = Coverage(compared, {n: missed[n] for n in telling - compared})
+
+    @property
+    def _places(self) -> list[tuple[str, str]]:
+        """Which op replaced something in which module."""
+        fusion = fusion_of(self.run.transformer)
+        return fusion.replaced if fusion is not None else []
 
     def not_compared(self) -> list[tuple[Switch, str]]:
         """Kernels that are on and that no comparison reached, and why."""
         compared, missed = self.coverage.compared, self.coverage.missed
-        fusion = fusion_of(self.run.transformer)
-        places = fusion.replaced if fusion is not None else []
         why = next(iter(missed.values()), "no sample's forward pass reached it")
         left = []
         for switch in self.switches:
-            own = [module for op, module in places if op == switch.name]
+            own = [module for op, module in self._places if op == switch.name]
             reached = [m for m in own if any(_holds(block, m) for block in compared)]
             is_whole = any(one.part_of == switch.name for one in self.switches)
             if not is_whole and not (reached if own else compared):

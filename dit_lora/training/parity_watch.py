@@ -13,6 +13,7 @@ from dit_lora.errors import listed
 from dit_lora.numerics.block_parity import blocks_of, is_repeated
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.switches import COMPILE, Switch
 from dit_lora.training.guarding import own_state
 from dit_lora.training.kernel_parity import (
     KernelParity,
@@ -61,6 +62,12 @@ class ParityWatch(KernelParity):
             )
         if compared:
             self._hold(self.run.start_step)
+
+    @property
+    def switches(self) -> list[Switch]:
+        """Once the run has started, without torch.compile: what it made is compared before the first step."""
+        found = super().switches
+        return [s for s in found if s.name != COMPILE] if self._held is not None else found
 
     def noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same micro-batches; the last ones that training was given are remembered."""

@@ -14,6 +14,7 @@ from runs import adapter, lines, same_adapter
 from topologies import Case
 
 from dit_lora.numerics import block_parity
+from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.training import parity_watch
 
 Main = Callable[[list[str]], None]
@@ -170,6 +171,20 @@ def test_one_clip_and_a_bucket_of_few_are_compared_by_rows_that_differ(
     lora_main([*args, f"run.dir={tmp_path / 'run'}"])
     (event,) = lines(tmp_path / "run", "events.jsonl")
     assert event["verdict"]["switch"] == "ada_norm"
+
+
+def test_where_nothing_is_held_the_steps_are_said_and_where_nothing_may_be_done_the_run_stops(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [*smoke, "train.steps=4", "guard.parity_every=3", "guard.preflight=false"]
+    args += ["kernels.ada_norm=on", "train.save_every=9"]
+    plant(monkeypatch, "ada_norm", "wrong rows", 1)
+    lora_main([*args, f"run.dir={tmp_path / 'run'}"])
+    (event,) = lines(tmp_path / "run", "events.jsonl")
+    assert (event["action"], event["step"]) == ("fallback", 3)
+    assert "steps 1 to 3 may have been trained with it" in event["verdict"]["words"]
+    with pytest.raises(NonFiniteError, match="a kernel has gone wrong"):
+        lora_main([*args, "guard.on_nonfinite=[stop]", f"run.dir={tmp_path / 'stopped'}"])
 
 
 def test_blocks_of_a_deep_model_are_compared_in_turn() -> None:
