@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -60,6 +62,12 @@ def _kernel(change: Change, module: str, *, from_step: int, rank: int = -1) -> A
             stage.before_step(from_step, lambda: state.update(armed=True))
 
     return arm
+
+
+def _restless(stage: Stage) -> None:
+    """A fused kernel of which every other call is off, whatever it is given."""
+    calls = count()
+    _kernel(lambda x: x * (1 + 0.01 * (next(calls) % 2)), _PLACE, from_step=3)(stage)
 
 
 def _add_switch(stage: Stage, name: str, state: dict[str, bool]) -> None:
@@ -189,6 +197,7 @@ _MODULATE = Expected(
     ("kernel:modulate", "{modulation}"),
     same_as="clean",
 )
+_LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), module=_PLACE, same_as="clean")
 _LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
 # The adapter alone: on a CPU, autocast leaves LayerNorm the dtypes that it is given, and queries that train are fp32.
 BF16 = (
@@ -241,6 +250,22 @@ FAULTS: tuple[Fault, ...] = (
         _LOSSY,
         _slightly_wrong_backward,
         CHECKED,
+    ),
+    Fault(
+        "a fused kernel that is 0.1 % off late",
+        "kernel",
+        "from step 3",
+        _LATE,
+        _kernel(lambda x: x * 1.001, _PLACE, from_step=3),
+        (*CHECKED, ("guard.parity_every", 2)),
+    ),
+    Fault(
+        "a fused kernel that gives other values each time",
+        "kernel",
+        "from step 3",
+        replace(_LATE, words=("kernel:wrong_op", "nondeterministic"), module=None),
+        _restless,
+        (*CHECKED, ("guard.parity_every", 2)),
     ),
     Fault(
         "flash attention that gives NaN",

@@ -195,7 +195,12 @@ class World:
                 "keep": 9,
             },
             "validation": {"held_out_draws": 0},
-            "guard": {"snapshot_every": 2, "monitor_every": 0, "preflight": False},
+            "guard": {
+                "snapshot_every": 2,
+                "monitor_every": 0,
+                "parity_every": 0,
+                "preflight": False,
+            },
             "run": {"dir": str(self.root / "runs" / name)},
         }
         for key, value in overrides:

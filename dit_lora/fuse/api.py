@@ -14,6 +14,7 @@ from dit_lora.fuse.attention import require_backend
 from dit_lora.fuse.check import FirstForwards
 from dit_lora.fuse.core import (
     ATTENTION,
+    KERNELS,
     OPS,
     Fusion,
     allow_projection_fusing,
@@ -34,8 +35,6 @@ from dit_lora_kernels import triton_support
 
 Mode = Literal["auto", "on", "off"]
 _OF_OTHERS = "it is for models of Transformers"
-_ALL = "kernels"
-"""The switch of everything that was replaced."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
             partial(fusion.on.__setitem__, op, False),
             "PyTorch's own ops",
             insisted=modes[op] == "on",
-            part_of=_ALL,
+            part_of=KERNELS,
         )
         for op in fusion.used()
     ]
@@ -203,13 +202,13 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
                 partial(setattr, fusion, "backend", None),
                 "PyTorch's own choice",
                 insisted=True,
-                part_of=_ALL,
+                part_of=KERNELS,
             )
         )
     if fusion.replaced:
         stock = partial(setattr, fusion, "stock", True)
         insisted = any(switch.insisted for switch in switches)
         switches.append(
-            Switch(_ALL, "kernel", fusion.all_stock, stock, "the stock model", insisted)
+            Switch(KERNELS, "kernel", fusion.all_stock, stock, "the stock model", insisted)
         )
     return switches

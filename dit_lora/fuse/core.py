@@ -30,6 +30,8 @@ OPS = (
 """Ops that can replace part of a model, by their names in `kernels:`."""
 ATTENTION = "attention"
 """What the patches of attention processors belong to: one call for all backends, one input for q, k and v."""
+KERNELS = "kernels"
+"""The switch of everything that was replaced."""
 _MARK = "_fusion"
 
 

@@ -177,10 +177,10 @@ class BlockComparison:
 
     def _compare(self, block: "_Block") -> None:
         in_halves = block.is_half and self.switch.cause != "attention_backend"
-        wrong = None
+        wrong, exact = None, None
         if in_halves:
             try:
-                wrong = self._differs_in_fp32(block)
+                wrong, exact = self._in_fp32(block)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # the stock code may insist on a dtype
@@ -195,7 +195,8 @@ class BlockComparison:
             if not all(torch.isfinite(x).all() for x in expected.values()) and not in_halves:
                 self.coverage.missed[block.name] = "its stock values are not finite"
                 return
-            wrong = wrong or self._differs(block, expected, fused, dtype)
+            wrong = wrong or self._differs(block, expected, fused, dtype, exact)
+        del exact
         self.coverage.compared.add(block.name)
         unsteady = self._unsteady(block, expected, fused) if self.inside is None else None
         if unsteady is not None:
@@ -203,7 +204,8 @@ class BlockComparison:
         elif wrong is not None:
             self.found.append(Apart(*wrong, repeats=True))
 
-    def _differs_in_fp32(self, block: "_Block") -> tuple[str, float] | None:
+    def _in_fp32(self, block: "_Block") -> tuple[tuple[str, float] | None, Values]:
+        """Where it differs in fp32, and the stock code's values."""
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
             if any(True for _ in block.module.parameters()):
@@ -211,7 +213,7 @@ class BlockComparison:
             for switch in self.not_in_fp32:
                 stack.enter_context(switch.off())
             expected, fused = self._both(block, wide=True)
-            return self._differs(block, expected, fused, torch.float32)
+            return self._differs(block, expected, fused, torch.float32), expected
 
     def _both(self, block: "_Block", *, wide: bool) -> tuple[Values, Values]:
         expected = block.values(wide=wide)
@@ -219,11 +221,16 @@ class BlockComparison:
             return expected, block.values(wide=wide)
 
     def _differs(
-        self, block: "_Block", expected: Values, fused: Values, dtype: torch.dtype
+        self,
+        block: "_Block",
+        expected: Values,
+        fused: Values,
+        dtype: torch.dtype,
+        exact: Values | None = None,
     ) -> tuple[str, float] | None:
         # What a block adds to its input is within rounding in half precision.
         inputs = block.inputs if dtype is torch.float32 else ()
-        return first_apart(expected, fused, BLOCK[dtype], inputs)
+        return first_apart(expected, fused, BLOCK[dtype], inputs, exact)
 
     def _unsteady(self, block: "_Block", expected: Values, fused: Values) -> float | None:
         """How far the kernel is from itself on equal inputs, if that is more than the stock code is."""

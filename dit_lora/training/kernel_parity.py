@@ -9,8 +9,8 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.loader import Batch, collate
-from dit_lora.fuse.core import fusion_of
-from dit_lora.numerics.block_parity import PASSES, Coverage, Learning
+from dit_lora.fuse.core import ATTENTION, KERNELS, OPS, fusion_of
+from dit_lora.numerics.block_parity import PASSES, Coverage, Learning, blocks_of
 from dit_lora.numerics.parity import Difference, How, differences, first_difference
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.streams import fold
@@ -46,11 +46,21 @@ class KernelParity:
         on = [switch for switch in known if not {switch.name, switch.part_of} & {*off}]
         return [switch for switch in on if switch.cause == "kernel" or switch.insisted]
 
+    @property
+    def blocks(self) -> list[str]:
+        """Those that hold something which a kernel replaced; all, if there is a switch of another kind."""
+        names, places = blocks_of(self.run.transformer), [module for _, module in self._places]
+        ours = {*OPS, ATTENTION, KERNELS, COMPILE}
+        if any(s.name.partition(":")[0] not in ours for s in self.switches):
+            return names
+        return [name for name in names if any(_holds(name, module) for module in places)]
+
     def differing(
         self, micro_batches: Sequence[MicroBatch]
     ) -> Iterator[tuple[Switch, Difference, int]]:
         """What differs on any rank, with that rank; switch it off before asking for the next. Collective."""
         self.coverage = Coverage()
+        self.only = self.blocks if self.only is None else self.only
         ranks: dict[str, int] = {}
 
         def compare(switch: Switch, others: Sequence[Switch]) -> Difference | None:

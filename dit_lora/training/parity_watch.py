@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from dit_lora.data.loader import Batch
 from dit_lora.errors import listed
-from dit_lora.numerics.block_parity import blocks_of, is_repeated
+from dit_lora.numerics.block_parity import is_repeated
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.switches import COMPILE, Switch
@@ -69,8 +69,10 @@ class ParityWatch(KernelParity):
         found = super().switches
         return [s for s in found if s.name != COMPILE] if self._held is not None else found
 
-    def noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same micro-batches; the last ones that training was given are remembered."""
+    def noting(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
+        """The same micro-batches; the last ones that training is given after that step are remembered."""
+        if self._held is not None and self.passed is not None and start_step < self.passed:
+            self._hold(start_step)  # the guard has gone back, and what is held was of what it left
         for batch in batches:
             self._recent.append(batch)
             yield batch
@@ -81,7 +83,7 @@ class ParityWatch(KernelParity):
         if self._held is None or not (last or step % every == 0) or not self.switches:
             return
         began = time.perf_counter()
-        self.only, self._turn = some_blocks(blocks_of(self.run.transformer), self._turn)
+        self.only, self._turn = some_blocks(self.blocks, self._turn)
         good = [batch for batch in self._recent if not batch.faults]
         batch = several_rows(good[-1], good[:-1][::-1])
         found = []

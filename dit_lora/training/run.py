@@ -322,7 +322,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         prefetch=recipe.data.prefetch,
         pin_memory=accelerator.device.type == "cuda",
     )
-    return run.parity.noting(run.data.clips.loader(how))
+    return run.parity.noting(run.data.clips.loader(how), start_step)
 
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
