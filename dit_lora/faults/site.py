@@ -104,6 +104,8 @@ class Site:
     """The cached tensor of the caption, where it is floating point."""
     posterior: bool = True
     """Whether the VAE gives a distribution."""
+    has_buffers: bool = False
+    """Whether the model holds tables in floating point that are no weights, such as positions."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Of a chat model: modules by what they are."""
     vision_attention: str | None = None
@@ -163,6 +165,7 @@ def _chat(family: str, variant: str, vision: str, language: str, **changes: Any)
         "time_proj": None,
         "text": None,
         "posterior": False,
+        "has_buffers": True,
     }
     return Site(**{**given, **changes})
 
@@ -213,11 +216,12 @@ def _hugging_face(
 
 _VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
 _EVERY = (
+    Site("cogvideox", "cogvideox-2b", _VIDEO, has_buffers=True),
     *(
         Site("cogvideox", variant, _VIDEO)
-        for variant in ("cogvideox-2b", "cogvideox-5b", "cogvideox-1.5", "cogvideox-1.5-i2v")
+        for variant in ("cogvideox-5b", "cogvideox-1.5", "cogvideox-1.5-i2v")
     ),
-    Site("cogvideox", "cogvideox-5b-i2v", {**_VIDEO, "height": 64, "width": 96}),
+    Site("cogvideox", "cogvideox-5b-i2v", {**_VIDEO, "height": 64, "width": 96}, has_buffers=True),
     *(_sana(variant) for variant in ("sana-600m", "sana-1.5", "sana-fp16")),
     _sana(
         "sana-video",
@@ -226,6 +230,7 @@ _EVERY = (
         write_data=write_clips,
         ff_out="transformer_blocks.0.ff.conv_temp",
         posterior=True,
+        has_buffers=True,
     ),
     Site(
         "dit",
@@ -235,6 +240,7 @@ _EVERY = (
         last="proj_out_2",
         time_proj="transformer_blocks.1.norm1.emb.time_proj",
         text=None,
+        has_buffers=True,
     ),
     _video_dit("video-dit-class", write_data=write_class_clips, text=None),
     _video_dit("video-dit-text", text="pooled_projections"),
@@ -245,6 +251,7 @@ _EVERY = (
         attention="transformer_blocks.0.attn1",
         modulation="adaln_single.linear",
         time_proj="adaln_single.emb.time_proj",
+        has_buffers=True,
     ),
     _videochat2("videochat2-mistral"),
     _videochat2("videochat2-vicuna"),

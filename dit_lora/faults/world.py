@@ -32,6 +32,7 @@ from dit_lora.training.checkpoint import find_checkpoint, is_whole
 from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
 from dit_lora.training.task import task_of
+from dit_lora.training.verify import require_verified
 
 STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
@@ -146,6 +147,8 @@ class World:
         self.model = root / "model"
         self.clips = root / "clips"
         self.without = root / "clips_without"
+        self.aim = TARGET
+        """What the name of the clip begins with that is to be at fault."""
         self._references: dict[tuple[str, Overrides], Tensors] = {}
         self.shared: dict[Hashable, Observation] = {}
         """Runs that several faults are judged by."""
@@ -159,7 +162,7 @@ class World:
 
     @property
     def target(self) -> str:
-        found = sorted(self.clips.rglob(f"{TARGET}*"))
+        found = sorted(self.clips.rglob(f"{self.aim}*"))
         return next(
             path.relative_to(self.clips).as_posix() for path in found if path.suffix != ".txt"
         )
@@ -260,6 +263,7 @@ class World:
                 arm(stage)
             fit(run)
             finish(run)
+            require_verified(run)
 
     def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
         """A copy of the good data, changed; written by one rank, once."""

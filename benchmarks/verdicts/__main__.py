@@ -1,0 +1,128 @@
+"""Draw faults by a seed, put each into a tiny run, and ask whether anything innocent is lost.
+
+    python -m benchmarks.verdicts --seed 0 [--faults 300] [--families sana-600m dit ...] [--ranks 1|2] [--jobs 2]
+                                  [--only 017] [--json FILE] [--describe]
+
+Each fault is one run of six steps, compared with the clean run of the same recipe. Exit code 1 if any fault fails
+a question; what failed is listed with the command that runs it alone. Ctrl-C shows what there is until then.
+"""
+
+import argparse
+import fnmatch
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.verdicts.cases import Drawn
+from benchmarks.verdicts.draw import described, drawn
+from benchmarks.verdicts.judge import QUESTIONS, Judgement
+from benchmarks.verdicts.sweep import Sweep
+from benchmarks.verdicts.table import failures, table
+from dit_lora.faults.site import SITES
+from dit_lora.files import write_whole
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    if args.describe:
+        print("\n".join([described(), "", "asked of each:", *_questions()]))
+        return 0
+    ranks = (args.ranks,) if args.ranks else (1, 2)
+    faults = drawn(args.seed, args.faults, _variants(args.families), ranks)
+    chosen = [one for one in faults if args.only is None or _is(one, args.only)]
+    if not chosen:
+        raise SystemExit(f"no fault of this sweep is called {args.only!r}")
+    logging.getLogger("dit_lora").setLevel(logging.ERROR)
+    began, judged = time.monotonic(), list[Judgement]()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        interrupted = _sweep(Sweep(Path(args.keep or folder), args.jobs), chosen, judged)
+    print(table(judged))
+    print(f"\n{len(judged)} of {len(chosen)} faults, seed {args.seed}, ", end="")
+    print(f"{time.monotonic() - began:.0f} s with {args.jobs} jobs")
+    wrong = failures(judged, _command(args))
+    if wrong:
+        print(f"\n{wrong}")
+    if args.json:
+        write_whole(Path(args.json), json.dumps(_record(args, judged), indent=1) + "\n")
+    if interrupted:
+        return _INTERRUPTED
+    return 1 if wrong else 0
+
+
+def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bool:
+    """Judge them, into `judged`; whether it was interrupted."""
+    variants = list(dict.fromkeys(one.variant for one in faults))
+    try:
+        list(tqdm(sweep.build(variants), total=len(variants), desc="tiny models", unit="model"))
+        with tqdm(total=len(faults), desc="faults", unit="fault", smoothing=0.1) as bar:
+            wrong = 0
+            for one in sweep.run(faults):
+                judged.append(one)
+                wrong += bool(one.failures)
+                bar.set_postfix(wrong=wrong, refresh=False)
+                bar.update()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _variants(asked: Sequence[str]) -> list[str]:
+    """Tiny checkpoints by their own name or by their family's."""
+    found = [v for v, site in SITES.items() if not asked or {v, site.family} & set(asked)]
+    known = {*SITES, *(site.family for site in SITES.values())}
+    if wrong := sorted(set(asked) - known):
+        raise SystemExit(f"--families {' '.join(wrong)}: there are {', '.join(sorted(known))}")
+    return found
+
+
+def _is(fault: Drawn, name: str) -> bool:
+    return name in (fault.name, f"{fault.number:03d}") or fnmatch.fnmatchcase(fault.name, name)
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = [f"python -m benchmarks.verdicts --seed {args.seed} --faults {args.faults}"]
+    words += [f"--families {' '.join(args.families)}"] if args.families else []
+    words += [f"--ranks {args.ranks}"] if args.ranks else []
+    return " ".join(words)
+
+
+def _questions() -> list[str]:
+    return [f"  {name:10} {words}" for name, words in QUESTIONS.items()]
+
+
+def _record(args: argparse.Namespace, judged: Sequence[Judgement]) -> dict[str, object]:
+    sums = {name: sum(name in one.failures for one in judged) for name in QUESTIONS}
+    faults = [asdict(one) for one in judged]
+    return {"seed": args.seed, "faults": faults, "wrong": sums}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.verdicts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--families", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), help="by default both")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", metavar="NAME", help="a fault's number, or a pattern of names")
+    parser.add_argument("--json", metavar="FILE", help="write every judgement here")
+    parser.add_argument("--keep", metavar="DIR", help="leave logs and tiny models here")
+    parser.add_argument("--describe", action="store_true", help="say what is drawn, and stop")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""What a drawn fault is, and what may rightly come of it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dit_lora.faults.site import Site
+from dit_lora.faults.triggers import ALL_RANKS, Mode, When
+from dit_lora.faults.world import STEPS, Arm, Overrides
+
+STOPPED, REFUSED, DONE = 3, 1, 0
+Result = Literal["clean", "bounded"]
+
+
+@dataclass(frozen=True)
+class Right:
+    """What may come of a fault: anything else is a verdict that cannot be trusted."""
+
+    causes: frozenset[str] = frozenset()
+    """That a verdict may name; none where the fault is no matter of the guard."""
+    told: bool = True
+    """Whether something must be said of it."""
+    touches: bool = False
+    """Whether the target may be left out for good; no other sample may, ever."""
+    switches: frozenset[str] = frozenset()
+    """What is wrong and may be switched off."""
+    ends: tuple[int, ...] = (DONE, STOPPED)
+    """Exit codes."""
+    result: Result = "clean"
+    """What a file that is certified must be: the clean run's without the samples that were left out, within rounding; or,
+    where the fault changed what was trained and nobody could know, finite, bounded and of an unchanged base."""
+    words: tuple[str, ...] = ()
+    """One of them must be in what is said."""
+
+
+def right(
+    *causes: str,
+    told: bool = True,
+    touches: bool = False,
+    switches: frozenset[str] = frozenset(),
+    ends: tuple[int, ...] = (DONE, STOPPED),
+    result: Result = "clean",
+    words: tuple[str, ...] = (),
+) -> Right:
+    return Right(frozenset(causes), told, touches, switches, ends, result, words)
+
+
+SILENT = right(told=False, ends=(DONE,), result="bounded")
+"""A finite and plausible change: to be trained through, and nobody blamed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, put together: how it is put into a run, and what may come of it."""
+
+    when: str
+    right: Right
+    arm: Arm | None = None
+    overrides: Overrides = ()
+    before_start: Callable[[Path], None] | None = None
+    """Done to the cache."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What was drawn before the place makes its case of it."""
+
+    chance: random.Random
+    site: Site
+    ranks: int
+    target: str
+    """The clip that is to be at fault."""
+    kind: str
+
+    def step(self, first: int = 1) -> int:
+        return self.chance.randint(first, STEPS)
+
+    def number(self) -> int:
+        """Of a tensor or an element; taken modulo how many there are."""
+        return self.chance.randrange(1_000_000)
+
+    def rank(self) -> int:
+        """One of two ranks, or all; always all on one."""
+        return self.chance.choice((ALL_RANKS, 0, 1)) if self.ranks > 1 else ALL_RANKS
+
+    def when(self, *modes: Mode, first: int = 1, rank: int = ALL_RANKS) -> When:
+        p = round(self.chance.uniform(0.1, 0.9), 2)
+        return When(self.chance.choice(modes), self.step(first), rank, p, self.number())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where faults are put, the kinds that there are, and how one is made."""
+
+    make: Callable[[Draw], Case]
+    kinds: tuple[str, ...]
+    told: str
+    """What it is, for `--describe`."""
+    fits: Callable[[Site, int], bool] = field(default=lambda site, ranks: True)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One fault of a sweep."""
+
+    number: int
+    place: str
+    kind: str
+    variant: str
+    ranks: int
+    aim: str
+    """What the target's name begins with."""
+    seed: str
+    """Of everything that its place draws."""
+
+    @property
+    def name(self) -> str:
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.number:03d} {self.place}: {self.kind} ({self.variant}, {ranks})"

@@ -1,0 +1,166 @@
+"""Places in what computes: activations, fused kernels, attention backends, the stock output."""
+
+import math
+
+import torch
+
+from benchmarks.verdicts.cases import (
+    DONE,
+    REFUSED,
+    SILENT,
+    STOPPED,
+    Case,
+    Draw,
+    Place,
+    Result,
+    Right,
+    right,
+)
+from dit_lora.config import GuardConfig
+from dit_lora.faults import arms
+from dit_lora.faults.ops import CHECKED
+from dit_lora.faults.triggers import (
+    ALL_RANKS,
+    Change,
+    When,
+    backward_of,
+    divided,
+    overflowing,
+    times,
+)
+from dit_lora.faults.world import Overrides
+
+_WRONG, _FLASH = "kernel:wrong_op", "attention:flash"
+_VALUES: dict[str, Change] = {
+    "NaN": divided,
+    "Inf": overflowing,
+    "huge": times(1e30),
+    "sign": times(-1.0),
+    "factor": times(1.5),
+}
+_MODULES = ("{ff}", "{ff_out}", "{attention}.{out}", "{attention}.{key}", "{last}")
+
+
+def _activation(draw: Draw) -> Case:
+    kind, _, direction = draw.kind.partition(" ")
+    module = draw.chance.choice(_MODULES)
+    when = draw.when("once", "from", "at", rank=draw.rank())
+    change = _VALUES[kind]
+    change = backward_of(change) if direction else change
+    words = f"{when.words}, of {draw.site.named(module)}"
+    return Case(words, _of_activation(kind, when), arms.module_output(module, change, when))
+
+
+def _of_activation(kind: str, when: When) -> Right:
+    if kind in ("sign", "factor"):
+        return SILENT
+    causes = {"once": ("transient",), "at": ("step",), "from": ("unknown", "step")}[when.mode]
+    causes += ("rank",) if when.rank != ALL_RANKS and when.mode != "once" else ()
+    if kind == "huge":
+        return right(*causes, "precision", told=False, result="bounded")
+    if when.mode == "once":
+        return right(*causes, ends=(DONE,))
+    return right(*causes, result="bounded")
+
+
+def first_row(output: torch.Tensor) -> torch.Tensor:
+    """Every sample gets the first one's."""
+    return output[:1].expand_as(output)
+
+
+_KERNELS: dict[str, Change] = {
+    "NaN": divided,
+    "Inf": overflowing,
+    "NaN backward": backward_of(divided),
+    "0.1 % off": times(1.001),
+    "1 % off": times(1.01),
+    "first row for all": first_row,
+    "weak backward": backward_of(times(0.8)),
+}
+_UNSTABLE = "unstable"
+
+
+def _kernel(draw: Draw) -> Case:
+    if draw.kind == _UNSTABLE:
+        when = draw.when("random")
+        allowed = _unstable("kernel", _WRONG)
+        return Case(when.words, allowed, arms.kernel(divided, when))
+    change = _KERNELS[draw.kind]
+    if draw.kind in ("NaN", "Inf", "NaN backward"):
+        when = draw.when("from")
+        return Case(when.words, _wrong("kernel", _WRONG), arms.kernel(change, when))
+    when = When("from", draw.chance.choice((0, 0, 1, 3)))
+    place = "{modulation}" if draw.kind == "first row for all" else arms.OUTPUT
+    if not draw.site.modulation:
+        place = arms.OUTPUT
+    arm = arms.kernel(change, when, place=place)
+    allowed = _wrong("kernel", _WRONG, "clean" if when.step == 0 else "bounded")
+    return Case(when.words, allowed, arm, _compared())
+
+
+def _attention(draw: Draw) -> Case:
+    if draw.kind == _UNSTABLE:
+        when = draw.when("random")
+        allowed = _unstable("attention_backend", _FLASH)
+        return Case(when.words, allowed, arms.attention(divided, when))
+    changes = {"NaN": divided, "NaN backward": backward_of(divided), "5 % off": times(1.05)}
+    change = changes[draw.kind]
+    if draw.kind != "5 % off":
+        when = draw.when("from")
+        return Case(when.words, _wrong("attention_backend", _FLASH), arms.attention(change, when))
+    when = When("from", draw.chance.choice((0, 1, 3)))
+    allowed = _wrong("attention_backend", _FLASH, "clean" if when.step == 0 else "bounded")
+    return Case(when.words, allowed, arms.attention(change, when), _compared())
+
+
+def _wrong(cause: str, switch: str, result: Result = "clean") -> Right:
+    """Wrong every time: switched off, and nothing else."""
+    return right(cause, switches=frozenset({switch}), ends=(DONE,), result=result)
+
+
+def _unstable(cause: str, switch: str) -> Right:
+    """Wrong at times: to be called that, or switched off since it is the one."""
+    wrong = frozenset({switch})
+    return right("transient", "unknown", cause, told=False, result="bounded", switches=wrong)
+
+
+def _compared() -> Overrides:
+    """Kernels are compared with their references before the run, and where the recipe knows how, during it."""
+    during = "parity_every" in GuardConfig.model_fields
+    return (*CHECKED, *((("guard.parity_every", 1),) if during else ()))
+
+
+def _stock_output(draw: Draw) -> Case:
+    """A module that is wrong only where nothing is trained, as when the result is compared."""
+
+    def change(output: torch.Tensor) -> torch.Tensor:
+        return output if torch.is_grad_enabled() else output * value
+
+    value = {"NaN": math.nan, "factor": 3.0}[draw.kind]
+    when = When("from", draw.step())
+    ends = (DONE, REFUSED, STOPPED) if draw.kind == "factor" else (REFUSED, STOPPED)
+    allowed = right("weights", "kernel", told=False, ends=ends)
+    arm = arms.module_output("{attention}.{out}", change, when)
+    return Case(f"{when.words}, without gradients", allowed, arm)
+
+
+COMPUTING: dict[str, Place] = {
+    "activation": Place(
+        _activation,
+        (*_VALUES, "NaN backward", "Inf backward", "huge backward", "factor backward"),
+        "what a module gives, or its gradient",
+    ),
+    "kernel": Place(
+        _kernel,
+        (*_KERNELS, _UNSTABLE),
+        "a fused kernel that has a switch",
+    ),
+    "attention": Place(
+        _attention,
+        ("NaN", "NaN backward", "5 % off", _UNSTABLE),
+        "one of PyTorch's attention backends",
+    ),
+    "output": Place(
+        _stock_output, ("NaN", "factor"), "the model's output where nothing is trained"
+    ),
+}

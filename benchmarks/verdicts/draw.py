@@ -1,0 +1,56 @@
+"""Draws faults by a seed: place and kind in turn, everything else by chance."""
+
+import random
+from collections.abc import Sequence
+from itertools import cycle
+
+from benchmarks.verdicts.cases import Case, Draw, Drawn, Place
+from benchmarks.verdicts.places import PLACES
+from dit_lora.faults.site import CLIPS, SITES
+from dit_lora.faults.world import World
+
+_TWO_RANKS = 0.3
+"""The share of faults on two ranks, where both are asked for."""
+
+
+def drawn(seed: int, count: int, variants: Sequence[str], ranks: Sequence[int]) -> list[Drawn]:
+    """The faults of a sweep: equal for equal arguments, and the first ones of a longer one."""
+    pairs = [(place, kind) for place, one in PLACES.items() for kind in one.kinds]
+    random.Random(seed).shuffle(pairs)
+    pairs = [pair for pair in pairs if _fitting(PLACES[pair[0]], variants, ranks)]
+    faults = []
+    for number, (place, kind) in zip(range(count), cycle(pairs), strict=False):
+        chance = random.Random(f"{seed}/{number}")
+        fitting = _fitting(PLACES[place], variants, ranks)
+        several = [pair for pair in fitting if pair[1] > 1]
+        alone = [pair for pair in fitting if pair[1] == 1]
+        both = bool(several) and bool(alone)
+        chosen = several if not alone or (both and chance.random() < _TWO_RANKS) else alone
+        variant, processes = chance.choice(chosen)
+        aim = f"{chance.randrange(CLIPS):02d}"
+        faults.append(Drawn(number, place, kind, variant, processes, aim, f"{seed}/{number}/case"))
+    return faults
+
+
+def case_of(fault: Drawn, world: World) -> Case:
+    """What the fault's place makes of it."""
+    chance = random.Random(fault.seed)
+    draw = Draw(chance, SITES[fault.variant], fault.ranks, world.target, fault.kind)
+    return PLACES[fault.place].make(draw)
+
+
+def _fitting(place: Place, variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
+    return [(v, number) for v in variants for number in ranks if place.fits(SITES[v], number)]
+
+
+def described() -> str:
+    """What can be drawn, as text."""
+    lines = ["places and kinds:"]
+    for name, place in PLACES.items():
+        lines.append(f"  {name:18} {place.told}")
+        lines.append(f"  {'':18} {', '.join(place.kinds)}")
+    kinds = sum(len(place.kinds) for place in PLACES.values())
+    lines.append(f"{len(PLACES)} places, {kinds} kinds; of each fault besides: the tiny checkpoint")
+    lines.append(f"  ({', '.join(SITES)}),")
+    lines.append("one rank or two, the step (1 to 6), the rank at fault, the sample, the element.")
+    return "\n".join(lines)

@@ -1,0 +1,227 @@
+"""The questions asked of a fault's run, and the clean run that its result is compared with."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file
+
+from benchmarks.verdicts.cases import Case, Right
+from dit_lora.data.quarantine import LeftOut, Quarantine
+from dit_lora.faults.fault import equal
+from dit_lora.faults.world import Observation, Overrides, Stage, Tensors, World
+from dit_lora.training.output_record import NOT_RECORDED, compare_output
+from dit_lora.training.verify_target import find_target
+
+QUESTIONS = {
+    "lost": "is a sample left out for good that the fault did not touch?",
+    "off": "is a kernel, attention backend or switch off that is right?",
+    "certified": "is a file certified whose stock output is not that of the clean run?",
+    "ended": "did it end otherwise than as it may, within its budget of recoveries and time?",
+    "cause": "is a cause named that the fault does not allow, or none where one must be?",
+}
+RECOVERIES = 30
+"""More than every budget of a run together."""
+_BOUND = 10.0
+"""Of a trained value: far beyond what six healthy steps reach."""
+
+
+class EndlessError(RuntimeError):
+    """The guard recovered more often than its budgets allow."""
+
+
+@dataclass
+class Tally:
+    """What a run is watched for, beside what it writes."""
+
+    recoveries: int = 0
+    stage: Stage | None = None
+
+    def arm(self, stage: Stage) -> None:
+        self.stage = stage
+        recover = stage.run.guard.recover
+
+        def counted(*args: Any) -> int:
+            self.recoveries += 1
+            if self.recoveries > RECOVERIES:
+                skips = stage.run.guard.policy.skips
+                raise EndlessError(f"{RECOVERIES} recoveries, of which {skips} were counted")
+            return recover(*args)
+
+        stage.patch(stage.run.guard, "recover", counted)
+
+    @property
+    def switched_off(self) -> set[str]:
+        return set(self.stage.run.guard.state.switched_off) if self.stage else set()
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What came of one fault."""
+
+    name: str
+    place: str
+    kind: str
+    when: str
+    failures: dict[str, str] = field(default_factory=dict)
+    """By question, in words."""
+    told: list[str] = field(default_factory=list)
+    """Each event's step, cause and action."""
+    exit_code: int | None = None
+    certified: bool = False
+    recoveries: int = 0
+    seconds: float = 0.0
+
+
+def failures_of(case: Case, world: World, seen: Observation, tally: Tally) -> dict[str, str]:
+    """What is wrong, by question; collective, where a clean run is needed."""
+    records = Quarantine.load(seen.folder / "quarantine.jsonl").records
+    found = {
+        "lost": _lost(case.right, records, world.target),
+        "off": _off(case.right, tally),
+        "ended": _ended(case.right, seen),
+        "cause": _cause(case.right, seen),
+        "certified": _certified(case, world, seen, records),
+    }
+    return {question: words for question, words in found.items() if words}
+
+
+def is_certified(seen: Observation) -> bool:
+    """Whether a file was written as good."""
+    path = seen.folder / "verification.json"
+    return (
+        seen.error is None
+        and bool(seen.adapter)
+        and path.exists()
+        and json.loads(path.read_text(encoding="utf-8"))["passed"]
+    )
+
+
+def acted(seen: Observation) -> list[dict[str, Any]]:
+    """Events that are more than reports."""
+    return [event for event in seen.events if event["action"] != "report"]
+
+
+def _lost(allowed: Right, records: Sequence[LeftOut], target: str) -> str:
+    for_good = {one.sample_id for one in records if one.to_epoch is None}
+    innocent = for_good - ({target} if allowed.touches else set())
+    return f"left out for good: {', '.join(sorted(innocent))}" if innocent else ""
+
+
+def _off(allowed: Right, tally: Tally) -> str:
+    innocent = tally.switched_off - allowed.switches
+    return f"switched off: {', '.join(sorted(innocent))}" if innocent else ""
+
+
+def _ended(allowed: Right, seen: Observation) -> str:
+    code = seen.error.exit_code if seen.error else 0
+    if code in allowed.ends:
+        return "" if code == 0 or str(seen.error).strip() else "stopped without a word"
+    wanted = " or ".join(map(str, allowed.ends))
+    return f"exit code {code}, not {wanted}: {str(seen.error or 'it went on').splitlines()[0]}"
+
+
+def _cause(allowed: Right, seen: Observation) -> str:
+    verdicts = [event["verdict"] for event in acted(seen)]
+    wrong = [one for one in verdicts if one["cause"] not in allowed.causes]
+    if wrong:
+        known = ", ".join(sorted(allowed.causes)) or "none"
+        return f"{wrong[0]['cause']}, and right is {known}: {wrong[0]['words'][:160]}"
+    if allowed.told and not verdicts and seen.error is None:
+        return f"nothing was said; right is {', '.join(sorted(allowed.causes))}"
+    said = " ".join([*(one["words"] for one in verdicts), str(seen.error or "")])
+    if allowed.words and (verdicts or seen.error) and not any(w in said for w in allowed.words):
+        return f"not said: {' or '.join(allowed.words)}: {said[:160]}"
+    return ""
+
+
+def _certified(case: Case, world: World, seen: Observation, records: Sequence[LeftOut]) -> str:
+    if not is_certified(seen):
+        return ""
+    assert seen.adapter is not None
+    peak = max(float(tensor.abs().max()) for tensor in seen.adapter.values())
+    if not peak < _BOUND:  # not a number too
+        return f"the certified adapter reaches {peak:.3g}"
+    overrides = tuple(one for one in case.overrides if not one[0].startswith("guard."))
+    kept = records if case.right.result == "clean" else ()
+    reference = clean_run(world, overrides, kept)
+    if case.right.result == "bounded":
+        return _other_base(seen.folder, reference)
+    if equal(seen.adapter, load_adapter(reference), exactly=False):
+        return ""
+    return _other_output(seen.folder, reference)
+
+
+def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) -> Path:
+    """The folder of a run without a fault that leaves out the same samples in the same epochs; collective, made once."""
+    kept = [(one.sample_id, one.from_epoch, one.from_copy, one.to_epoch) for one in records]
+    text = json.dumps([world.accelerator.num_processes, overrides, sorted(kept, key=str)])
+    key = blake2b(text.encode(), digest_size=8).hexdigest()
+    folder = world.root / "clean" / key
+    found = [folder.exists()]
+    broadcast_object_list(found)  # other jobs may be making it: all ranks do as the first one saw
+    if found[0]:
+        return folder
+
+    def leave_out(stage: Stage) -> None:
+        stage.run.guard.quarantine.add(records)
+        stage.run.guard.order.forget()
+
+    name = f"clean_{key}_{_unique(world)}"
+    seen = world.observe(name, leave_out, overrides)
+    if seen.error is not None:
+        raise RuntimeError(f"the clean run failed: {seen.error}")
+    if world.accelerator.is_main_process and not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        try:
+            seen.folder.rename(folder)
+        except OSError:
+            if not folder.exists():  # another job was first
+                raise
+    world.accelerator.wait_for_everyone()
+    return folder
+
+
+def _unique(world: World) -> int:
+    """A number that no other job uses, equal on all ranks."""
+    import os
+
+    number = [os.getpid()]
+    broadcast_object_list(number)
+    return number[0]
+
+
+def load_adapter(folder: Path) -> Tensors:
+    files = sorted((folder / "adapter").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _other_output(folder: Path, reference: Path) -> str:
+    """What the file gives in its stock model, against what the clean run's gave."""
+    noted = _noted(reference)
+    found = find_target(folder, None)
+    stock = found.stock()
+    fresh = stock.put(stock.load(torch.float32), found.file)
+    check = compare_output(stock, fresh, noted, torch.float32, "the clean run")
+    return "" if check.passed else f"the stock output is not the clean run's: {check.words[:160]}"
+
+
+def _other_base(folder: Path, reference: Path) -> str:
+    """Whether the run noted another output of its base, adapter off, than a clean run does."""
+    own, clean = _noted(folder), _noted(reference)
+    if NOT_RECORDED in own:
+        return f"certified without an output: {own[NOT_RECORDED]}"
+    if "base" not in own or "base" not in clean:
+        return ""
+    ours, theirs = (torch.tensor(one["base"]["values"]) for one in (own, clean))
+    away = float((ours - theirs).norm() / theirs.norm())
+    return f"the base's output was {away:.2%} from the clean run's" if not away < 1e-4 else ""
+
+
+def _noted(folder: Path) -> Mapping[str, Any]:
+    return find_target(folder, None).made["output"]

@@ -1,0 +1,317 @@
+"""The places that faults are drawn for, and what is right of each."""
+
+import math
+from functools import partial
+
+from benchmarks.verdicts.cases import (
+    DONE,
+    REFUSED,
+    SILENT,
+    STOPPED,
+    Case,
+    Draw,
+    Place,
+    Right,
+    right,
+)
+from benchmarks.verdicts.computing import COMPUTING
+from dit_lora.faults import arms
+from dit_lora.faults.site import Site
+from dit_lora.faults.triggers import ALL_RANKS, Change, When, before, element, row, times
+from dit_lora.faults.world import Arm
+
+_LOSSES: dict[str, Change] = {
+    "NaN": times(math.nan),
+    "Inf": times(math.inf),
+    "huge": times(1e30),
+    "tiny": times(1e-25),
+    "sign": times(-1.0),
+    "factor": times(3.0),
+}
+_ROWS: dict[str, Change] = {
+    "NaN": element(math.nan, 3),
+    "Inf": element(math.inf, 3),
+    "huge": times(1e15),
+    "sign": times(-1.0),
+    "factor": times(1.5),
+}
+_VALUES = {"NaN": math.nan, "Inf": math.inf, "1e30": 1e30, "5000": 5000.0, "negative": -1.0}
+_NOT_FINITE = ("NaN", "Inf")
+_TRANSIENT = right("transient", ends=(DONE,))
+_OF_SAMPLE = right("data", touches=True, ends=(DONE,))
+_PERHAPS = right("data", "inputs", told=False, touches=True, result="bounded")
+"""So large that it may overflow, or may be clipped and trained on."""
+_MEMORY = right("memory", "weights", ends=(DONE,))
+_MOMENT = right("memory", "optimizer", "weights", ends=(DONE,))
+_BASE = right("weights", ends=(DONE, REFUSED, STOPPED))
+_STEP = right("step", result="bounded")
+
+
+def _of_sample(draw: Draw, when: When) -> Right:
+    if draw.kind in ("sign", "factor", "tiny"):
+        return SILENT
+    if draw.kind == "huge":
+        return _PERHAPS
+    return _TRANSIENT if when.mode == "once" else _OF_SAMPLE
+
+
+def _sample_tensor(name: str, draw: Draw) -> Case:
+    when = draw.when("once", "from", "from")
+    tensor = (draw.site.text or name) if name == "prompt_embeds" else name
+    arm = arms.sample_tensor(tensor, _ROWS[draw.kind], when)
+    return Case(when.words, _of_sample(draw, when), arm)
+
+
+def _cache(draw: Draw) -> Case:
+    value = {"huge": 3e30, "finite": 0.5, **_VALUES}[draw.kind]
+    change = arms.cached_latent(value, draw.target)
+    return Case("on the disk, before the run", _OF_SAMPLE, before_start=change)
+
+
+def _loss_of_sample(draw: Draw) -> Case:
+    when = draw.when("once", "from", "from")
+    arm = arms.losses(_LOSSES[draw.kind], arms.target_rows, when)
+    return Case(when.words, _of_sample(draw, when), arm)
+
+
+def _loss_of_step(draw: Draw) -> Case:
+    when = draw.when("at")
+    arm = arms.losses(_LOSSES[draw.kind], arms.every_row, when)
+    return Case(f"{when.words}, whatever sample is there", _STEP, arm)
+
+
+def _loss_of_row(draw: Draw) -> Case:
+    when, index = draw.when("from"), draw.chance.choice((0, 1))
+    arm = arms.losses(_LOSSES[draw.kind], arms.place_in_batch(index), when)
+    # A sample alone is always in row 0, so that there every pass fails, whatever is changed.
+    causes = ("step",) if index else ("step", "unknown")
+    return Case(f"{when.words}, in row {index}", right(*causes, result="bounded"), arm)
+
+
+def _loss_of_timesteps(draw: Draw) -> Case:
+    first = draw.chance.choice((0, 200, 400, 600, 800))
+    when, rows = draw.when("from"), arms.timesteps_between(first, first + 200)
+    arm = arms.losses(_LOSSES[draw.kind], rows, when)
+    allowed = right("inputs", "step", told=False, result="bounded")
+    return Case(f"{when.words}, at t of {first} to {first + 200}", allowed, arm)
+
+
+def _random_loss(draw: Draw) -> Case:
+    p = float(draw.kind.removeprefix("p = "))
+    when = When("random", draw.step(), draw.rank(), p, draw.number())
+    arm = arms.losses(times(math.nan), arms.every_row, when)
+    return Case(when.words, right("transient", "unknown", told=False), arm)
+
+
+def _first_passes(draw: Draw) -> Case:
+    count = int(draw.kind.split()[0])
+    allowed = right("transient", "unknown")
+    return Case("in every attempt at a step", allowed, arms.first_passes(count))
+
+
+_BASE_CHANGES: dict[str, Change] = {
+    "NaN": element(math.nan),
+    "Inf": element(math.inf),
+    "huge": element(3e38),
+    "sign": times(-1.0),
+    "zero": times(0.0),
+    "factor": times(1.5),
+    "row": row(1e30),
+}
+
+
+def _frozen(draw: Draw) -> Case:
+    step, rank, number = draw.step(), draw.rank(), draw.number()
+    change = _BASE_CHANGES[draw.kind]
+    if draw.kind in ("NaN", "Inf", "huge"):
+        change = element({"huge": 3e38, **_VALUES}[draw.kind], draw.number())
+    dimensions = 2 if draw.kind == "row" else 1
+    arm = before(step, arms.frozen(number, dimensions), change, rank)
+    return Case(_before(step, rank), _of_rank(_BASE, rank), arm)
+
+
+def _buffer(draw: Draw) -> Case:
+    step, rank = draw.step(), draw.rank()
+    arm = before(step, arms.buffer(draw.number()), _BASE_CHANGES[draw.kind], rank)
+    return Case(_before(step, rank), _of_rank(_BASE, rank), arm)
+
+
+def _weight(draw: Draw) -> Case:
+    step, rank = draw.step(), draw.rank()
+    change = element(_VALUES[draw.kind], draw.number())
+    arm = before(step, arms.trained(draw.number()), change, rank)
+    return Case(_before(step, rank), _of_rank(_MEMORY, rank), arm)
+
+
+def _all_weights(draw: Draw) -> Case:
+    step = draw.step()
+    if draw.kind == "grown":
+        allowed = right("learning_rate", "weights", "memory", result="bounded")
+        return Case(_before(step), allowed, arms.all_trained(step, times(1e5)))
+    if draw.ranks == 1:
+        return Case(_before(step), SILENT, arms.all_trained(step, times(-1.0)))
+    allowed = right("rank", "weights", "memory")
+    return Case(_before(step, 1), allowed, arms.all_trained(step, times(-1.0), 1))
+
+
+def _moment(draw: Draw) -> Case:
+    step, rank = draw.step(2), draw.rank()
+    key = "exp_avg_sq" if draw.kind == "negative" else draw.chance.choice(("exp_avg", "exp_avg_sq"))
+    change = element(_VALUES[draw.kind], draw.number())
+    arm = before(step, arms.moment(draw.number(), key), change, rank)
+    return Case(f"{_before(step, rank)}, in {key}", _of_rank(_MOMENT, rank), arm)
+
+
+def _average(draw: Draw) -> Case:
+    step, rank = draw.step(2), draw.rank()
+    change = element(_VALUES[draw.kind], draw.number())
+    arm = before(step, arms.average(draw.number()), change, rank)
+    allowed = _of_rank(_MEMORY, rank)
+    return Case(_before(step, rank), allowed, arm, (("train.ema", 0.9),))
+
+
+def _gradient(draw: Draw) -> Case:
+    rank = draw.rank()
+    when = draw.when("once", "from", "at", rank=rank)
+    number = draw.number() if draw.kind.startswith("one") else None
+    change = {
+        "one NaN": element(math.nan, draw.number()),
+        "one Inf": element(math.inf, draw.number()),
+        "all NaN": times(math.nan),
+        "one 1e30": element(1e30, draw.number()),
+        "all x 1e30": times(1e30),
+        "all x 1e-25": times(1e-25),
+    }[draw.kind]
+    arm = arms.gradients(change, number, when)
+    if "1e" in draw.kind:  # finite, and so is its norm
+        return Case(when.words, right(told=False, ends=(DONE, REFUSED), result="bounded"), arm)
+    return Case(when.words, of_pass(when), arm)
+
+
+def of_pass(when: When) -> Right:
+    """Of what spoils whole passes, whatever samples are in them."""
+    if when.mode == "once":
+        return _TRANSIENT
+    if when.rank != ALL_RANKS:
+        return right("rank", "step", result="bounded")
+    return _STEP if when.mode == "at" else right("unknown", "step", ends=(STOPPED,))
+
+
+def _device(draw: Draw) -> Case:
+    when = draw.when("from", rank=draw.chance.choice((0, 1)))
+    arm = arms.losses(_LOSSES[draw.kind], arms.every_row, when)
+    return Case(when.words, right("rank", ends=(STOPPED,)), arm)
+
+
+def _rate(draw: Draw) -> Case:
+    group = {"adapter": {"lr": float(draw.kind)}}
+    allowed = right("learning_rate", result="bounded")
+    overrides = (("optim.clip", None), ("optim.groups", group))
+    return Case("from the start", allowed, overrides=overrides)
+
+
+def _decay(draw: Draw) -> Case:
+    group = {"adapter": {"lr": 1e-3, "weight_decay": float(draw.kind)}}
+    causes = ("learning_rate", "weight_decay", "optimizer")
+    allowed = right(*causes, result="bounded", words=("weight decay", "weight_decay"))
+    return Case("from the start", allowed, overrides=(("optim.groups", group),))
+
+
+def _memory(draw: Draw) -> Case:
+    first = draw.chance.randint(1, 6)
+    when = draw.when("from")
+    fault = arms.losses(times(math.nan), arms.target_rows, when)
+    arm: Arm = arms.at_once(fault, arms.out_of_memory(arms.passes_from(first)))
+    allowed = right("data", "inputs", "unknown", touches=True, ends=(DONE,))
+    words = f"{when.words}; replays from the {first}. on do not fit into memory"
+    return Case(words, allowed, arm)
+
+
+def _nothing(draw: Draw) -> Case:
+    return Case("never", right(told=False, ends=(DONE,)))
+
+
+def _before(step: int, rank: int = ALL_RANKS) -> str:
+    where = f", rank {rank}" if rank != ALL_RANKS else ""
+    return f"before step {step}{where}"
+
+
+def _of_rank(allowed: Right, rank: int) -> Right:
+    """What one rank alone holds may also be told as that rank's."""
+    if rank == ALL_RANKS:
+        return allowed
+    return right(*allowed.causes, "rank", ends=tuple({*allowed.ends, STOPPED}))
+
+
+def _encoded(site: Site, ranks: int) -> bool:
+    return site.encoded
+
+
+_TENSOR, _LOSS = tuple(_ROWS), tuple(_LOSSES)
+_BASE_KINDS = tuple(_BASE_CHANGES)
+PLACES: dict[str, Place] = {
+    "no fault": Place(_nothing, ("none",), "nothing: the guard must say nothing"),
+    "latent": Place(
+        partial(_sample_tensor, "latent_mean"), _TENSOR, "a sample's latent after reading", _encoded
+    ),
+    "caption embedding": Place(
+        partial(_sample_tensor, "prompt_embeds"),
+        _TENSOR,
+        "a sample's encoded caption after reading",
+        lambda site, ranks: site.text is not None,
+    ),
+    "cache entry": Place(
+        _cache, ("NaN", "Inf", "huge", "finite"), "a value of a cache entry on the disk", _encoded
+    ),
+    "loss of a sample": Place(_loss_of_sample, _LOSS, "one sample's loss"),
+    "loss of a step": Place(
+        _loss_of_step, _NOT_FINITE, "a step's loss, whatever samples it has; in replays of it too"
+    ),
+    "loss of a row": Place(
+        _loss_of_row,
+        _NOT_FINITE,
+        "the loss at one place in the batch",
+        lambda site, ranks: ranks == 1,
+    ),
+    "loss of timesteps": Place(
+        _loss_of_timesteps,
+        _NOT_FINITE,
+        "the loss at a range of timesteps",
+        _encoded,
+    ),
+    "random loss": Place(
+        _random_loss,
+        ("p = 0.01", "p = 0.05", "p = 0.2", "p = 0.5", "p = 0.7", "p = 0.9"),
+        "any loss, with a chance: hardware that is not deterministic",
+    ),
+    "late replay": Place(
+        _first_passes, ("1 pass", "2 passes", "3 passes", "5 passes"), "a step's first passes"
+    ),
+    "frozen weight": Place(_frozen, _BASE_KINDS, "a weight of the base in memory"),
+    "buffer": Place(
+        _buffer,
+        ("NaN", "huge", "sign", "factor"),
+        "a buffer of the base in memory",
+        lambda site, ranks: site.has_buffers,
+    ),
+    "trained weight": Place(
+        _weight, ("NaN", "Inf", "1e30", "5000"), "one element of a trained weight"
+    ),
+    "trained weights": Place(_all_weights, ("grown", "sign"), "all trained weights"),
+    "moment": Place(
+        _moment, ("NaN", "Inf", "1e30", "negative"), "one element of one of AdamW's moments"
+    ),
+    "average": Place(_average, ("NaN", "Inf", "1e30", "5000"), "one element of the moving average"),
+    "gradient": Place(
+        _gradient,
+        ("one NaN", "one Inf", "all NaN", "one 1e30", "all x 1e30", "all x 1e-25"),
+        "gradients as they arrive",
+    ),
+    "device": Place(
+        _device, _NOT_FINITE, "all that one rank computes", lambda site, ranks: ranks > 1
+    ),
+    "learning rate": Place(_rate, ("1e3", "1e5", "1e38"), "a real divergence"),
+    "weight decay": Place(_decay, ("1e5", "1e7"), "a real divergence of another cause"),
+    "memory": Place(_memory, ("out of memory",), "a sample's loss, and replays that do not fit"),
+    **COMPUTING,
+}

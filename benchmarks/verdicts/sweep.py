@@ -1,0 +1,154 @@
+"""Runs drawn faults, each in a process of its own, forked from one that has imported and built everything."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from benchmarks.forks import ended, forked, free_port
+from benchmarks.verdicts.cases import Drawn
+from benchmarks.verdicts.draw import case_of
+from benchmarks.verdicts.judge import (
+    EndlessError,
+    Judgement,
+    Tally,
+    acted,
+    failures_of,
+    is_certified,
+)
+from dit_lora.faults import arms
+from dit_lora.faults.site import SITES
+from dit_lora.faults.world import World
+
+PATIENCE = 240.0
+"""Seconds after which a run that has not ended is a failure."""
+_AFTER_A_CRASH = 20.0
+"""Seconds that other ranks have to end after one has crashed."""
+
+
+@dataclass
+class _Job:
+    """One fault under way."""
+
+    fault: Drawn
+    pids: list[int]
+    log: Path
+    out: Path
+    began: float = field(default_factory=time.monotonic)
+    codes: dict[int, int] = field(default_factory=dict)
+    crashed: float | None = None
+
+    def look(self) -> bool:
+        """Whether it is over."""
+        left = [pid for pid in self.pids if pid not in self.codes]
+        self.codes |= ended(left)
+        now = time.monotonic()
+        if self.crashed is None and any(self.codes.values()):
+            self.crashed = now
+        if len(self.codes) == len(self.pids):
+            return True
+        late = now - self.began > PATIENCE
+        alone = self.crashed is not None and now - self.crashed > _AFTER_A_CRASH
+        if late or alone:
+            self.kill()
+        return late or alone
+
+    def kill(self) -> None:
+        for pid in self.pids:
+            if pid not in self.codes:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+@dataclass
+class Sweep:
+    """The tiny worlds, and the faults that are run in them."""
+
+    folder: Path
+    jobs: int
+    worlds: dict[str, World] = field(default_factory=dict)
+
+    def build(self, variants: Sequence[str]) -> Iterator[str]:
+        """One checkpoint after another, with the clean run that encodes its clips."""
+        for variant in variants:
+            world = World(self.folder / variant, Accelerator(cpu=True), SITES[variant])
+            world.reference("clean", ())
+            self.worlds[variant] = world
+            yield variant
+
+    def run(self, faults: Sequence[Drawn]) -> Iterator[Judgement]:
+        """Judge every fault, in the order in which they end."""
+        waiting, running = list(faults), list[_Job]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.jobs:
+                    running.append(self._start(waiting.pop(0)))
+                over = [job for job in running if job.look()]
+                running = [job for job in running if job not in over]
+                yield from (_judgement(job) for job in over)
+                if not over:
+                    time.sleep(0.02)
+        finally:
+            for job in running:
+                job.kill()
+
+    def _start(self, fault: Drawn) -> _Job:
+        log = self.folder / f"{fault.number:03d}.log"
+        out = self.folder / f"{fault.number:03d}.json"
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        group |= {"WORLD_SIZE": str(fault.ranks), "LOCAL_WORLD_SIZE": str(fault.ranks)}
+        pids = []
+        for rank in range(fault.ranks):
+            own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if fault.ranks > 1 else {}
+            pids.append(forked(lambda _: self._play(fault, out), [], own, log))
+        return _Job(fault, pids, log, out)
+
+    def _play(self, fault: Drawn, out: Path) -> None:
+        """In a process of its own: the run with the fault, and what is to be said of it."""
+        began = time.monotonic()
+        world = self.worlds[fault.variant]
+        world.accelerator = Accelerator(cpu=True)
+        world.aim = fault.aim
+        case, tally = case_of(fault, world), Tally()
+        known = [arms.right_kernel(), *([case.arm] if case.arm else []), tally.arm]
+        told: list[str] = []
+        judgement = Judgement(fault.name, fault.place, fault.kind, case.when)
+        try:
+            seen = world.observe(
+                f"fault_{fault.number:03d}",
+                arms.at_once(*known),
+                case.overrides,
+                before_start=case.before_start or (lambda cache: None),
+            )
+        except EndlessError as error:
+            judgement.failures["ended"] = str(error)
+        else:
+            judgement.failures.update(failures_of(case, world, seen, tally))
+            told = [f"{e['step']} {e['verdict']['cause']} {e['action']}" for e in acted(seen)]
+            code = seen.error.exit_code if seen.error else 0
+            values = {"told": told, "exit_code": code, "certified": is_certified(seen)}
+            judgement = Judgement(**{**asdict(judgement), **values})
+        if world.accelerator.is_main_process:
+            seconds = round(time.monotonic() - began, 2)
+            values = {"recoveries": tally.recoveries, "seconds": seconds}
+            out.write_text(json.dumps({**asdict(judgement), **values}), encoding="utf-8")
+            for folder in (world.root / "runs", world.root / "caches"):
+                shutil.rmtree(folder / f"fault_{fault.number:03d}", ignore_errors=True)
+
+
+def _judgement(job: _Job) -> Judgement:
+    if job.out.exists():
+        return Judgement(**json.loads(job.out.read_text(encoding="utf-8")))
+    fault, seconds = job.fault, round(time.monotonic() - job.began, 1)
+    lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "nothing was said")
+    words = f"no end after {seconds:g} s" if job.crashed is None else f"crashed: {last.strip()}"
+    return Judgement(
+        fault.name, fault.place, fault.kind, "", failures={"ended": words}, seconds=seconds
+    )

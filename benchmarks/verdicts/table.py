@@ -1,0 +1,42 @@
+"""What a sweep found, as a table by place and kind, and every failure with the command that replays it."""
+
+from collections.abc import Sequence
+
+from benchmarks.verdicts.judge import QUESTIONS, Judgement
+
+_HEAD = ("place", "kind", "faults", *QUESTIONS)
+
+
+def table(judged: Sequence[Judgement]) -> str:
+    """One row a place and kind, with the number of faults that fail each question, and the sums."""
+    pairs = sorted({(one.place, one.kind) for one in judged})
+    rows = [_row(*pair, [j for j in judged if (j.place, j.kind) == pair]) for pair in pairs]
+    rows.append(_row("all", "", judged))
+    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
+    lines = [_line(row, widths) for row in [_HEAD, *rows]]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _row(place: str, kind: str, judged: Sequence[Judgement]) -> tuple[str, ...]:
+    wrong = [sum(question in one.failures for one in judged) for question in QUESTIONS]
+    return (place, kind, str(len(judged)), *(str(count) if count else "." for count in wrong))
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+    counts = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+    return "  ".join([*cells[:2], *counts]).rstrip()
+
+
+def failures(judged: Sequence[Judgement], command: str) -> str:
+    """Every fault that fails a question, in full, with the command that runs it alone."""
+    parts = []
+    for one in sorted(judged, key=lambda one: one.name):
+        if not one.failures:
+            continue
+        parts.append(f"{one.name}, {one.when}")
+        parts += [f"    {question}: {words}" for question, words in one.failures.items()]
+        events = "; ".join(one.told[:8]) or "none"
+        parts.append(f"    exit {one.exit_code}, certified {one.certified}, events: {events}")
+        parts.append(f"    {command} --only {one.name[:3]}")
+    return "\n".join(parts)
