@@ -200,12 +200,16 @@ def faults(
     model: Annotated[
         str, typer.Option(help="The tiny checkpoint, as `dit-lora tiny` names it.")
     ] = "cogvideox-5b",
+    engine: Annotated[
+        str, typer.Option(help="How several ranks share a step: ddp, fsdp2 or zero2.")
+    ] = "ddp",
 ) -> None:
     """Inject faults into tiny runs and show what the guard makes of each; exit 1 if it fails at one."""
     from dit_lora.faults.suite import run_suite, totals
     from dit_lora.faults.table import render
+    from dit_lora.faults.world import engine_of
 
-    judged = run_suite(only, ranks, model)
+    judged = run_suite(only, ranks, model, engine_of(engine))
     if as_json:
         lines = [asdict(one) for one in judged]
         echo(json.dumps({"faults": lines, "totals": totals(judged)}, indent=2))

@@ -1,7 +1,9 @@
 """Runs drawn faults, each in a process of its own, forked from one that has imported and built everything."""
 
+import faulthandler
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -26,8 +28,11 @@ from dit_lora.faults import arms
 from dit_lora.faults.site import SITES
 from dit_lora.faults.world import World
 
-PATIENCE = 240.0
+PATIENCE = 60.0
 """Seconds after which a run that has not ended is a failure."""
+_STACKS_AFTER = 0.9 * PATIENCE
+"""Seconds after which such a run notes in its log where it is."""
+_OURS = re.compile(r"(dit_lora/\S+)\", line \d+ in (\w+)")
 _AFTER_A_CRASH = 20.0
 """Seconds that other ranks have to end after one has crashed."""
 
@@ -112,6 +117,7 @@ class Sweep:
     def _play(self, fault: Drawn, out: Path) -> None:
         """In a process of its own: the run with the fault, and what is to be said of it."""
         began = time.monotonic()
+        faulthandler.dump_traceback_later(_STACKS_AFTER, file=2)
         world = self.worlds[fault.variant]
         world.accelerator = Accelerator(cpu=True)
         world.aim = fault.aim
@@ -146,9 +152,13 @@ def _judgement(job: _Job) -> Judgement:
     if job.out.exists():
         return Judgement(**json.loads(job.out.read_text(encoding="utf-8")))
     fault, seconds = job.fault, round(time.monotonic() - job.began, 1)
-    lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    last = next((line for line in reversed(lines) if line.strip()), "nothing was said")
-    words = f"no end after {seconds:g} s" if job.crashed is None else f"crashed: {last.strip()}"
+    said = job.log.read_text(encoding="utf-8", errors="replace")
+    if job.crashed is not None:
+        words = f"crashed: {(said.strip().splitlines() or ['nothing was said'])[-1].strip()}"
+    else:
+        where = [_OURS.search(stack) for stack in said.split("Timeout (")[1:]]
+        places = sorted({f"{one[1]} in {one[2]}" for one in where if one})
+        words = f"no end after {seconds:g} s, at {' and at '.join(places) or 'an unknown place'}"
     return Judgement(
         fault.name, fault.place, fault.kind, "", failures={"ended": words}, seconds=seconds
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dit_lora.data.quarantine import Quarantine
 from dit_lora.faults.site import Site
 from dit_lora.faults.world import Arm, Observation, Overrides, Tensors, World, poisoned_files
 
@@ -30,6 +31,8 @@ class Expected:
     close_to: str | None = None
     """As `same_as`, but where other kernels ran, which round otherwise."""
     exit_code: int = DONE
+    nobody_lost: bool = False
+    """No sample may be left out for good."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,13 @@ class Fault:
     """For faults that are not put into one plain run."""
     needs: tuple[str, ...] = ()
     """What a `Site` must have; the others do not know this fault."""
+    ranks: int = 1
+    """How many it takes at least."""
+    most_ranks: int = 8
 
-    def fits(self, site: Site) -> bool:
-        return all(getattr(site, need) for need in self.needs)
+    def fits(self, site: Site, ranks: int = 1) -> bool:
+        enough = self.ranks <= ranks <= self.most_ranks
+        return enough and all(getattr(site, need) for need in self.needs)
 
     def judge(self, world: World) -> Judged:
         """Run it and compare; collective."""
@@ -108,7 +115,9 @@ def judged(
 def _named(expected: Expected, seen: Observation, target: str, site: Site) -> tuple[str, list[str]]:
     """The verdict in words, and what is missing in it."""
     if expected.cause == "none":
-        return "nothing to tell: what is damaged is passed over", []
+        told = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
+        why = [f"{told} is named, and nothing is to be told"] if told else []
+        return "nothing to tell: what is damaged is passed over", why
     if expected.cause == "refused":
         text = str(seen.error or "")
         words = [site.named(word) for word in expected.words]
@@ -136,9 +145,19 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
     actions = [event["action"] for event in seen.events]
     if expected.cause not in ("refused", "none") and expected.action not in actions:
         why.append(f"action {expected.action} is not among {actions}")
+    if expected.action != "fallback" and "fallback" in actions:
+        why.append("something was switched off, and nothing is wrong that can be")
+    if expected.nobody_lost and (lost := left_out(seen)):
+        why.append(f"left out for good: {lost}")
     if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
         why.append("the adapter is not that of the run it must equal")
     return why
+
+
+def left_out(seen: Observation) -> list[str]:
+    """The samples that a run leaves out for good."""
+    records = Quarantine.load(seen.folder / "quarantine.jsonl").records
+    return [one.sample_id for one in records if one.to_epoch is None]
 
 
 def equal(one: Tensors | None, other: Tensors, exactly: bool = True) -> bool:

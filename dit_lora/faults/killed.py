@@ -9,16 +9,16 @@ from typing import Any
 from accelerate import Accelerator
 
 from dit_lora.families import get_family
-from dit_lora.faults.world import prepared_run
+from dit_lora.faults.world import Engine, engine_of, prepared_run
 from dit_lora.recipe import load_recipe
 from dit_lora.training import checkpoint as checkpoints
 from dit_lora.training.run import fit
 
 
-def main(config: Path) -> None:
+def main(config: Path, engine: Engine = "ddp") -> None:
     recipe = load_recipe(config)
     opened = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
-    run = prepared_run(recipe, Accelerator(cpu=True), opened)
+    run = prepared_run(recipe, Accelerator(cpu=True), opened, engine)
     write = checkpoints._write_synced
 
     def killed(path: Path, data: Any) -> None:
@@ -31,4 +31,4 @@ def main(config: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), engine_of(sys.argv[2]))

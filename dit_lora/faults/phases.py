@@ -161,7 +161,7 @@ def _killed(fault: Fault, world: World) -> Observation:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         alone = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
         head = [sys.executable, *(launch if ranks > 1 else [])]
-        killed = [*head, "-m", "dit_lora.faults.killed", str(config)]
+        killed = [*head, "-m", "dit_lora.faults.killed", str(config), world.engine]
         subprocess.run(killed, env=alone, capture_output=True)
         if not list((Path(recipe.run.dir) / "checkpoints").glob(".step_*.partial")):
             raise DitLoraError("kill -9 left no partial checkpoint: the fault was not injected")

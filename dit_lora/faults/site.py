@@ -106,6 +106,8 @@ class Site:
     """Whether the VAE gives a distribution."""
     has_buffers: bool = False
     """Whether the model holds tables in floating point that are no weights, such as positions."""
+    class_table: str | None = None
+    """The weight that has a row for each class."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Of a chat model: modules by what they are."""
     vision_attention: str | None = None
@@ -241,8 +243,14 @@ _EVERY = (
         time_proj="transformer_blocks.1.norm1.emb.time_proj",
         text=None,
         has_buffers=True,
+        class_table="transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight",
     ),
-    _video_dit("video-dit-class", write_data=write_class_clips, text=None),
+    _video_dit(
+        "video-dit-class",
+        write_data=write_class_clips,
+        text=None,
+        class_table="class_embed.weight",
+    ),
     _video_dit("video-dit-text", text="pooled_projections"),
     Site(
         "latte",

@@ -1,6 +1,6 @@
 """Runs the faults and prints the table.
 
-torchrun --nproc_per_node 2 -m dit_lora.faults.suite OUT.json VARIANT [PATTERN]      # what `dit-lora faults --ranks 2` does
+torchrun --nproc_per_node 2 -m dit_lora.faults.suite OUT.json VARIANT ENGINE [PATTERN]      # what `dit-lora faults --ranks 2` does
 """
 
 import fnmatch
@@ -22,10 +22,13 @@ from tqdm import tqdm
 
 from dit_lora.errors import DitLoraError
 from dit_lora.faults import (
+    altered,
+    blame,
     chat_data,
     chat_loops,
     chat_steps,
     data_faults,
+    late,
     loops,
     ops,
     phases,
@@ -34,18 +37,21 @@ from dit_lora.faults import (
 )
 from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.site import DEFAULT, Site, site_of
-from dit_lora.faults.world import World
+from dit_lora.faults.world import Engine, World, engine_of
 from dit_lora.files import write_whole
 
 
-def catalog(site: Site) -> list[Fault]:
-    """Every fault that a tiny checkpoint can have, in the order of the table."""
+def catalog(site: Site, ranks: int = 1) -> list[Fault]:
+    """Every fault that a tiny checkpoint can have on so many ranks, in the order of the table."""
     every = [
         *samples.cached(),
         *samples.DRAWN,
         *data_faults.FAULTS,
         *state.FAULTS,
+        *altered.FAULTS,
+        *blame.FAULTS,
         *ops.FAULTS,
+        *late.FAULTS,
         *phases.FAULTS,
         *chat_data.FAULTS,
         *chat_steps.FAULTS,
@@ -54,12 +60,12 @@ def catalog(site: Site) -> list[Fault]:
             loops.FAULTS if site.variant == DEFAULT else ()
         ),  # foreign loops have models of their own
     ]
-    return [fault for fault in every if fault.fits(site)]
+    return [fault for fault in every if fault.fits(site, ranks)]
 
 
-def chosen(pattern: str | None, site: Site) -> list[Fault]:
+def chosen(pattern: str | None, site: Site, ranks: int = 1) -> list[Fault]:
     """The site's faults whose name matches a pattern such as `*latent*`; all without one."""
-    known = catalog(site)
+    known = catalog(site, ranks)
     faults = [f for f in known if pattern is None or fnmatch.fnmatchcase(f.name, pattern)]
     if not faults:
         names = ", ".join(fault.name for fault in known)
@@ -67,17 +73,19 @@ def chosen(pattern: str | None, site: Site) -> list[Fault]:
     return faults
 
 
-def run_suite(pattern: str | None, ranks: int, variant: str = DEFAULT) -> list[Judged]:
+def run_suite(
+    pattern: str | None, ranks: int, variant: str = DEFAULT, engine: Engine = "ddp"
+) -> list[Judged]:
     """Judge every chosen fault on one tiny checkpoint, in this process or on ranks that torchrun starts."""
     site = site_of(variant)
-    faults = chosen(pattern, site)
+    faults = chosen(pattern, site, ranks)
     if ranks == 1:
         bar = tqdm(judge_all(faults, site), total=len(faults), desc="faults", unit="fault")
         return list(bar)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "judged.json"
         launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        arguments = [str(out), variant, *([pattern] if pattern else [])]
+        arguments = [str(out), variant, engine, *([pattern] if pattern else [])]
         command = [sys.executable, "-m", *launch, "-m", "dit_lora.faults.suite", *arguments]
         done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
         if done.returncode or not out.exists():
@@ -96,14 +104,14 @@ def totals(judged: Sequence[Judged]) -> dict[str, int]:
     }
 
 
-def judge_all(faults: Sequence[Fault], site: Site) -> Iterator[Judged]:
+def judge_all(faults: Sequence[Fault], site: Site, engine: Engine = "ddp") -> Iterator[Judged]:
     """Inject one after the other; on every rank alike, each in a run of its own."""
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         shared: list[Any] = [folder]
         broadcast_object_list(shared)
-        world = World(Path(shared[0]), accelerator, site)
+        world = World(Path(shared[0]), accelerator, site, engine)
         world.reference("clean", ())  # encodes the clips that the faults' caches begin with
         for fault in faults:
             yield fault.judge(world)
@@ -115,11 +123,12 @@ def judge_all(faults: Sequence[Fault], site: Site) -> Iterator[Judged]:
 
 def main(argv: Sequence[str]) -> None:
     """Judge on every rank; the main process writes the lines."""
-    out, site = Path(argv[0]), site_of(argv[1])
-    faults = chosen(argv[2] if len(argv) > 2 else None, site)
+    out, site, engine = Path(argv[0]), site_of(argv[1]), engine_of(argv[2])
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    faults = chosen(argv[3] if len(argv) > 3 else None, site, ranks)
     is_main = os.environ.get("RANK", "0") == "0"
     bar = tqdm(
-        judge_all(faults, site),
+        judge_all(faults, site, engine),
         total=len(faults),
         desc="faults",
         unit="fault",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -29,6 +29,7 @@ from dit_lora.numerics.switches import kept_attention
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.checkpoint import find_checkpoint, is_whole
+from dit_lora.training.launch import Sharding
 from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
 from dit_lora.training.task import task_of
@@ -37,8 +38,18 @@ from dit_lora.training.verify import require_verified
 STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
 
+Engine = Literal["ddp", "fsdp2", "zero2"]
+ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "zero2")
 Overrides = tuple[tuple[str, Any], ...]
 Tensors = dict[str, torch.Tensor]
+
+
+def engine_of(name: str) -> Engine:
+    """The engine of that name; raises `DitLoraError` for another."""
+    for engine in ENGINES:
+        if engine == name:
+            return engine
+    raise DitLoraError(f"no engine is called {name!r}; there are: {', '.join(ENGINES)}")
 
 
 @dataclass(frozen=True)
@@ -139,9 +150,13 @@ Arm = Callable[[Stage], None]
 class World:
     """Everything that faults share. Every rank builds an equal one below its own folder's name."""
 
-    def __init__(self, root: Path, accelerator: Accelerator, site: Site) -> None:
+    def __init__(
+        self, root: Path, accelerator: Accelerator, site: Site, engine: Engine = "ddp"
+    ) -> None:
         self.root = root
         self.accelerator = accelerator
+        self.engine: Engine = engine
+        """How ranks share a step, where there are several."""
         self.site = site
         self.family: Family = get_family(site.family)
         self.model = root / "model"
@@ -256,7 +271,7 @@ class World:
 
     def _train(self, recipe: Recipe, arm: Arm | None) -> None:
         checkpoint = ArmedCheckpoint(self.family.open(recipe.model).for_recipe(recipe))
-        run = prepared_run(recipe, self.accelerator, checkpoint)
+        run = prepared_run(recipe, self.accelerator, checkpoint, self.engine)
         stage = Stage(run, self.site, self.target, checkpoint)
         with stage.patches:
             if arm is not None:
@@ -282,12 +297,17 @@ class World:
         return cache
 
 
-def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any) -> Run:
+def prepared_run(
+    recipe: Recipe, accelerator: Accelerator, checkpoint: Any, engine: Engine = "ddp"
+) -> Run:
     """A run as recipes/lora.py prepares it, in a process that goes on after it."""
     accelerator.gradient_accumulation_steps = recipe.train.accumulate
     family = get_family(recipe.model.family)
     precision = choose_precision(recipe.model.dtype, accelerator.device)
-    runtime = Runtime(recipe, accelerator, precision)
+    several = accelerator.num_processes > 1
+    sharding = Sharding() if several and engine == "fsdp2" else None
+    zero = 2 if several and engine == "zero2" else None
+    runtime = Runtime(recipe, accelerator, precision, sharding=sharding, zero=zero)
     resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
     task = task_of(recipe.model.family)

@@ -1,0 +1,77 @@
+"""Kernels and attention backends that go wrong late, by little, or now and then."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dit_lora.faults.arms import attention, kernel
+from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.ops import CHECKED
+from dit_lora.faults.triggers import Change, When, backward_of, divided, times
+from dit_lora.faults.world import Arm, Overrides
+
+
+def _first_row(output: torch.Tensor) -> torch.Tensor:
+    return output[:1].expand_as(output)
+
+
+class _Stale:
+    """What it gave in the pass before, where the shape is the same."""
+
+    def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        given, self.kept = self.kept, output.detach().clone()
+        if given is None or given.shape != output.shape:
+            return output
+        return output + (given - output).detach()
+
+
+_COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 2))
+_KERNEL = Expected("kernel", "fallback", ("kernel:wrong_op",), nobody_lost=True)
+_BY_CHANCE = Expected("transient", "retry", exit_code=3, nobody_lost=True)
+_WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
+    ("whose values are 0.1 % off", lambda: times(1.001), 2),
+    ("that gives every sample the first one's rows", lambda: _first_row, 3),
+    ("whose gradient is a fifth too small", lambda: backward_of(times(0.8)), 2),
+    ("that gives what it gave before", _Stale, 3),
+)
+
+
+def _late(change: Callable[[], Change], step: int) -> Arm:
+    """A kernel with a state of its own in each run."""
+    return lambda stage: kernel(change(), When("from", step))(stage)
+
+
+def _unstable(p: float) -> Arm:
+    return kernel(divided, When("random", 2, p=p, seed=5))
+
+
+FAULTS: tuple[Fault, ...] = (
+    *(
+        Fault(
+            f"a fused kernel {words}, late",
+            "kernel",
+            f"from step {step}",
+            _KERNEL,
+            _late(change, step),
+            _COMPARED,
+        )
+        for words, change, step in _WRONG
+    ),
+    Fault(
+        "a fused kernel that gives NaN now and then",
+        "kernel",
+        "from step 2, p = 0.5",
+        _BY_CHANCE,
+        _unstable(0.5),
+    ),
+    Fault(
+        "flash attention that gives NaN now and then",
+        "attention",
+        "from step 2, p = 0.4",
+        _BY_CHANCE,
+        attention(divided, When("random", 2, p=0.4, seed=5)),
+    ),
+)
