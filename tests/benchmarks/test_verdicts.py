@@ -1,0 +1,158 @@
+"""The sweep of drawn faults: equal seeds draw equal faults, all of them can be made, and each question can be failed."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from benchmarks.verdicts import judge
+from benchmarks.verdicts.__main__ import main
+from benchmarks.verdicts.cases import Case, Draw, Place, Right, right
+from benchmarks.verdicts.draw import drawn
+from benchmarks.verdicts.judge import Judgement, Tally
+from benchmarks.verdicts.places import PLACES
+from benchmarks.verdicts.sweep import Sweep
+from benchmarks.verdicts.table import failures, table
+from dit_lora.data.quarantine import LeftOut
+from dit_lora.errors import DitLoraError
+from dit_lora.faults import arms
+from dit_lora.faults.site import SITES
+from dit_lora.faults.triggers import When, times
+from dit_lora.faults.world import Observation
+
+EVERY = list(SITES)
+
+
+def test_a_seed_draws_the_same_faults_and_three_hundred_reach_every_place_and_kind() -> None:
+    faults = drawn(5, 300, EVERY, (1, 2))
+    assert faults == drawn(5, 300, EVERY, (1, 2))
+    assert faults[:40] == drawn(5, 40, EVERY, (1, 2))
+    assert faults != drawn(6, 300, EVERY, (1, 2))
+    pairs = {(place, kind) for place, one in PLACES.items() for kind in one.kinds}
+    assert {(one.place, one.kind) for one in faults} == pairs
+    assert {one.variant for one in faults} == set(EVERY)
+    assert {one.ranks for one in faults} == {1, 2}
+
+
+def test_every_place_makes_a_case_of_every_kind() -> None:
+    for name, place in PLACES.items():
+        for kind in place.kinds:
+            for site, ranks in [(s, n) for s in SITES.values() for n in (1, 2) if place.fits(s, n)]:
+                case = place.make(Draw(random.Random(0), site, ranks, "02.mp4", kind))
+                assert case.when, (name, kind)
+                assert case.right.causes or not case.right.told, (name, kind)
+
+
+ALLOWED = right("data", touches=True, switches=frozenset({"kernel:wrong_op"}))
+
+
+def seen(folder: Path, cause: str = "data", error: DitLoraError | None = None) -> Observation:
+    verdict = {"cause": cause, "words": "1 NaN"}
+    event = {"step": 3, "verdict": verdict, "action": "quarantine"}
+    return Observation([event], error, None, folder, folder, "")
+
+
+def left(sample: str, to_epoch: int | None = None) -> LeftOut:
+    return LeftOut(sample, 0, to_epoch, 3, "data", "1 NaN")
+
+
+def test_only_the_target_may_be_lost() -> None:
+    assert not judge._lost(ALLOWED, [left("a"), left("b", to_epoch=1)], "a")
+    assert "b" in judge._lost(ALLOWED, [left("a"), left("b")], "a")
+    assert "a" in judge._lost(replace(ALLOWED, touches=False), [left("a")], "a")
+
+
+def test_only_what_is_wrong_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {"kernel:wrong_op"}
+    monkeypatch.setattr(Tally, "switched_off", property(lambda tally: off))
+    assert not judge._off(ALLOWED, Tally())
+    off.add("attention:flash")
+    assert judge._off(ALLOWED, Tally()) == "switched off: attention:flash"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "cause", "wrong"),
+    [
+        (ALLOWED, "data", ""),
+        (ALLOWED, "inputs", "inputs, and right is data: 1 NaN"),
+        (right(told=False), "data", "data, and right is none: 1 NaN"),
+        (replace(ALLOWED, words=("1 Inf",)), "data", "not said: 1 Inf"),
+    ],
+)
+def test_only_a_right_cause_may_be_named(
+    tmp_path: Path, allowed: Right, cause: str, wrong: str
+) -> None:
+    said = judge._cause(allowed, seen(tmp_path, cause))
+    assert said.startswith(wrong)
+    assert bool(said) == bool(wrong)
+
+
+def test_what_must_be_told_is_missed(tmp_path: Path) -> None:
+    silent = replace(seen(tmp_path), events=[])
+    assert judge._cause(ALLOWED, silent) == "nothing was said; right is data"
+    assert not judge._cause(replace(ALLOWED, told=False), silent)
+
+
+def test_another_end_is_told(tmp_path: Path) -> None:
+    stopped = seen(tmp_path, error=DitLoraError("no such file"))
+    assert judge._ended(ALLOWED, stopped) == "exit code 2, not 0 or 3: no such file"
+    assert not judge._ended(ALLOWED, seen(tmp_path))
+    assert judge._ended(replace(ALLOWED, ends=(3,)), seen(tmp_path)).startswith("exit code 0")
+
+
+def test_the_table_counts_and_the_list_replays() -> None:
+    wrong = Judgement("007 latent: NaN (latte)", "latent", "NaN", "once", {"lost": "b.mp4"})
+    fine = replace(wrong, name="008 latent: NaN (dit-tiny)", failures={})
+    assert table([wrong, fine]).splitlines()[-1].split() == ["all", "2", "1", *"...."]
+    text = failures([wrong, fine], "python -m benchmarks.verdicts --seed 4")
+    assert "--seed 4 --only 007" in text
+    assert "008" not in text
+
+
+@pytest.mark.slow
+def test_a_sweep_finds_what_is_certified_though_it_is_not_the_clean_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that nobody can see, of which the clean result is asked; a crash; and nothing at all."""
+    unseen = arms.all_trained(4, times(-1.0))
+
+    def crash(stage: object) -> None:
+        raise ZeroDivisionError("an arm that breaks")
+
+    cases = {
+        "unseen": Case("before step 4", right(told=False), unseen),
+        "crash": Case("at once", right(told=False), crash),
+        "nothing": Case("never", right(told=False, ends=(0,))),
+        "sample": Case(
+            "from step 2",
+            right("data", touches=True, ends=(0,)),
+            arms.losses(times(torch.nan), arms.target_rows, When("from", 2)),
+        ),
+    }
+    for name in list(PLACES):
+        monkeypatch.delitem(PLACES, name)
+    for name, case in cases.items():
+        monkeypatch.setitem(PLACES, name, Place(lambda draw, case=case: case, ("one",), name))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    faults = drawn(0, 4, ["dit-tiny"], (1,))
+    sweep = Sweep(tmp_path, jobs=2)
+    assert list(sweep.build(["dit-tiny"])) == ["dit-tiny"]
+    found = {one.place: one for one in sweep.run(faults)}
+    assert {name: set(one.failures) for name, one in found.items()} == {
+        "unseen": {"certified"}, "crash": {"ended"}, "nothing": set(), "sample": set(),
+    }  # fmt: skip
+    assert "ZeroDivisionError: an arm that breaks" in found["crash"].failures["ended"]
+    assert found["sample"].certified
+    assert {one.split(" ", 1)[1] for one in found["sample"].told} == {"data quarantine"}
+
+
+def test_the_command_describes_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--describe"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in [*PLACES, *judge.QUESTIONS])
+    for wrong in (["--families", "sona"], ["--only", "999"]):
+        with pytest.raises(SystemExit):
+            main(["--seed", "0", *wrong])
