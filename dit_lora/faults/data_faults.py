@@ -40,7 +40,7 @@ class DataFault(Fault):
     writers: tuple[Change, ...] = (write_clips,)
     """The sites whose data one of these has written know this fault."""
 
-    def fits(self, site: Site) -> bool:
+    def fits(self, site: Site, ranks: int = 1) -> bool:
         return super().fits(site) and site.write_data in self.writers
 
     def judge(self, world: World) -> Judged:
