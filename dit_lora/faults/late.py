@@ -29,8 +29,9 @@ class _Stale:
 
 
 _COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 2))
-_KERNEL = Expected("kernel", "fallback", ("kernel:wrong_op",), nobody_lost=True)
-_BY_CHANCE = Expected("transient", "retry", exit_code=3, nobody_lost=True)
+_KERNEL = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean", nobody_lost=True)
+_BY_CHANCE = Expected("transient", "retry", same_as="clean", nobody_lost=True)
+_TOO_OFTEN = Expected("transient", "stop", exit_code=3, nobody_lost=True)
 _WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
     ("whose values are 0.1 % off", lambda: times(1.001), 2),
     ("that gives every sample the first one's rows", lambda: _first_row, 3),
@@ -44,8 +45,8 @@ def _late(change: Callable[[], Change], step: int) -> Arm:
     return lambda stage: kernel(change(), When("from", step))(stage)
 
 
-def _unstable(p: float) -> Arm:
-    return kernel(divided, When("random", 2, p=p, seed=5))
+def _in_training(output: torch.Tensor) -> torch.Tensor:
+    return divided(output) if torch.is_grad_enabled() else output
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -63,15 +64,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a fused kernel that gives NaN now and then",
         "kernel",
-        "from step 2, p = 0.5",
+        "from step 2, p = 0.2",
         _BY_CHANCE,
-        _unstable(0.5),
+        kernel(_in_training, When("random", 2, p=0.2, seed=5)),
     ),
     Fault(
         "flash attention that gives NaN now and then",
         "attention",
         "from step 2, p = 0.4",
-        _BY_CHANCE,
-        attention(divided, When("random", 2, p=0.4, seed=5)),
+        _TOO_OFTEN,
+        attention(_in_training, When("random", 2, p=0.4, seed=5)),
     ),
 )
