@@ -33,6 +33,8 @@ class Expected:
     exit_code: int = DONE
     nobody_lost: bool = False
     """No sample may be left out for good."""
+    may_be_off: tuple[str, ...] = ()
+    """What is wrong and may be switched off beside the action that is expected."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,9 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
     actions = [event["action"] for event in seen.events]
     if expected.cause not in ("refused", "none") and expected.action not in actions:
         why.append(f"action {expected.action} is not among {actions}")
-    if expected.action != "fallback" and "fallback" in actions:
-        why.append("something was switched off, and nothing is wrong that can be")
+    off = {event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"}
+    if expected.action != "fallback" and (right := off - {*expected.may_be_off}):
+        why.append(f"switched off, though nothing is wrong with it: {right}")
     if expected.nobody_lost and (lost := left_out(seen)):
         why.append(f"left out for good: {lost}")
     if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):

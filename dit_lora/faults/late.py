@@ -30,7 +30,9 @@ class _Stale:
 
 _COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 2))
 _KERNEL = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean", nobody_lost=True)
-_BY_CHANCE = Expected("transient", "retry", same_as="clean", nobody_lost=True)
+_BY_CHANCE = Expected(
+    "transient", "retry", same_as="clean", nobody_lost=True, may_be_off=("kernel:wrong_op",)
+)
 _TOO_OFTEN = Expected("transient", "stop", exit_code=3, nobody_lost=True)
 _WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
     ("whose values are 0.1 % off", lambda: times(1.001), 2),

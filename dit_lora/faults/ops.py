@@ -229,10 +229,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a fused kernel that fails on one rank",
-        "kernel",
+        "rank",
         "from step 3, rank 1",
-        _KERNEL,
+        Expected("rank", "stop", ("rank 1",), exit_code=3, nobody_lost=True),
         _kernel(divided, _PLACE, from_step=3, rank=1),
+        ranks=2,
     ),
     Fault(
         "OpenDiT's wrong-row modulation",

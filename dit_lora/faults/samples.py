@@ -199,7 +199,7 @@ _LATE = 900
 _ALWAYS = Expected("data", "quarantine", names_target=True, same_as="without")
 _TRANSIENT = Expected("transient", "retry", same_as="clean")
 _THIS_DRAW = Expected("inputs", "skip", ("only with this noise",), names_target=True)
-_LATE_DRAW = Expected("inputs", "skip", ("only with this noise",), module="{time_proj}")
+_LATE_DRAW = Expected("inputs", "skip", ("with this noise and timestep",), module="{time_proj}")
 DRAWN: tuple[Fault, ...] = (
     Fault(
         "NaN in a latent at every read",
