@@ -127,8 +127,9 @@ class LadderConfig(Section):
     rollback_lr: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Learning rates are multiplied by this when a rollback did not help the first time, or when the
     verdict is that they are too high."""
-    snapshot_every: Count = 50
-    """Steps between snapshots of adapter and optimizer in host memory."""
+    snapshot_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between snapshots of adapter and optimizer in host memory; the first is of the start. 0 takes none, in
+    loops that are not ours: what only a rollback can mend then stops them, with nothing to go back to."""
 
     @field_validator("on_nonfinite")
     @classmethod
@@ -139,6 +140,8 @@ class LadderConfig(Section):
 
 
 class GuardConfig(LadderConfig):
+    snapshot_every: Count = 50
+    """Steps between snapshots of adapter and optimizer in host memory."""
     monitor_every: Annotated[int, Field(ge=0)] = 50
     """Steps between statistics of every module in metrics.jsonl; 0 for none."""
     spike_threshold: Positive | None = None

@@ -1,30 +1,43 @@
 """The guard for Transformers' Trainer."""
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from dit_lora.config import LadderConfig
 from dit_lora.numerics.guard import Guard
+from dit_lora.numerics.plugin.checks import CHECKS
+
+if TYPE_CHECKING:  # seconds to import, for an annotation
+    from transformers import Trainer, TrainingArguments
 
 
 class GuardCallback(TrainerCallback):
     """Guards a `Trainer`: `trainer.add_callback(GuardCallback(trainer))`.
 
     Events go to `events.jsonl` in the trainer's output folder. A tripped step leaves weights, optimizer and
-    schedule alone; its loss still reaches the trainer's log.
+    schedule alone; its loss still reaches the trainer's log. How many there were is said at the end.
+    `checks` are those of `Guard.attach`.
     """
 
-    def __init__(self, trainer: Trainer, config: LadderConfig | None = None) -> None:
+    def __init__(
+        self,
+        trainer: "Trainer",
+        config: LadderConfig | None = None,
+        *,
+        checks: Collection[str] = CHECKS,
+    ) -> None:
         self.trainer = trainer
         self.config = config
+        self.checks = checks
         self.guard: Guard | None = None
         """From the start of training on."""
 
     def on_train_begin(
         self,
-        args: TrainingArguments,
+        args: "TrainingArguments",
         state: TrainerState,
         control: TrainerControl,
         **kwargs: Any,
@@ -36,11 +49,12 @@ class GuardCallback(TrainerCallback):
             lr_scheduler=self.trainer.lr_scheduler,
             config=self.config,
             folder=Path(args.output_dir) if args.output_dir else None,
+            checks=self.checks,
         )
 
     def on_step_end(
         self,
-        args: TrainingArguments,
+        args: "TrainingArguments",
         state: TrainerState,
         control: TrainerControl,
         **kwargs: Any,
@@ -53,7 +67,7 @@ class GuardCallback(TrainerCallback):
 
     def on_evaluate(
         self,
-        args: TrainingArguments,
+        args: "TrainingArguments",
         state: TrainerState,
         control: TrainerControl,
         **kwargs: Any,
@@ -63,7 +77,7 @@ class GuardCallback(TrainerCallback):
 
     def on_train_end(
         self,
-        args: TrainingArguments,
+        args: "TrainingArguments",
         state: TrainerState,
         control: TrainerControl,
         **kwargs: Any,

@@ -6,7 +6,7 @@ back. Running the model on these gives the same activations and gradients withou
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class CapturedCall:
     """The loop's own generator and the state it was in."""
     output: torch.Tensor | None = None
     output_gradient: torch.Tensor | None = None
+    owner: nn.Module | None = None
+    """The model that was called."""
+    micro_step: int = 0
+    """A model that is called again begins the next micro-batch."""
 
     @property
     def batch_size(self) -> int:
@@ -60,15 +64,13 @@ class CapturedCall:
             return value[index : index + 1] if _has_rows(value, self.batch_size) else value
 
         args, kwargs = tree_map(row, (self.args, self.kwargs))
-        return CapturedCall(
-            args,
-            kwargs,
-            (self.ids[index],),
-            self.random_state,
-            self.cuda_random_state,
-            self.generator,
-            row(self.output),
-            row(self.output_gradient),
+        return replace(
+            self,
+            args=args,
+            kwargs=kwargs,
+            ids=(self.ids[index],),
+            output=row(self.output),
+            output_gradient=row(self.output_gradient),
         )
 
     def run(self, model: nn.Module) -> LossOutput:
@@ -100,9 +102,38 @@ class CapturedCall:
         finally:
             generator.set_state(now)
 
-    def micro_batch(self, model: nn.Module, *, step: int, micro_step: int, rank: int) -> MicroBatch:
+    def without_output(self) -> "CapturedCall":
+        """What the model was given, alone."""
+        return replace(self, output=None, output_gradient=None)
+
+    def micro_batch(
+        self,
+        model: nn.Module,
+        *,
+        step: int,
+        micro_step: int,
+        rank: int,
+        place: "CapturedCall | None" = None,
+    ) -> MicroBatch:
+        """The call as a micro-batch that can be run again; `place` is the one that failed in a step.
+
+        Another call is run at its place with its random state, as dropout has it; a call's noise is the loop's own,
+        and cannot be drawn again.
+        """
+
         def of(call: CapturedCall) -> MicroBatch:
-            return call.micro_batch(model, step=step, micro_step=micro_step, rank=rank)
+            return call.micro_batch(model, step=step, micro_step=micro_step, rank=rank, place=place)
+
+        def at(other: MicroBatch, _draws: bool) -> MicroBatch:
+            if place is None or (other.step, other.micro_step) == (step, micro_step):
+                return of(self)
+            random = replace(
+                self,
+                random_state=place.random_state,
+                cuda_random_state=place.cuda_random_state,
+                generator=place.generator,
+            )
+            return of(random)
 
         return MicroBatch(
             ids=self.ids,
@@ -113,6 +144,7 @@ class CapturedCall:
             forward=lambda: self.run(model),
             single=lambda index: of(self.single(index)),
             loss_is_sum=True,
+            at=at,
         )
 
     def _timesteps(self, count: int) -> torch.Tensor:
@@ -129,9 +161,13 @@ class Recorder:
 
     model: nn.Module
     ids: Callable[[int, int], tuple[str, ...]]
-    """(number of the call, samples in it) to the samples' names."""
+    """(number of the micro-batch, samples in it) to the samples' names."""
     calls: list[CapturedCall] = field(default_factory=list)
+    """In the order in which they were made; recorders of several models may share it."""
     generator: torch.Generator | None = None
+    given: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
+    """Told what a call is given, before its samples' names are asked for."""
+    _open: list[CapturedCall] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
 
     def start(self) -> None:
@@ -170,26 +206,36 @@ class Recorder:
         if not _is_training():
             return
         kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
-        on_gpu = any(t.is_cuda for t in _tensors((args, kwargs)))
-        self.calls.append(
-            CapturedCall(
-                kept_args,
-                kept_kwargs,
-                self.ids(len(self.calls), _count(args, kwargs)),
-                torch.get_rng_state(),
-                torch.cuda.get_rng_state() if on_gpu else None,
-                (self.generator, self.generator.get_state()) if self.generator else None,
-            )
+        tensors = _tensors((args, kwargs))
+        self.given(tensors)
+        micro_step = self._micro_step()
+        call = CapturedCall(
+            kept_args,
+            kept_kwargs,
+            self.ids(micro_step, _count(args, kwargs)),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state() if any(t.is_cuda for t in tensors) else None,
+            (self.generator, self.generator.get_state()) if self.generator else None,
+            owner=self.model,
+            micro_step=micro_step,
         )
+        self.calls.append(call)
+        self._open.append(call)
+
+    def _micro_step(self) -> int:
+        if not self.calls:
+            return 0
+        last = self.calls[-1].micro_step
+        callers = [call.owner for call in self.calls if call.micro_step == last]
+        return last + any(caller is self.model for caller in callers)
 
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not _is_training():
             return
-        tensor = main_output(output)
-        if tensor is None:
-            self.calls.pop()  # an output that is no tensor and holds none: there is nothing to replay
+        call, tensor = self._open.pop(), main_output(output)
+        if tensor is None:  # an output that is no tensor and holds none: there is nothing to replay
+            self.calls[:] = [one for one in self.calls if one is not call]
             return
-        call = self.calls[-1]
         call.output = tensor.detach()
         if tensor.requires_grad:
 

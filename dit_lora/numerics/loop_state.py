@@ -1,31 +1,39 @@
 """What a loop that is not ours trains: its weights, its optimizer's state, its schedules; to go back to."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from accelerate.utils import gather_object
-from diffusers.training_utils import EMAModel
 from torch import nn
 
 from dit_lora.numerics.numbers import as_tensor, group_numbers, put_back
 from dit_lora.numerics.snapshot import Snapshots
 
 
+class Averages(Protocol):
+    """What is needed of a moving average of weights, as Diffusers' EMAModel has it."""
+
+    shadow_params: list[torch.Tensor]
+    optimization_step: int
+
+
 class LoopState:
-    """Trained weights, optimizer state and learning rate schedules by name, with snapshots of them."""
+    """Trained weights, optimizer state and learning rate schedules by name, with a snapshot of them.
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, every: int) -> None:
-        self.model = model
-        self.optimizer = optimizer
+    One snapshot, and none with `every` 0: with AdamW it is three times the trained weights.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Any], *, every: int
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.optimizers = list(optimizers)
+        self.every = every
         self.schedules: list[Any] = []
-        self.ema: EMAModel | None = None
+        self.ema: Averages | None = None
         self._ema_steps: dict[int, int] = {}
-        self.snapshots = Snapshots(self.tensors, every=every, put=self._put)
+        self.snapshots = Snapshots(self.tensors, every=max(every, 1), keep=1, put=self._put)
         self._schedule_states: dict[int, list[dict[str, Any]]] = {}
-
-    def trainables(self) -> dict[str, nn.Parameter]:
-        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """As `<parameter>/<name>`; numbers are copies, of groups `group <number>/<name>`."""
@@ -37,26 +45,33 @@ class LoopState:
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        weights = {name: parameter.detach() for name, parameter in self.trainables().items()}
+        weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         shadow = self.ema.shadow_params if self.ema is not None else []
         averages = {f"ema/{number}": tensor for number, tensor in enumerate(shadow)}
         return {**weights, **self.optimizer_tensors(), **averages}
 
-    def take(self, step: int) -> None:
-        """Hold the state of now as that of `step`."""
-        self.snapshots.take(step)
-        held = {s: v for s, v in self._schedule_states.items() if s in self.snapshots.steps}
-        held[step] = [dict(schedule.state_dict()) for schedule in self.schedules]
-        self._schedule_states = held
-        if self.ema is not None:
-            self._ema_steps[step] = self.ema.optimization_step
+    def due(self, step: int) -> bool:
+        return bool(self.every) and self.snapshots.due(step)
 
-    def forget_bad(self) -> list[int]:
-        """Drop snapshots that are not finite on any rank; the steps that are left. Collective."""
+    def take(self, step: int) -> None:
+        """Hold the state of now as that of `step`, if snapshots are held at all."""
+        if not self.every:
+            return
+        self.snapshots.take(step)
+        self._schedule_states = {step: [dict(schedule.state_dict()) for schedule in self.schedules]}
+        self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
+
+    def forget(self) -> None:
+        """Hold no snapshot: what was trained was loaded from elsewhere."""
+        for step in self.snapshots.steps:
+            self.snapshots.forget(step)
+
+    def newest(self, gathered: Callable[[Sequence[str]], list[str]]) -> int | None:
+        """The newest snapshot that is finite on every rank, after dropping those that are not; collective."""
         for held in self.snapshots.steps:
-            if gather_object(self.snapshots.not_finite(held)):
+            if gathered(self.snapshots.not_finite(held)):
                 self.snapshots.forget(held)
-        return self.snapshots.steps
+        return max(self.snapshots.steps, default=None)
 
     def restore(self, step: int) -> None:
         """The state of a held step, bit for bit; optimizer state that is younger is dropped."""
@@ -68,29 +83,40 @@ class LoopState:
 
     def lower_rates(self, factor: float) -> None:
         """Multiply every learning rate, now and in the schedules."""
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             group["lr"] *= factor
         for schedule in self.schedules:
             inner = schedule.scheduler if "scheduler" in vars(schedule) else schedule
             inner.base_lrs = [rate * factor for rate in inner.base_lrs]
 
+    def largest_decay(self) -> float:
+        """The largest share of a weight that a step's weight decay takes away."""
+        return max(group["lr"] * group.get("weight_decay", 0.0) for group in self._groups())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        for optimizer in self.optimizers:
+            yield from optimizer.state.items()
+
     def _optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        names = {parameter: name for name, parameter in self.trainables().items()}
-        for parameter, state in self.optimizer.state.items():
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for parameter, state in self._states():
             yield f"{names.get(parameter, id(parameter))}", state
-        for number, group in enumerate(self.optimizer.param_groups):
+        for number, group in enumerate(self._groups()):
             yield f"group {number}", group_numbers(group)
 
     def _put(self, restored: Mapping[str, torch.Tensor]) -> None:
-        for number, group in enumerate(self.optimizer.param_groups):
+        for number, group in enumerate(self._groups()):
             put_back(group, f"group {number}", restored)
         for prefix, state in self._optimizer_state():
             put_back(state, prefix, restored)
 
     def _drop(self, born_since: Sequence[str]) -> None:
-        names = {parameter: name for name, parameter in self.trainables().items()}
-        for parameter in list(self.optimizer.state):
-            owner = names.get(parameter, id(parameter))
-            state = self.optimizer.state[parameter]
-            if any(f"{owner}/{key}" in born_since for key in state):
-                del self.optimizer.state[parameter]
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for optimizer in self.optimizers:
+            for parameter in list(optimizer.state):
+                owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
+                if any(f"{owner}/{key}" in born_since for key in state):
+                    del optimizer.state[parameter]

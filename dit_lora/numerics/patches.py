@@ -1,8 +1,11 @@
 """Methods of somebody else's objects, wrapped for a while."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+# As `owner.__class__ = other`, also where a class of Accelerate's hides its own behind a property of that name.
+_SET_CLASS = vars(object)["__class__"].__set__
 
 
 class Patches:
@@ -35,6 +38,24 @@ class Patches:
 
         owner.__class__ = type(own.__name__, (own,), {"step": step})
         self._undo.append(lambda: setattr(owner, "__class__", own))
+
+    def iterated(self, owner: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]]) -> bool:
+        """Let `iter(owner)` give `wrapper(iterator)`, by a class of its own; False where its class is fixed."""
+        own = type(owner)
+
+        def iterate(this: Any) -> Iterator[Any]:
+            return wrapper(own.__iter__(this))
+
+        try:
+            _SET_CLASS(owner, type(own.__name__, (own,), {"__iter__": iterate}))
+        except TypeError:  # a list of batches, say
+            return False
+        self._undo.append(lambda: _SET_CLASS(owner, own))
+        return True
+
+    def handle(self, handle: Any) -> None:
+        """Remove a hook with the rest."""
+        self._undo.append(handle.remove)
 
     def undo(self) -> None:
         while self._undo:

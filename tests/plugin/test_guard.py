@@ -144,7 +144,7 @@ def test_under_deepspeed_a_bad_loss_never_reaches_backward_and_gradients_are_not
         assert len(stepped) == 2
         assert all(value == value for value in stepped)
         assert [event["verdict"]["cause"] for event in guard.events] == ["data"]
-        assert guard._recorder.calls == []  # nothing piles up
+        assert guard._watched.calls == []  # nothing piles up
         guard.detach()
 
 

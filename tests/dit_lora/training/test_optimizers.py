@@ -184,7 +184,7 @@ def test_going_back_to_a_snapshot_takes_the_same_steps_again(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loop_that_is_not_ours_goes_back_as_well(name: str) -> None:
     run = Training(name)
-    state = LoopState(run.model, run.optimizer, every=1)
+    state = LoopState(dict(run.model.named_parameters()), [run.optimizer], every=1)
     state.take(0)
     run.train(1, 2)
     state.take(2)

@@ -1,0 +1,120 @@
+"""What is looked at in each step of a loop that is not ours; flags stay on the device until the step is judged."""
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import nn
+
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.plugin.host import Host
+from dit_lora.numerics.shards import local
+
+CHECKS = ("loss", "gradient", "zero_gradient", "weights")
+"""`loss`: the loss is finite. `gradient`: every gradient is. `zero_gradient`: the loss's gradient reaches a trained
+weight. `weights`: every trained weight is finite after the step."""
+
+
+def checked(names: Collection[str]) -> frozenset[str]:
+    """The checks of these names; raises `DitLoraError` listing those that there are."""
+    unknown = [name for name in names if name not in CHECKS]
+    if isinstance(names, str) or unknown:
+        raise DitLoraError(f"checks are some of {', '.join(CHECKS)}; got {names!r}")
+    return frozenset(names)
+
+
+class StepChecks:
+    """The flags of one optimizer step. Every rank calls the same methods in the same order."""
+
+    def __init__(self, host: Host, checks: frozenset[str]) -> None:
+        self._host = host
+        self._checks = checks
+        self._losses: list[torch.Tensor] = []
+        self._peaks: torch.Tensor | None = None
+        self._names: list[str] = []
+        self._bad_weights: torch.Tensor | None = None
+
+    @property
+    def has_losses(self) -> bool:
+        return bool(self._losses)
+
+    def loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Note a loss before its backward; whether it is bad, on the device."""
+        self._losses.append(loss.detach())
+        return ~torch.isfinite(loss.detach()).all() & ("loss" in self._checks)
+
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note each gradient's largest magnitude, once a step and before clipping spreads one NaN to all.
+
+        A sum of squares would overflow, or vanish, where no gradient does.
+        """
+        if self._peaks is not None or not self._checks & {"gradient", "zero_gradient"}:
+            return
+        found = {n: local(p.grad) for n, p in parameters.items() if p.grad is not None}
+        self._names = [name for name, gradient in found.items() if gradient.numel()]
+        self._peaks = _peaks([found[name] for name in self._names], self._host.device)
+
+    def weights(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note after a step whether a trained weight is not finite."""
+        if "weights" in self._checks:
+            bad = weights_are_bad(parameters, self._host.device)
+            self._bad_weights = bad if self._bad_weights is None else self._bad_weights | bad
+
+    def tripped_by(self, asked: Callable[[], bool]) -> str | None:
+        """What is wrong with this step on any rank: one all-reduce and one read by the host.
+
+        `asked` says whether anything came back to a model's output on this rank: it is called where no trained
+        weight has a gradient. If nothing did, the loss wants no change, and the step is as it should be.
+        """
+        false = torch.tensor(False, device=self._host.device)
+        losses = [loss.to(self._host.device) for loss in self._losses]
+        bad_loss = (
+            torch.stack([~torch.isfinite(x).all() for x in losses]).any() if losses else false
+        )
+        says_something = torch.stack([(x != 0).any() for x in losses]).any() if losses else ~false
+        peaks = self._peaks
+        bad_gradient = ~torch.isfinite(peaks).all() if peaks is not None else false
+        some_gradient = (peaks != 0).any() if peaks is not None else ~false
+        bad_weights = false if self._bad_weights is None else self._bad_weights
+        flags = torch.stack([bad_loss, bad_weights, bad_gradient, some_gradient, says_something])
+        found = [bool(count) for count in self._host.summed(flags.float())]
+        if found[1]:
+            return "non_finite_weights"
+        if found[0] and "loss" in self._checks:
+            return "non_finite_loss"
+        if found[2] and "gradient" in self._checks:
+            return "non_finite_gradient"
+        if found[3] or not found[4] or "zero_gradient" not in self._checks:
+            return None
+        return "zero_gradient" if self._host.any_rank(asked()) else None
+
+    def bad_gradients(self) -> list[str]:
+        """Parameters whose gradient is not finite; none where clipping has already spread it to all."""
+        if self._peaks is None:
+            return []
+        bad = (~torch.isfinite(self._peaks)).tolist()
+        names = [name for name, is_bad in zip(self._names, bad, strict=True) if is_bad]
+        return names if len(names) < len(self._names) or len(names) == 1 else []
+
+    def forget(self) -> None:
+        """Begin the next step."""
+        self._losses.clear()
+        self._peaks = None
+
+    def forget_weights(self) -> None:
+        """They are others now."""
+        self._bad_weights = None
+
+
+def weights_are_bad(parameters: Mapping[str, nn.Parameter], device: torch.device) -> torch.Tensor:
+    """Whether a trained weight is not finite, a bool scalar on the device."""
+    weights = [local(parameter.detach()) for parameter in parameters.values()]
+    peaks = _peaks([weight for weight in weights if weight.numel()], device)
+    return ~torch.isfinite(peaks).all()
+
+
+def _peaks(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The largest magnitude of each, NaN where one is; fp32."""
+    if not tensors:
+        return torch.zeros(1, device=device)
+    norms = torch._foreach_norm(tensors, float("inf"))
+    return torch.stack([norm.to(device, torch.float32) for norm in norms])

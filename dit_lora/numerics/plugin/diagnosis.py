@@ -1,0 +1,86 @@
+"""From a tripped step of a loop that is not ours to its causes, over every model that is trained."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.bisect import diagnose
+from dit_lora.numerics.captured import CapturedCall
+from dit_lora.numerics.plugin.watched import Watched
+from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.state import bad_state, run_away
+from dit_lora.numerics.verdict import Verdict
+
+Diagnose = Callable[[CapturedCall], Verdict]
+
+
+def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict | None:
+    """What is wrong with any model's weights or any moment, or None."""
+    nothing = nothing_run(step, rank)
+    verdict = bad_state(nothing, watched.together)
+    if verdict is None and kind == "diverged_weights":
+        return run_away(nothing, watched.together)
+    return verdict
+
+
+def call_verdicts(
+    calls: Sequence[CapturedCall],
+    watched: Watched,
+    controls: Mapping[int, CapturedCall],
+    kind: str,
+    step: int,
+    rank: int,
+) -> list[Verdict]:
+    """One verdict a micro-batch, on the call that what is wrong comes from.
+
+    `controls` are calls that were healthy in an earlier step, by id of the model.
+    """
+
+    def verdict(call: CapturedCall) -> Verdict:
+        own, control = watched.suspects[id(call.owner)], controls.get(id(call.owner))
+        facts = {"micro_step": call.micro_step, "rank": rank, "place": call}
+        batch = call.micro_batch(own.model, step=step, **facts)
+        healthy = control and control.micro_batch(own.model, step=step - 1, **facts)
+        found = diagnose(batch, own, kind=kind, control=healthy)
+        return _of_model(found, watched.prefixes[id(call.owner)])
+
+    micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
+    return [_of_micro_batch(group, verdict) for group in micro_batches]
+
+
+def _of_model(verdict: Verdict, prefix: str) -> Verdict:
+    """The verdict with the name of the model, where there are several."""
+    if not prefix or verdict.cause == "transient":
+        return verdict
+    words = f"{prefix.removesuffix('.')}: {verdict.words}"
+    module = None if verdict.module is None else prefix + verdict.module
+    return replace(verdict, words=words, module=module)
+
+
+def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Verdict:
+    """What one model gives is what the next is given, and in the backward the other way round."""
+    bad_output = next((c for c in calls if c.output is not None and not c.output_is_finite), None)
+    if bad_output is not None:
+        return verdict(bad_output)
+    found = verdict(calls[-1])
+    for call in reversed(calls[:-1]):
+        if found.cause != "transient":
+            break
+        found = verdict(call)
+    return found
+
+
+def nothing_run(step: int, rank: int) -> MicroBatch:
+    """Stands for a step between whose bounds only the state is in question."""
+
+    def refused(*_: Any) -> Any:
+        raise DitLoraError("there is nothing to replay")
+
+    return MicroBatch((), step, 0, rank, {}, forward=refused, single=refused)
+
+
+def unseen(step: int, rank: int) -> Verdict:
+    words = "the model was not called between two optimizer steps, so there is nothing to replay"
+    return Verdict("unknown", words, step, rank)

@@ -1,0 +1,229 @@
+"""What is done about a tripped step of a loop that is not ours, and what is said and written of it."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dit_lora.config import LadderConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.captured import CapturedCall
+from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.numerics.loop_state import LoopState
+from dit_lora.numerics.plugin.budget import Budget
+from dit_lora.numerics.plugin.diagnosis import call_verdicts, state_verdict, unseen
+from dit_lora.numerics.plugin.host import Host
+from dit_lora.numerics.plugin.saved import save_trained
+from dit_lora.numerics.plugin.watched import Watched
+from dit_lora.numerics.policy import Action, Policy
+from dit_lora.numerics.switches import find_switch
+from dit_lora.numerics.verdict import Verdict
+
+_LOG = logging.getLogger("dit_lora")
+WEIGHTS = "non_finite_weights"
+OF_WEIGHTS = (WEIGHTS, "altered_state", "diverged_weights")
+_OF_STATE = ("weights", "optimizer", "learning_rate")
+_NOT_OF_THE_LOSS = ("kernel", "attention_backend", "rank", *_OF_STATE)
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A step that is not taken."""
+
+    step: int
+    kind: str
+    calls: Sequence[CapturedCall] = ()
+    gradients: Sequence[str] = ()
+    """Parameters whose gradient was not finite, where that is known."""
+    controls: Mapping[int, CapturedCall] = field(default_factory=dict)
+    """The last call of each model, by its id, that was healthy."""
+    moved: bool = False
+    """Whether the optimizer had changed weights by then."""
+
+    def spoiled(self, verdicts: Sequence[Verdict]) -> bool:
+        """Whether what is trained is not as a step left it, so that leaving this one out is not enough."""
+        return self.kind in OF_WEIGHTS or self.moved or any(map(_of_what_is_trained, verdicts))
+
+
+@dataclass
+class Recovery:
+    """Names the cause of a trip and acts, on all ranks alike."""
+
+    host: Host
+    state: LoopState
+    config: LadderConfig
+    folder: Path | None
+    watched: Watched
+    events: list[dict[str, Any]] = field(default_factory=list)
+    budget: Budget = field(default_factory=Budget)
+
+    def __post_init__(self) -> None:
+        self._policy = Policy(self.config)
+
+    def recover(self, trip: Trip) -> bool:
+        """Act, and return whether weights were put back; raises `NonFiniteError` on every rank if nothing fits."""
+        began = time.perf_counter()
+        verdicts = self._agreed_verdicts(trip)
+        spoiled = trip.spoiled(verdicts)
+        known = not spoiled and self.budget.knows(verdicts)
+        action = self._action(trip, verdicts, known=known)
+        if action.kind == "skip":
+            self.budget.skip(trip.kind, trip.step, verdicts)
+        else:
+            self.budget.lose()
+        put_back = self._put_back() if spoiled or action.kind == "rollback" else None
+        if put_back is None and action.kind == "rollback":
+            action = Action("stop", why="the snapshot that is held does not fit any more")
+        facts = {"known": True} if known else {}
+        facts |= {"weights_of_step": put_back} if put_back is not None else {}
+        for verdict in verdicts:
+            self._write(trip, verdict, action, time.perf_counter() - began, facts)
+        lines = list(dict.fromkeys(map(self._line, verdicts)))
+        head = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}"
+        undone = self._undone(trip, put_back)
+        if action.kind == "stop":
+            state = "the weights are not to be used"
+            if put_back is not None or not spoiled:
+                state = self._left_behind(trip, put_back, undone)
+            message = listed(f"{head}; {state}; stopped: {action.why}", lines)
+            raise NonFiniteError(message, self.events[-1])
+        done = self._done(action, undone)
+        told = known or (trip.kind == "zero_gradient" and self.budget.in_a_row > 1)
+        if self.host.rank == 0 and not told:
+            _LOG.warning("%s", listed(f"{head}; {done}", lines))
+        return put_back is not None
+
+    def _agreed_verdicts(self, trip: Trip) -> list[Verdict]:
+        step, rank = trip.step, self.host.rank
+        verdict = state_verdict(self.watched, trip.kind, step, rank)
+        if verdict is not None:
+            found = [verdict]
+        else:
+            found = call_verdicts(trip.calls, self.watched, trip.controls, trip.kind, step, rank)
+        found = [_with_gradients(one, trip.gradients) for one in found or [unseen(step, rank)]]
+        verdicts = self.host.gathered(found)
+        telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
+        return telling or verdicts[:1]
+
+    def _action(self, trip: Trip, verdicts: Sequence[Verdict], *, known: bool) -> Action:
+        of_the_loss = not any(verdict.cause in _NOT_OF_THE_LOSS for verdict in verdicts)
+        if trip.kind == "zero_gradient" and of_the_loss:
+            return self._for_no_gradient()
+        if self.budget.barren(self.config.max_skips):
+            return Action("stop", why=f"none of the last {self.budget.in_a_row} steps was taken")
+        if known:
+            return Action("skip")
+        self._policy.skips = self.budget.spent(trip.step)
+        skipped = [sample for event in self.events for sample in event["sample_ids"]]
+        action = self._policy.choose(trip.step, verdicts, skipped)
+        return self._feasible(action, spoiled=trip.spoiled(verdicts))
+
+    def _for_no_gradient(self) -> Action:
+        """Now and then that is no fault; step after step nothing is trained."""
+        if "skip" in self.config.on_nonfinite and self.budget.in_a_row < self.config.max_skips:
+            return Action("skip")
+        count = self.budget.in_a_row + 1
+        why = f"no gradient reached a trained weight in {count} steps in a row, though the loss asks for one"
+        return Action("stop", why=f"{why} (checks= without zero_gradient goes on)")
+
+    def _feasible(self, action: Action, *, spoiled: bool) -> Action:
+        """Which samples come next is the loop's own affair: all that can be done here is not to step."""
+        if action.kind in ("retry", "quarantine"):
+            action = replace(action, kind="skip")
+        needs_one = action.kind == "rollback" or (spoiled and action.kind != "stop")
+        if needs_one and self.state.newest(self.host.gathered) is None:
+            off = "" if self.state.every else ", for guard.snapshot_every is 0"
+            return Action("stop", why=f"no snapshot that is finite is held{off}")
+        return action
+
+    def _put_back(self) -> int | None:
+        """Put the newest good snapshot back and return its step; None if there is none that fits."""
+        step = self.state.newest(self.host.gathered)
+        if step is None:
+            return None
+        try:
+            self.state.restore(step)
+        except DitLoraError as problem:  # tensors have another shape or dtype now
+            _LOG.warning("guard: %s", problem)
+            return None
+        return step
+
+    def _undone(self, trip: Trip, put_back: int | None) -> str:
+        """What a snapshot that was put back costs, in words."""
+        if put_back is None:
+            return ""
+        lost = trip.step - 1 - put_back
+        every = f"; a snapshot is taken every {self.state.every} steps" if lost else ""
+        return f"weights and optimizer are those of step {put_back}, {lost} steps are undone{every}"
+
+    def _done(self, action: Action, undone: str) -> str:
+        if action.kind == "fallback":
+            suspects = self.watched.suspects.values()
+            switches = [switch for one in suspects for switch in one.switches]
+            for name in action.switches:
+                find_switch(switches, name).turn_off()
+                self.watched.switched_off.add(name)
+            off = f"{', '.join(action.switches)} switched off for this run"
+            return f"{off}; {undone or 'the step was not taken'}"
+        if action.kind == "rollback" and action.lower_lr:
+            self.state.lower_rates(self.config.rollback_lr)
+            return f"{undone}; learning rates are multiplied by {self.config.rollback_lr:g}"
+        return undone or "the step was not taken"
+
+    def _left_behind(self, trip: Trip, put_back: int | None, undone: str) -> str:
+        """What the weights are after a stop, in words; good ones are written to the disk."""
+        step = trip.step - 1 if put_back is None else put_back
+        state = undone or "the weights are those of the step before"
+        if self.host.under_deepspeed:  # its engine holds them
+            return state
+        folder = self.folder if self.folder is not None else self.host.folder
+        weights = {name: p.detach() for name, p in self.state.parameters.items()}
+        where = save_trained(weights, folder, step, is_main=self.host.rank == 0)
+        return f"{state}; {where}"
+
+    def _line(self, verdict: Verdict) -> str:
+        where = f"rank {verdict.rank}"
+        names = ", ".join(verdict.sample_ids)
+        if names and self.host.ranks > 1:
+            names = f"{names} ({where})"
+        return f"{names or where}: {verdict.words}"
+
+    def _write(
+        self, trip: Trip, verdict: Verdict, action: Action, seconds: float, facts: Mapping[str, Any]
+    ) -> None:
+        event = {
+            "step": trip.step,
+            "micro_step": verdict.micro_step,
+            "rank": verdict.rank,
+            "kind": trip.kind,
+            "sample_ids": list(verdict.sample_ids),
+            "verdict": verdict.record(),
+            "action": action.kind,
+            "seconds": round(seconds, 3),
+            **facts,
+        }
+        self.events.append(event)
+        if self.folder is not None and self.host.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
+
+
+def _of_what_is_trained(verdict: Verdict) -> bool:
+    if verdict.evidence.get("frozen"):
+        return False
+    return verdict.cause in _OF_STATE or "not_finite" in verdict.evidence
+
+
+def _with_gradients(verdict: Verdict, names: Sequence[str]) -> Verdict:
+    """The verdict with the parameters whose gradient was bad, where it names none itself."""
+    if not names or verdict.cause in _NOT_OF_THE_LOSS:
+        return verdict
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    words = f"{verdict.words}; the gradient of {names[0]}{more} was not finite"
+    evidence = {**verdict.evidence, "gradients": list(names[:20])}
+    module = verdict.module or names[0].rpartition(".")[0]
+    return replace(verdict, words=words, evidence=evidence, module=module)

@@ -1,0 +1,268 @@
+"""One optimizer step of a loop that is not ours: looked at, taken or left out."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from dit_lora.numerics.captured import CapturedCall
+from dit_lora.numerics.finite import is_finite
+from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.numerics.loop_state import LoopState
+from dit_lora.numerics.plugin.checks import StepChecks, weights_are_bad
+from dit_lora.numerics.plugin.host import Host
+from dit_lora.numerics.plugin.recovery import OF_WEIGHTS, WEIGHTS, Recovery, Trip
+from dit_lora.numerics.plugin.watched import Watched
+from dit_lora.numerics.shards import local
+from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
+
+_LOG = logging.getLogger("dit_lora")
+# Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
+_SCALE_FLOOR = 1.0
+
+
+class _GateShutError(Exception):
+    """Leaves an optimizer's step, from within its closure, before it changes anything."""
+
+
+class Steps:
+    """Stands between a loop and its `backward`, its clipping and its optimizers' `step`."""
+
+    def __init__(
+        self, host: Host, watched: Watched, recovery: Recovery, checks: frozenset[str]
+    ) -> None:
+        self.number = 1
+        """Of the optimizer step under way."""
+        self.tripped = False
+        """Whether the last step was left out."""
+        self._host = host
+        self._watched = watched
+        self._state: LoopState = recovery.state
+        self._recovery = recovery
+        self._checks = StepChecks(host, checks)
+        self._checks_weights = "weights" in checks
+        self._controls: dict[int, CapturedCall] = {}
+        self._stepped: set[int] = set()
+        self._is_due = False
+        self._was_loaded = False
+
+    def require_finite(self) -> None:
+        """Recover if a trained weight is not finite on any rank."""
+        if self._host.any_rank(weights_are_bad(self._state.parameters, self._host.device)):
+            self._recover(WEIGHTS)
+
+    def loaded(self, *_: Any) -> None:
+        """A checkpoint was loaded: what is held from before is of no use to go back to."""
+        self._was_loaded = True
+
+    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._was_loaded = True
+        return result
+
+    def backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
+        bad = self._checks.loss(loss)
+        if self._host.under_deepspeed and self._host.any_rank(bad):
+            # Its backward also steps: this is the last moment, and costs a read by the host.
+            self._recover("non_finite_loss")
+            self._close(taken=False)
+            return None
+        result = original(loss, **kwargs)
+        if self._host.under_deepspeed:
+            self._close(taken=True)
+        return result
+
+    def clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._host.syncs_gradients and not self._host.under_deepspeed:  # it has used them
+            self._note_gradients()
+        return original(*args, **kwargs)
+
+    def zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In a plain loop: what has had its backward is over, also where a scaler left the step out."""
+        calls = self._watched.calls
+        calls[:] = [call for call in calls if call.output_gradient is None]
+        return original(*args, **kwargs)
+
+    def step(self, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._host.syncs_gradients or self._host.under_deepspeed:
+            return original(*args, **kwargs)
+        closure, *rest = args or (kwargs.pop("closure", None),)
+        if closure is not None:
+            return self._step_with_closure(
+                optimizer, lambda watched: original(watched, *rest, **kwargs), closure
+            )
+        if self._begins(optimizer):
+            kind = self._tripped_by(optimizer)
+            self.tripped = kind is not None
+            if kind is not None:
+                self._recover(kind)
+                self._close(taken=False)
+        return None if self.tripped else self._taken(optimizer, partial(original, *args, **kwargs))
+
+    def _step_with_closure(
+        self, optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any]
+    ) -> Any:
+        """The closure makes the gradients: they are looked at when it has run, each time that it does."""
+        kind, loss = "", None
+
+        def watched() -> Any:
+            nonlocal kind, loss
+            self._forget()
+            loss = closure()
+            if isinstance(loss, torch.Tensor) and not self._checks.has_losses:
+                self._checks.loss(loss)
+            kind = self._tripped_by(optimizer) or ""
+            if kind:
+                raise _GateShutError
+            return loss
+
+        before = self._versions()
+        self._stepped = {id(optimizer)}
+        self.tripped = False
+        try:
+            return self._taken(optimizer, lambda: original(watched))
+        except _GateShutError:
+            self._recover(kind, moved=self._versions() != before)
+            self._close(taken=False)
+            return loss
+
+    def _versions(self) -> list[int]:
+        """Changes with each write to a trained weight."""
+        return [local(parameter)._version for parameter in self._state.parameters.values()]
+
+    def _begins(self, optimizer: Any) -> bool:
+        """Whether this optimizer's step begins one of the loop's, and is not another optimizer's part of it."""
+        begins = bool(
+            not self._stepped
+            or id(optimizer) in self._stepped
+            or self._watched.calls
+            or self._checks.has_losses
+        )
+        self._stepped = {id(optimizer)} if begins else {*self._stepped, id(optimizer)}
+        return begins
+
+    def _note_gradients(self) -> None:
+        """With Accelerate's gradient scaler they are scaled, and its own check decides."""
+        if self._host.scaler is None:
+            self._checks.gradients(self._state.parameters)
+
+    def _tripped_by(self, optimizer: Any) -> str | None:
+        """What is wrong with the step on any rank; takes a snapshot that is due where the weights are good."""
+        if self._watched.has_changed():
+            self._watched.survey()
+            self._was_loaded = True
+        if self._was_loaded:
+            self._start_from_here()
+        if (
+            vars(optimizer).get("found_inf") is None
+        ):  # else torch's scaler decides, in the optimizer
+            self._note_gradients()
+        kind = self._checks.tripped_by(self._asks_for_gradient)
+        if kind == WEIGHTS or not self._is_due:
+            return kind
+        self._is_due = False
+        wrong = self._wrong_state() if self._checks_weights else None
+        if wrong is None:
+            self._state.take(self.number - 1)
+        return wrong or kind
+
+    def _wrong_state(self) -> str | None:
+        """Why what is trained must not take the place of the snapshot that is held, on any rank."""
+        together = self._watched.together
+        peak = weight_peak(self._state.parameters.values())
+        wrong = [
+            not all(is_finite(local(tensor)) for tensor in self._state.tensors().values()),
+            bool(altered_state(together)),
+            has_run_away(peak, together.start_peak),
+        ]
+        flags = self._host.summed(torch.tensor(wrong, device=self._host.device).float())
+        return next((kind for kind, flag in zip(OF_WEIGHTS, flags, strict=True) if flag), None)
+
+    def _start_from_here(self) -> None:
+        self._was_loaded = self._is_due = False
+        self._state.forget()
+        self._checks.forget_weights()
+        self._checks.weights(self._state.parameters)
+        self._state.take(self.number - 1)
+        self._watched.suspect()
+
+    def _asks_for_gradient(self) -> bool:
+        """Whether anything came back to a model's output: if not, the loss wants nothing changed."""
+        gradients = [call.output_gradient for call in self._watched.calls]
+        return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+    def _taken(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+        self._state.snapshots.before_update()
+        result = step()
+        self._check_scaler(optimizer)
+        self._checks.weights(self._state.parameters)
+        if len(self._stepped) == 1:
+            self._close(taken=True)
+        if self._state.ema is not None and self._checks_weights:
+            self.require_finite()  # an average that took in NaN has it for good
+        return result
+
+    def _check_scaler(self, optimizer: Any) -> None:
+        """A scaler that halves itself for ever never trains again and never says so."""
+        scaler = self._host.scaler
+        if scaler is None or not optimizer.step_was_skipped:
+            return
+        if (scale := scaler.get_scale()) < _SCALE_FLOOR:
+            raise NonFiniteError(
+                f"step {self.number}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
+                "a lower learning rate",
+                {"step": self.number, "kind": "loss_scale", "action": "stop"},
+            )
+
+    def _recover(self, kind: str, *, moved: bool = False) -> None:
+        """Raises `NonFiniteError` on every rank if leaving the step out, or going back, is not enough."""
+        self.tripped = True
+        gradients = self._checks.bad_gradients()
+        trip = Trip(
+            self.number, kind, list(self._watched.calls), gradients, dict(self._controls), moved
+        )
+        self._forget_gradients()
+        with self._watched.unrecorded():  # replays are not to be recorded
+            went_back = self._recovery.recover(trip)
+        if went_back:
+            self._checks.forget_weights()
+            self._is_due = False
+        self._mark_optimizers()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._state.parameters.values():
+            parameter.grad = None
+        scaler = self._host.scaler
+        if scaler is not None and self._checks.has_losses:
+            # It has unscaled gradients that no step will use: begin its next iteration, at the same scale.
+            scaler.update(scaler.get_scale())
+
+    def _close(self, *, taken: bool) -> None:
+        """The step is over, be it taken or not."""
+        syncs = self._host.syncs_gradients  # DeepSpeed's micro-steps count as one
+        if taken:
+            self.tripped = False
+            self._mark_optimizers()
+            self._controls = {id(call.owner): call.without_output() for call in self._watched.calls}
+            if syncs:
+                self._recovery.budget.take()
+                if not self._watched.record.is_settled:
+                    self._watched.record.settle()
+                self._is_due = self._is_due or self._state.due(self.number)
+        self.number += int(syncs)
+        self._forget()
+
+    def _mark_optimizers(self) -> None:
+        """Accelerate's word for a step not taken, which its schedules obey; a scaler says so itself."""
+        for optimizer in self._state.optimizers:
+            if isinstance(optimizer, AcceleratedOptimizer) and (
+                self.tripped or self._host.scaler is None
+            ):
+                optimizer._is_overflow = self.tripped
+
+    def _forget(self) -> None:
+        self._watched.forget_calls()
+        self._checks.forget()

@@ -1,0 +1,267 @@
+"""What a loop may lose, what is said of it and what is left at a stop; and the names that this goes by."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import dit_lora
+from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.numerics.guard import Guard
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Clips(Dataset[dict[str, torch.Tensor]]):
+    """Clips with NaN in some of them."""
+
+    def __init__(self, count: int, bad: tuple[int, ...]) -> None:
+        self.count, self.bad = count, bad
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        if index in self.bad:
+            x[1] = torch.nan
+        return {"x": x, "index": torch.tensor(index)}
+
+
+class Loop:
+    """An accelerate loop over a shuffled loader, with noise of its own."""
+
+    def __init__(
+        self,
+        clips: Clips,
+        *,
+        batch_size: int = 2,
+        workers: int = 0,
+        folder: Path | None = None,
+        **ladder: Any,
+    ) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        loader = DataLoader(clips, batch_size=batch_size, shuffle=True, num_workers=workers)
+        model = nn.Linear(4, 2)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), loader
+        )
+        self.guard = Guard.attach(
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            folder=folder,
+            config=dit_lora.LadderConfig(**ladder),
+        )
+        self.indices: list[list[int]] = []
+
+    def train(self, x: torch.Tensor) -> None:
+        self.accelerator.backward((self.model(x) - 1).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, epochs: int) -> None:
+        for _ in range(epochs):
+            for batch in self.loader:
+                self.indices.append(batch["index"].tolist())
+                self.train(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
+
+
+def blamed(guard: Guard) -> list[str]:
+    return [sample for event in guard.events for sample in event["sample_ids"]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_sample_is_named_by_its_index_told_once_and_costs_the_budget_once(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    epochs = 4 if workers else 30
+    loop = Loop(Clips(7, bad=(3,)), workers=workers, max_skips=1)
+    with caplog.at_level(logging.WARNING, logger="dit_lora"):
+        loop.run(epochs)
+        loop.accelerator.end_training()
+    assert blamed(loop.guard) == ["dataset index 3"] * epochs
+    assert [event.get("known", False) for event in loop.guard.events] == [
+        number > 0 for number in range(epochs)
+    ]
+    first, last = [record.message for record in caplog.records]
+    assert "dataset index 3: argument 0 has 1 NaN" in first
+    assert f"{epochs} of {4 * epochs} optimizer steps were not taken" in last
+    assert f"dataset index 3 ({epochs}x)" in last
+    assert all(torch.isfinite(p).all() for p in loop.model.parameters())
+
+
+def test_each_new_bad_sample_costs_the_budget_and_a_stop_leaves_the_good_weights(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(Clips(40, bad=(5, 9, 31)), batch_size=1, folder=tmp_path / "run", max_skips=2)
+    with pytest.raises(NonFiniteError, match="max_skips=2 is used up") as error:
+        loop.run(2)
+    assert set(blamed(loop.guard)) == {"dataset index 5", "dataset index 9", "dataset index 31"}
+    (path,) = (tmp_path / "run").glob("last_good_step_*.safetensors")
+    assert f"they are in {path}" in str(error.value)
+    assert "the weights are those of the step before" in str(error.value)
+    saved = load_file(path)
+    assert all(torch.equal(saved[n], p) for n, p in loop.model.state_dict().items())
+    assert saved["weight"].isfinite().all()
+
+
+def test_without_a_folder_the_good_weights_are_where_accelerate_says_or_below(
+    tmp_path: Path,
+) -> None:
+    for project in (None, tmp_path / "project"):
+        loop = Loop(Clips(2, bad=(0, 1)), max_skips=0)
+        if project is not None:
+            loop.accelerator.project_configuration.set_directories(str(project))
+        with pytest.raises(NonFiniteError):
+            loop.run(1)
+        folder = project or Path("dit_lora_guard")
+        assert (folder / "last_good_step_000000.safetensors").is_file()
+
+
+def test_a_disk_that_cannot_be_written_does_not_hide_why_it_stopped() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Guard.attach(None, model, optimizer, config=dit_lora.LadderConfig(max_skips=0))
+    Path("dit_lora_guard").write_text("in the way")
+    model(torch.full((1, 4), torch.nan)).sum().backward()
+    with pytest.raises(NonFiniteError, match=r"could not be written to .*max_skips=0 is used up"):
+        optimizer.step()
+
+
+def test_a_loop_in_which_no_step_is_taken_any_more_stops_though_the_sample_is_known() -> None:
+    loop = Loop(Clips(1, bad=(0,)), batch_size=1)
+    with pytest.raises(NonFiniteError, match="none of the last 10 steps was taken"):
+        loop.run(20)
+    assert len(loop.guard.events) == 11
+
+
+def test_a_rollback_says_how_many_steps_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(Clips(8, bad=()), snapshot_every=10)
+    loop.run(2)  # 8 steps
+    with caplog.at_level(logging.WARNING, logger="dit_lora"):
+        loop.model.weight.data[0, 0] = torch.nan
+        loop.run(1)
+    assert "those of step 0, 8 steps are undone; a snapshot is taken every 10 steps" in caplog.text
+    loop.run(3)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="dit_lora"):
+        loop.optimizer.state[loop.model.bias]["exp_avg_sq"][0] = torch.inf
+        loop.run(2)  # no weight shows it; the next snapshot must not take it in
+    assert loop.guard.events[-1]["verdict"]["cause"] == "optimizer"
+    assert loop.guard.events[-1]["weights_of_step"] == 20
+    assert "those of step 20, 10 steps are undone" in caplog.text
+
+
+def test_snapshots_are_one_copy_and_can_be_turned_off() -> None:
+    loop = Loop(Clips(8, bad=()), snapshot_every=2)
+    loop.run(3)
+    trained = sum(p.nbytes for p in loop.model.parameters())
+    assert loop.guard._state.snapshots.nbytes <= 3 * trained + 16  # and AdamW's two step counts
+    without = Loop(Clips(8, bad=()), snapshot_every=0)
+    without.run(3)
+    assert without.guard._state.snapshots.nbytes == 0
+    without.model.weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"not to be used; stopped: .*snapshot_every is 0"):
+        without.run(1)
+
+
+def test_a_stop_for_bad_weights_puts_the_last_good_ones_back_and_on_the_disk(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(Clips(8, bad=()), snapshot_every=2, max_rollbacks=0, folder=tmp_path)
+    loop.run(2)
+    loop.model.weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"those of step 6, 2 steps are undone.*max_rollbacks"):
+        loop.run(1)
+    saved = load_file(tmp_path / "last_good_step_000006.safetensors")
+    assert torch.equal(saved["weight"], loop.model.weight)
+    assert saved["weight"].isfinite().all()
+
+
+def trained_in_pairs(
+    loop: Loop, batches: Iterator[dict[str, torch.Tensor]], *, alike: bool
+) -> None:
+    """As Transformers' Trainer accumulates: it takes several batches, then runs the first."""
+    while pair := list(islice(batches, 2)):
+        for batch in pair:
+            loop.train(batch["x"] if alike else batch["x"] * 1.0)
+
+
+def test_batches_that_are_taken_ahead_are_named_by_what_they_are_or_not_at_all() -> None:
+    for alike, names in ((True, "dataset index 3"), (False, "sample 0 of micro-batch 0")):
+        loop = Loop(Clips(6, bad=(3,)), batch_size=1)
+        for _ in range(3):
+            trained_in_pairs(loop, iter(loop.loader), alike=alike)
+        assert set(blamed(loop.guard)) == {names}
+        assert len(loop.guard.events) == 3
+
+
+def test_skipped_batches_and_a_loader_of_plain_pytorch_are_named_too() -> None:
+    loop = Loop(Clips(6, bad=(3,)), batch_size=1)
+    loop.guard.detach()
+    loop.guard = Guard.attach(loop.accelerator, loop.model, loop.optimizer)
+    loop.loader = loop.accelerator.skip_first_batches(loop.loader, 0)
+    loop.run(1)
+    assert blamed(loop.guard) == ["dataset index 3"]
+
+    loader = DataLoader(Clips(6, bad=(4,)), batch_size=3, shuffle=True)
+    own = type(loader.batch_sampler), type(loader)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = Guard.attach(None, model, optimizer, loader=loader)
+    for batch in loader:
+        optimizer.zero_grad()
+        model(batch["x"]).square().mean().backward()
+        optimizer.step()
+    assert blamed(guard) == ["dataset index 4"]
+    guard.detach()
+    assert (type(loader.batch_sampler), type(loader)) == own
+
+
+def test_a_trainer_says_at_its_end_how_many_steps_were_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+    rows = torch.randint(0, 32, (6, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row.clone()} for row in rows]
+    data[2]["labels"] = torch.full((8,), -100)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=1, max_steps=12,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
+    trainer.add_callback(dit_lora.GuardCallback(trainer))
+    with caplog.at_level(logging.WARNING, logger="dit_lora"):
+        trainer.train()
+    told = [record.message for record in caplog.records if record.message.startswith("guard:")]
+    assert len(told) == 2
+    assert "dataset index 2" in told[0]
+    assert "2 of 12 optimizer steps were not taken" in told[1]
+
+
+def test_the_guard_is_imported_without_diffusers() -> None:
+    code = "import sys; from dit_lora import Guard; print('diffusers' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
