@@ -94,7 +94,13 @@ def _guarded(world: World, change: Change, then: Change = lambda model: None) ->
     with _stock(world, change) as loop:
         try:
             config = LadderConfig(max_skips=1)
-            guard = Guard.attach(loop.accelerator, loop.model, loop.optimizer, config=config)
+            guard = Guard.attach(
+                loop.accelerator,
+                loop.model,
+                loop.optimizer,
+                config=config,
+                folder=world.root / "guarded",
+            )
             then(loop.model)
             loop.run(guard)
         except DitLoraError as problem:

@@ -99,7 +99,9 @@ def _toy(
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     prepared = accelerator.prepare(model, optimizer, schedule)
     ema = EMAModel(model.parameters())
-    guard = Guard.attach(accelerator, prepared[0], prepared[1], ema=ema, config=config)
+    guard = Guard.attach(
+        accelerator, prepared[0], prepared[1], ema=ema, config=config, folder=world.root / "guarded"
+    )
     return ToyLoop(accelerator, prepared[0], guard, prepared[1], prepared[2], ema, spoil, loss)
 
 
@@ -222,12 +224,15 @@ def _overflowing_gradient(model: Toy) -> None:
 
 @contextmanager
 def _scaled(accelerator: Accelerator) -> Iterator[None]:
-    """As with mixed_precision=fp16, which Accelerate offers on a GPU only."""
+    """As with mixed_precision=fp16, which Accelerate offers on a GPU only: clipping unscales first."""
+    before = accelerator.native_amp, accelerator.state._mixed_precision
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     try:
         yield
     finally:
         accelerator.scaler = None
+        accelerator.native_amp, accelerator.state._mixed_precision = before
 
 
 def _play(
@@ -241,6 +246,11 @@ def _play(
 def _scaler_collapses(fault: Fault, world: World) -> Observation:
     with _scaled(world.accelerator):
         return _observed(_toy(world, change=_overflowing_gradient), world, lambda loop: None)
+
+
+def _scaled_nan(fault: Fault, world: World) -> Observation:
+    with _scaled(world.accelerator):
+        return _observed(_toy(world, _nan_pixel), world, _two_skipped)
 
 
 def _fp16_weights(fault: Fault, world: World) -> Observation:
@@ -296,6 +306,13 @@ FAULTS: tuple[Fault, ...] = (
         "step 3",
         _DATA,
         play=_play(_nan_pixel, _two_skipped),
+    ),
+    Fault(
+        "a NaN pixel in a stock loop in fp16, with a scaler and clipping",
+        "plugin",
+        "step 3",
+        _DATA,
+        play=_scaled_nan,
     ),
     Fault(
         "a NaN target on one rank of a stock loop",

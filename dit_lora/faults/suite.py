@@ -29,6 +29,7 @@ from dit_lora.faults import (
     chat_steps,
     data_faults,
     late,
+    loop_kinds,
     loops,
     ops,
     phases,
@@ -57,7 +58,7 @@ def catalog(site: Site, ranks: int = 1) -> list[Fault]:
         *chat_steps.FAULTS,
         *chat_loops.FAULTS,
         *(
-            loops.FAULTS if site.variant == DEFAULT else ()
+            (*loops.FAULTS, *loop_kinds.FAULTS) if site.variant == DEFAULT else ()
         ),  # foreign loops have models of their own
     ]
     return [fault for fault in every if fault.fits(site, ranks)]
