@@ -1,6 +1,6 @@
 """Faults in loops of other kinds than Accelerate's usual one: two models, a resume, epochs, closures, plain PyTorch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ def _batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, _WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _everything(models: list[nn.Module], optimizer: Any) -> list[Tensor]:
+def _everything(models: Sequence[nn.Module], optimizer: Any) -> list[Tensor]:
     moments = [
         value
         for state in optimizer.state.values()
@@ -94,7 +94,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
         return _observed(world, guard, loop)
 
 
-def _spoil_once(parameter: nn.Parameter) -> None:
+def _spoil_once(parameter: Tensor) -> None:
     def hook(gradient: Tensor) -> Tensor:
         handle.remove()
         gradient = gradient.clone()

@@ -452,3 +452,92 @@ def test_norms_that_squares_would_overflow_or_lose_are_no_fault() -> None:
         optimizer.step()
         assert guard.events == []
         assert optimizer.state
+
+
+class Timed(nn.Linear):
+    """Fails late in the schedule, whatever the sample is."""
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.where(timestep > 900, torch.nan, 1.0)[:, None]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_depends_on_the_timestep_is_not_called_data(rows: int) -> None:
+    accelerator, model = fresh_accelerator(), Timed(4, 2)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    guard = Guard.attach(accelerator, model, optimizer)
+    for number in range(4):
+        timesteps = torch.full((rows,), 100)
+        timesteps[-1] = 950 if number == 2 else 100
+        accelerator.backward(model(batch(number, rows), timestep=timesteps).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    (event,) = guard.events
+    assert (event["verdict"]["cause"], event["action"]) == ("inputs", "skip")
+    assert event["sample_ids"] == [f"sample {rows - 1} of micro-batch 0"]
+
+
+class Counting(nn.Linear):
+    """Counts its calls and rescales in buffers, as quantized layers do; has a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("calls", torch.zeros(3))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        return super().forward(self.frozen(x))
+
+
+def counting_loop(spoil: Callable[[int, Counting, torch.Tensor], None]) -> Guard:
+    accelerator, model = fresh_accelerator(), Counting()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = accelerator.prepare(torch.optim.AdamW(trained))
+    guard = Guard.attach(accelerator, model, optimizer)
+    for number in range(5):
+        x = batch(number)
+        spoil(number, model, x)
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return guard
+
+
+def test_buffers_that_the_loop_itself_changes_are_not_damage_and_frozen_weights_that_memory_changes_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def in_the_data(number: int, model: Counting, x: torch.Tensor) -> None:
+        if number == 3:
+            x[1, 2] = torch.nan
+
+    def in_memory(number: int, model: Counting, x: torch.Tensor) -> None:
+        if number == 3:
+            model.frozen.weight.data[0, 0] = 3e38
+
+    assert causes(counting_loop(in_the_data).events) == [("data", "skip")]
+    with pytest.raises(NonFiniteError, match=r"of the step before; they are in .*frozen") as error:
+        counting_loop(in_memory)
+    assert error.value.event["verdict"]["cause"] == "weights"
+    assert error.value.event["sample_ids"] == []
+
+
+def test_what_an_optimizer_is_given_later_is_guarded_from_then_on() -> None:
+    accelerator, model = fresh_accelerator(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model[1].parameters(), lr=0.1))
+    guard = Guard.attach(accelerator, model, optimizer)
+    for number in range(4):
+        if number == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        if number == 2:
+            before = everything([model], [optimizer])
+            spoil_once(model[0].weight, torch.nan)
+        accelerator.backward(model(batch(number)).square().mean())
+        optimizer.step()
+        assert number != 2 or same(everything([model], [optimizer]), before)
+        optimizer.zero_grad()
+    assert "the gradient of 0.weight was not finite" in guard.events[0]["verdict"]["words"]

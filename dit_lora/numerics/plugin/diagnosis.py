@@ -8,6 +8,7 @@ from typing import Any
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.bisect import diagnose
 from dit_lora.numerics.captured import CapturedCall
+from dit_lora.numerics.plugin.names import identifies
 from dit_lora.numerics.plugin.watched import Watched
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.state import bad_state, run_away
@@ -40,14 +41,25 @@ def call_verdicts(
 
     def verdict(call: CapturedCall) -> Verdict:
         own, control = watched.suspects[id(call.owner)], controls.get(id(call.owner))
-        facts = {"micro_step": call.micro_step, "rank": rank, "place": call}
-        batch = call.micro_batch(own.model, step=step, **facts)
-        healthy = control and control.micro_batch(own.model, step=step - 1, **facts)
-        found = diagnose(batch, own, kind=kind, control=healthy)
+
+        def batch(one: CapturedCall, of_step: int) -> MicroBatch:
+            number = call.micro_step
+            return one.micro_batch(
+                own.model, step=of_step, micro_step=number, rank=rank, place=call
+            )
+
+        healthy = batch(_renamed(control), step - 1) if control is not None else None
+        found = diagnose(batch(call, step), own, kind=kind, control=healthy)
         return _of_model(found, watched.prefixes[id(call.owner)])
 
     micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
     return [_of_micro_batch(group, verdict) for group in micro_batches]
+
+
+def _renamed(call: CapturedCall) -> CapturedCall:
+    """A number in one batch is not the sample of that number in another."""
+    ids = (one if identifies(one) else f"{one} of an earlier step" for one in call.ids)
+    return replace(call, ids=tuple(ids))
 
 
 def _of_model(verdict: Verdict, prefix: str) -> Verdict:

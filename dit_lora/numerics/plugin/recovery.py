@@ -77,7 +77,7 @@ class Recovery:
         put_back = self._put_back() if spoiled or action.kind == "rollback" else None
         if put_back is None and action.kind == "rollback":
             action = Action("stop", why="the snapshot that is held does not fit any more")
-        facts = {"known": True} if known else {}
+        facts: dict[str, Any] = {"known": True} if known else {}
         facts |= {"weights_of_step": put_back} if put_back is not None else {}
         for verdict in verdicts:
             self._write(trip, verdict, action, time.perf_counter() - began, facts)

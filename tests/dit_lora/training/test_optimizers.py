@@ -184,13 +184,14 @@ def test_going_back_to_a_snapshot_takes_the_same_steps_again(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loop_that_is_not_ours_goes_back_as_well(name: str) -> None:
     run = Training(name)
-    state = LoopState(dict(run.model.named_parameters()), [run.optimizer], every=1)
-    state.take(0)
+    parameters = dict(run.model.named_parameters())
+    early, late = (LoopState(parameters, [run.optimizer], every=1) for _ in range(2))
+    early.take(0)
     run.train(1, 2)
-    state.take(2)
+    late.take(2)
     run.train(3, 6)
     at_6 = run.everything()
-    for step in (2, 0):
+    for step, state in ((2, late), (0, early)):
         state.restore(step)
         run.train(step + 1, 6)
         assert_same(run.everything(), at_6)
