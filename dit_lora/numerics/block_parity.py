@@ -7,29 +7,22 @@ their own. Weights that are sharded (FSDP2) are whole while their block is compa
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from dit_lora.numerics.block_call import BlockCall, floats
 from dit_lora.numerics.parity_values import (
     BLOCK,
-    HALVES,
     Values,
     apart,
     first_apart,
-    gradients,
-    named_outputs,
-    recording,
 )
-from dit_lora.numerics.replay import cuda_devices
 from dit_lora.numerics.shards import gathered_here
 from dit_lora.numerics.switches import Switch, in_fp32
-from dit_lora.numerics.whole import ONLY_COUNTS, called_modules
 
 PASSES = 32
 """At least as many passes through blocks with a kernel ask whether it repeats itself: two a block in a deep model."""
@@ -90,7 +83,7 @@ def noting_inputs(model: nn.Module) -> Iterator[Learning]:
 
     def note(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            noted.setdefault(name, tuple(x.requires_grad for x in _floats((args, kwargs))))
+            noted.setdefault(name, tuple(x.requires_grad for x in floats((args, kwargs))))
 
         return hook
 
@@ -167,15 +160,22 @@ class BlockComparison:
     def _compare_call(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self.widen:
             try:
-                self._compare(_Block(name, block, args, kwargs, self, widen=True))
+                self._compare(self._call(name, block, args, kwargs, widen=True))
                 return
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError):  # the first dimension is no sample's there
                 pass
-        self._compare(_Block(name, block, args, kwargs, self))
+        self._compare(self._call(name, block, args, kwargs))
 
-    def _compare(self, block: "_Block") -> None:
+    def _call(
+        self, name: str, block: nn.Module, args: Any, kwargs: Any, *, widen: bool = False
+    ) -> BlockCall:
+        inside_of = self.model if self.inside is not None else None
+        learning = self.learning.get(name, ())
+        return BlockCall(name, block, args, kwargs, learning, inside_of=inside_of, widen=widen)
+
+    def _compare(self, block: BlockCall) -> None:
         in_halves = block.is_half and self.switch.cause != "attention_backend"
         wrong, exact = None, None
         if in_halves:
@@ -204,7 +204,7 @@ class BlockComparison:
         elif wrong is not None:
             self.found.append(Apart(*wrong, repeats=True))
 
-    def _in_fp32(self, block: "_Block") -> tuple[tuple[str, float] | None, Values]:
+    def _in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
         """Where it differs in fp32, and the stock code's values."""
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
@@ -215,14 +215,14 @@ class BlockComparison:
             expected, fused = self._both(block, wide=True)
             return self._differs(block, expected, fused, torch.float32), expected
 
-    def _both(self, block: "_Block", *, wide: bool) -> tuple[Values, Values]:
+    def _both(self, block: BlockCall, *, wide: bool) -> tuple[Values, Values]:
         expected = block.values(wide=wide)
         with self._stock.left():
             return expected, block.values(wide=wide)
 
     def _differs(
         self,
-        block: "_Block",
+        block: BlockCall,
         expected: Values,
         fused: Values,
         dtype: torch.dtype,
@@ -232,7 +232,7 @@ class BlockComparison:
         inputs = block.inputs if dtype is torch.float32 else ()
         return first_apart(expected, fused, BLOCK[dtype], inputs, exact)
 
-    def _unsteady(self, block: "_Block", expected: Values, fused: Values) -> float | None:
+    def _unsteady(self, block: BlockCall, expected: Values, fused: Values) -> float | None:
         """How far the kernel is from itself on equal inputs, if that is more than the stock code is."""
         allowed = 0.0
         if block.device.type == "cuda":  # where backends of PyTorch may sum in any order
@@ -270,105 +270,6 @@ class _Stock(AbstractContextManager["_Stock", None]):
             self._held.enter_context(self._switch.off())
 
 
-class _Block:
-    """One call of a block, that can be made again."""
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        of: BlockComparison,
-        widen: bool = False,
-    ) -> None:
-        self.name, self.module, self._of, self.widened = name, module, of, widen
-        self._leaves, self._spec = tree_flatten((args, kwargs))
-        if widen:
-            self._leaves = [_two_rows(leaf) for leaf in self._leaves]
-        floats = _floats(self._leaves)
-        learning = of.learning.get(name, ())
-        self._learning = learning if len(learning) == len(floats) else (True,) * len(floats)
-        tensors = [*module.parameters(), *floats]
-        halves = {x.dtype for x in tensors if x.dtype in HALVES}
-        self.is_half = bool(halves)
-        self.dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float16
-        self.device = next((x.device for x in tensors), torch.device("cpu"))
-        self.inputs = [x.detach() for x in floats]
-
-    def values(self, *, wide: bool) -> Values:
-        """Outputs, and the gradients of a drawn sum of them, as the switches are now."""
-        leaves, learning = self._fresh(wide=wide)
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        inside: Values = {}
-        with (
-            torch.enable_grad(),
-            torch.random.fork_rng(cuda_devices(self.module)),
-            _unrounded(),
-            saved_tensors_hooks(_kept, lambda x: x),  # not those of a checkpoint around the block
-            self._recorded(inside),
-        ):
-            outputs = named_outputs(self.name, self.module(*args, **kwargs))
-            found = self._gradients(outputs, learning)
-        return {**inside, **{n: x.detach() for n, x in outputs.items()}, **found}
-
-    def _recorded(self, inside: Values) -> AbstractContextManager[None]:
-        if self._of.inside is None:
-            return nullcontext()
-        names = [name for name, _ in called_modules(self.module) if name]
-        full = [f"{self.name}.{name}" if self.name else name for name in names]
-        return recording(self._of.model, full, inside)
-
-    def _fresh(self, *, wide: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        flags, leaves, learning = iter(self._learning), [], {}
-        for index, leaf in enumerate(self._leaves):
-            if not _is_float(leaf):
-                is_half = wide and isinstance(leaf, torch.dtype) and leaf in HALVES
-                leaves.append(torch.float32 if is_half else leaf)
-                continue
-            dtype = torch.float32 if wide and leaf.dtype in HALVES else leaf.dtype
-            own = leaf.detach().to(dtype, copy=True).requires_grad_(next(flags))
-            leaves.append(own)
-            if own.requires_grad:
-                learning[f"{self.name}'s input {index}"] = own
-        return leaves, learning
-
-    def _gradients(self, outputs: Values, inputs: dict[str, torch.Tensor]) -> Values:
-        ends = [x for x in outputs.values() if x.requires_grad]
-        path = f"{self.name}." if self.name else ""
-        trained = {f"{path}{n}": p for n, p in self.module.named_parameters() if p.requires_grad}
-        starts = {**trained, **inputs}
-        if not ends or not starts:
-            return {}
-        draws = torch.Generator(self.device).manual_seed(0)
-        pulls = [torch.randn(x.shape, generator=draws, device=x.device).to(x.dtype) for x in ends]
-        # Past the hooks on accumulated gradients, which are a step's.
-        found = torch.autograd.grad(ends, [*starts.values()], pulls, allow_unused=True)
-        return gradients(dict(zip(starts, found, strict=True)))
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-setattr(_kept, ONLY_COUNTS, True)
-
-
-def _is_float(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _floats(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if _is_float(leaf)]
-
-
-def _two_rows(leaf: Any) -> Any:
-    """A tensor of one row with a second, other one; of integers and masks the same again."""
-    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
-        return leaf
-    return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
-
-
 def is_repeated(block: str) -> bool:
     """Whether it is one of a list."""
     return block.rpartition(".")[2].isdigit()
@@ -386,15 +287,3 @@ def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(keeps)
         torch.clear_autocast_cache()
-
-
-@contextmanager
-def _unrounded() -> Iterator[None]:
-    """Within it fp32 is computed as fp32, and not as TF32."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before

@@ -1,0 +1,131 @@
+"""One call of a block of a model, made again on the same inputs: as it is or in fp32, with the gradients of a drawn sum."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dit_lora.numerics.parity_values import HALVES, Values, gradients, named_outputs, recording
+from dit_lora.numerics.replay import cuda_devices
+from dit_lora.numerics.whole import ONLY_COUNTS, called_modules
+
+
+class BlockCall:
+    """One call of a block, that can be made again.
+
+    `learning` says which of its floating inputs have a gradient; all, if it is not of their number. With `inside_of`,
+    the model, what the block's modules return is among the values. With `widen` inputs of one row get a second.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        learning: tuple[bool, ...],
+        *,
+        inside_of: nn.Module | None = None,
+        widen: bool = False,
+    ) -> None:
+        self.name, self.module, self.widened = name, module, widen
+        self._inside_of = inside_of
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        if widen:
+            self._leaves = [_two_rows(leaf) for leaf in self._leaves]
+        given = floats(self._leaves)
+        self._learning = learning if len(learning) == len(given) else (True,) * len(given)
+        tensors = [*module.parameters(), *given]
+        halves = {x.dtype for x in tensors if x.dtype in HALVES}
+        self.is_half = bool(halves)
+        self.dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float16
+        self.device = next((x.device for x in tensors), torch.device("cpu"))
+        self.inputs = [x.detach() for x in given]
+
+    def values(self, *, wide: bool) -> Values:
+        """Outputs, and the gradients of a drawn sum of them, as the switches are now."""
+        leaves, learning = self._fresh(wide=wide)
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        inside: Values = {}
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(cuda_devices(self.module)),
+            _unrounded(),
+            saved_tensors_hooks(_kept, lambda x: x),  # not those of a checkpoint around the block
+            self._recorded(inside),
+        ):
+            outputs = named_outputs(self.name, self.module(*args, **kwargs))
+            found = self._gradients(outputs, learning)
+        return {**inside, **{n: x.detach() for n, x in outputs.items()}, **found}
+
+    def _recorded(self, inside: Values) -> AbstractContextManager[None]:
+        if self._inside_of is None:
+            return nullcontext()
+        names = [name for name, _ in called_modules(self.module) if name]
+        full = [f"{self.name}.{name}" if self.name else name for name in names]
+        return recording(self._inside_of, full, inside)
+
+    def _fresh(self, *, wide: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        flags, leaves, learning = iter(self._learning), [], {}
+        for index, leaf in enumerate(self._leaves):
+            if not is_float(leaf):
+                is_half = wide and isinstance(leaf, torch.dtype) and leaf in HALVES
+                leaves.append(torch.float32 if is_half else leaf)
+                continue
+            dtype = torch.float32 if wide and leaf.dtype in HALVES else leaf.dtype
+            own = leaf.detach().to(dtype, copy=True).requires_grad_(next(flags))
+            leaves.append(own)
+            if own.requires_grad:
+                learning[f"{self.name}'s input {index}"] = own
+        return leaves, learning
+
+    def _gradients(self, outputs: Values, inputs: dict[str, torch.Tensor]) -> Values:
+        ends = [x for x in outputs.values() if x.requires_grad]
+        path = f"{self.name}." if self.name else ""
+        trained = {f"{path}{n}": p for n, p in self.module.named_parameters() if p.requires_grad}
+        starts = {**trained, **inputs}
+        if not ends or not starts:
+            return {}
+        draws = torch.Generator(self.device).manual_seed(0)
+        pulls = [torch.randn(x.shape, generator=draws, device=x.device).to(x.dtype) for x in ends]
+        # Past the hooks on accumulated gradients, which are a step's.
+        found = torch.autograd.grad(ends, [*starts.values()], pulls, allow_unused=True)
+        return gradients(dict(zip(starts, found, strict=True)))
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+setattr(_kept, ONLY_COUNTS, True)
+
+
+def is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def floats(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if is_float(leaf)]
+
+
+def _two_rows(leaf: Any) -> Any:
+    """A tensor of one row with a second, other one; of integers and masks the same again."""
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
+        return leaf
+    return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
+
+
+@contextmanager
+def _unrounded() -> Iterator[None]:
+    """Within it fp32 is computed as fp32, and not as TF32."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
