@@ -11,7 +11,7 @@ from dit_lora.faults.arms import average as average_of
 from dit_lora.faults.arms import every_row as all_rows
 from dit_lora.faults.arms import moment as moment_of
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.triggers import ALL_RANKS, When, before, element, times
+from dit_lora.faults.triggers import ALL_RANKS, When, before, element, times, write
 from dit_lora.faults.world import Arm, Stage
 
 _EMA = (("train.ema", 0.9),)
@@ -35,11 +35,12 @@ def _moved(stage: Stage) -> None:
     if stage.rank != 1:
         return
 
-    def act() -> None:
-        with torch.no_grad():
-            parameter(stage, ADAPTED).view(-1)[2] += 0.5
+    def add(values: torch.Tensor) -> torch.Tensor:
+        changed = values.clone()
+        changed.view(-1)[2] += 0.5
+        return changed
 
-    stage.before_step(2, act)
+    stage.before_step(2, lambda: write(parameter(stage, ADAPTED), add))
 
 
 def _bad_output(stage: Stage) -> None:
@@ -112,7 +113,7 @@ ELEMENTS: tuple[Fault, ...] = (
         "5000 in an adapter weight of one rank",
         "weights",
         "before step 4, rank 1",
-        Expected("weights", "rollback", ("rank 1",), same_as="clean", nobody_lost=True),
+        Expected("weights", "rollback", same_as="clean", nobody_lost=True),
         _weight(5000.0, 4, rank=1),
         ranks=2,
     ),
@@ -123,6 +124,7 @@ ELEMENTS: tuple[Fault, ...] = (
         Expected("weights", "rollback", ("rank 1",), same_as="clean", nobody_lost=True),
         _moved,
         ranks=2,
+        engines=("ddp", "zero2"),  # of what is shared out no other rank has a copy
     ),
     Fault(
         "all adapter weights grown",

@@ -31,7 +31,7 @@ from dit_lora.faults.triggers import (
     row,
     times,
 )
-from dit_lora.faults.world import Arm
+from dit_lora.faults.world import Arm, Engine
 
 _NAN, _INF = times(math.nan), times(math.inf)
 
@@ -55,6 +55,8 @@ def _at_random(p: float) -> Arm:
 
 
 _FF = "{ff_out}.weight"
+_HOOKED: tuple[Engine, ...] = ("ddp", "zero2")
+"""Where a hook sees a parameter's gradient: not where FSDP2 shares it out."""
 
 
 def _damaged(*words: str) -> Expected:
@@ -164,6 +166,7 @@ PLACES: tuple[Fault, ...] = (
         "step 4, in replays too",
         _STEP,
         gradients(element(math.nan), 0, When("at", 4)),
+        engines=_HOOKED,
     ),
     Fault(
         "NaN for the second sample of a batch, whoever it is",
@@ -222,6 +225,7 @@ RANKS: tuple[Fault, ...] = (
         "from step 4, rank 1",
         _RANK,
         gradients(element(math.nan), 0, When("from", 4, 1)),
+        engines=_HOOKED,
         ranks=2,
     ),
 )

@@ -16,7 +16,7 @@ from dit_lora.faults.bad_media import KINDS
 from dit_lora.faults.fault import Expected, Fault, Judged, equal
 from dit_lora.faults.kind import Kind, write_good
 from dit_lora.faults.site import Site, write_class_clips, write_classes, write_clips, write_images
-from dit_lora.faults.world import Observation, Overrides, Stage, World, poisoned_files
+from dit_lora.faults.world import Engine, Observation, Overrides, Stage, World, poisoned_files
 
 Change = Callable[[Path], None]
 """Of a run's folder of data."""
@@ -40,8 +40,8 @@ class DataFault(Fault):
     writers: tuple[Change, ...] = (write_clips,)
     """The sites whose data one of these has written know this fault."""
 
-    def fits(self, site: Site, ranks: int = 1) -> bool:
-        return super().fits(site) and site.write_data in self.writers
+    def fits(self, site: Site, ranks: int = 1, engine: Engine = "ddp") -> bool:
+        return super().fits(site, ranks, engine) and site.write_data in self.writers
 
     def judge(self, world: World) -> Judged:
         """A run that refuses it, one that leaves out it and its peers, one that never had them; collective."""

@@ -8,7 +8,16 @@ import torch
 
 from dit_lora.data.quarantine import Quarantine
 from dit_lora.faults.site import Site
-from dit_lora.faults.world import Arm, Observation, Overrides, Tensors, World, poisoned_files
+from dit_lora.faults.world import (
+    ENGINES,
+    Arm,
+    Engine,
+    Observation,
+    Overrides,
+    Tensors,
+    World,
+    poisoned_files,
+)
 
 DONE = 0
 
@@ -75,9 +84,10 @@ class Fault:
     ranks: int = 1
     """How many it takes at least."""
     most_ranks: int = 8
+    engines: tuple[Engine, ...] = ENGINES
 
-    def fits(self, site: Site, ranks: int = 1) -> bool:
-        enough = self.ranks <= ranks <= self.most_ranks
+    def fits(self, site: Site, ranks: int = 1, engine: Engine = "ddp") -> bool:
+        enough = self.ranks <= ranks <= self.most_ranks and engine in self.engines
         return enough and all(getattr(site, need) for need in self.needs)
 
     def judge(self, world: World) -> Judged:

@@ -42,7 +42,7 @@ from dit_lora.faults.world import Engine, World, engine_of
 from dit_lora.files import write_whole
 
 
-def catalog(site: Site, ranks: int = 1) -> list[Fault]:
+def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
     """Every fault that a tiny checkpoint can have on so many ranks, in the order of the table."""
     every = [
         *samples.cached(),
@@ -61,12 +61,12 @@ def catalog(site: Site, ranks: int = 1) -> list[Fault]:
             (*loops.FAULTS, *loop_kinds.FAULTS) if site.variant == DEFAULT else ()
         ),  # foreign loops have models of their own
     ]
-    return [fault for fault in every if fault.fits(site, ranks)]
+    return [fault for fault in every if fault.fits(site, ranks, engine)]
 
 
-def chosen(pattern: str | None, site: Site, ranks: int = 1) -> list[Fault]:
+def chosen(pattern: str | None, site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
     """The site's faults whose name matches a pattern such as `*latent*`; all without one."""
-    known = catalog(site, ranks)
+    known = catalog(site, ranks, engine)
     faults = [f for f in known if pattern is None or fnmatch.fnmatchcase(f.name, pattern)]
     if not faults:
         names = ", ".join(fault.name for fault in known)
@@ -79,7 +79,7 @@ def run_suite(
 ) -> list[Judged]:
     """Judge every chosen fault on one tiny checkpoint, in this process or on ranks that torchrun starts."""
     site = site_of(variant)
-    faults = chosen(pattern, site, ranks)
+    faults = chosen(pattern, site, ranks, engine)
     if ranks == 1:
         bar = tqdm(judge_all(faults, site), total=len(faults), desc="faults", unit="fault")
         return list(bar)
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
     """Judge on every rank; the main process writes the lines."""
     out, site, engine = Path(argv[0]), site_of(argv[1]), engine_of(argv[2])
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    faults = chosen(argv[3] if len(argv) > 3 else None, site, ranks)
+    faults = chosen(argv[3] if len(argv) > 3 else None, site, ranks, engine)
     is_main = os.environ.get("RANK", "0") == "0"
     bar = tqdm(
         judge_all(faults, site, engine),
