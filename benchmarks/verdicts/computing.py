@@ -16,7 +16,6 @@ from benchmarks.verdicts.cases import (
     Right,
     right,
 )
-from dit_lora.config import GuardConfig
 from dit_lora.faults import arms
 from dit_lora.faults.ops import CHECKED
 from dit_lora.faults.triggers import (
@@ -30,6 +29,8 @@ from dit_lora.faults.triggers import (
 )
 from dit_lora.faults.world import Overrides
 
+_COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 1))
+"""Kernels are compared with their references before the run, and after each step of it."""
 _WRONG, _FLASH = "kernel:wrong_op", "attention:flash"
 _VALUES: dict[str, Change] = {
     "NaN": divided,
@@ -94,8 +95,7 @@ def _kernel(draw: Draw) -> Case:
     if not draw.site.modulation:
         place = arms.OUTPUT
     arm = arms.kernel(change, when, place=place)
-    allowed = _wrong("kernel", _WRONG, "clean" if when.step == 0 else "bounded")
-    return Case(when.words, allowed, arm, _compared())
+    return Case(when.words, _wrong("kernel", _WRONG), arm, _COMPARED)
 
 
 def _attention(draw: Draw) -> Case:
@@ -110,7 +110,7 @@ def _attention(draw: Draw) -> Case:
         return Case(when.words, _wrong("attention_backend", _FLASH), arms.attention(change, when))
     when = When("from", draw.chance.choice((0, 1, 3)))
     allowed = _wrong("attention_backend", _FLASH, "clean" if when.step == 0 else "bounded")
-    return Case(when.words, allowed, arms.attention(change, when), _compared())
+    return Case(when.words, allowed, arms.attention(change, when), _COMPARED)
 
 
 def _wrong(cause: str, switch: str, result: Result = "clean") -> Right:
@@ -122,12 +122,6 @@ def _unstable(cause: str, switch: str) -> Right:
     """Wrong at times: to be called that, or switched off since it is the one."""
     wrong = frozenset({switch})
     return right("transient", "unknown", cause, told=False, result="bounded", switches=wrong)
-
-
-def _compared() -> Overrides:
-    """Kernels are compared with their references before the run, and where the recipe knows how, during it."""
-    during = "parity_every" in GuardConfig.model_fields
-    return (*CHECKED, *((("guard.parity_every", 1),) if during else ()))
 
 
 def _stock_output(draw: Draw) -> Case:

@@ -146,11 +146,12 @@ def trained(number: int) -> Callable[[Stage], torch.Tensor]:
 
 
 def moment(number: int, key: str) -> Callable[[Stage], torch.Tensor]:
-    """A moment of AdamW."""
+    """A moment of AdamW; of those that ranks share out, one of this rank's."""
 
     def find(stage: Stage) -> torch.Tensor:
-        found = list(stage.trained().values())
-        return stage.run.optimizer.state[found[number % len(found)]][key]
+        moments = stage.run.engine.own_moments()
+        found = [tensor for name, tensor in moments.items() if name.endswith(f"/{key}")]
+        return found[number % len(found)]
 
     return find
 

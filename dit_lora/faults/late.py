@@ -35,7 +35,6 @@ _BY_CHANCE = Expected(
 )
 _TOO_OFTEN = Expected("transient", "stop", exit_code=3, nobody_lost=True)
 _WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
-    ("whose values are 0.1 % off", lambda: times(1.001), 2),
     ("that gives every sample the first one's rows", lambda: _first_row, 3),
     ("whose gradient is a fifth too small", lambda: backward_of(times(0.8)), 2),
     ("that gives what it gave before", _Stale, 3),
