@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 import dit_lora
-from dit_lora import cli_chat, cli_export, cli_plan, cli_push, cli_report, cli_start, cli_verify
+from dit_lora import (
+    cli_chat,
+    cli_export,
+    cli_plan,
+    cli_push,
+    cli_quarantine,
+    cli_report,
+    cli_start,
+    cli_verify,
+)
 from dit_lora.cli_complete import Overrides, RecipeFile, recipe_files, tiny_variants
 from dit_lora.cli_help import EPILOG, arrange
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
@@ -325,6 +334,7 @@ cli_chat.register(app)
 cli_export.register(app)
 cli_plan.register(app)
 cli_push.register(app)
+cli_quarantine.register(app)
 cli_report.register(app)
 cli_start.register(app)
 cli_verify.register(app)

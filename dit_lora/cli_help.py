@@ -6,7 +6,7 @@ from typer.models import CommandInfo, TyperInfo
 PANELS = {
     "Start": ("doctor", "recipes", "init", "tiny", "shapes"),
     "Data": ("audit", "show", "cache"),
-    "Train": ("plan", "replay", "faults"),
+    "Train": ("plan", "replay", "quarantine", "faults"),
     "Use what was trained": ("report", "sample", "verify", "export", "push", "chat", "evaluate"),
     "Reference": ("families", "schema", "convert"),
 }
@@ -27,6 +27,7 @@ EXAMPLES = {
     "cache prune": ("cache prune runs/cache --keep cogvideox_5b_t2v.yaml",),
     "plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16"),
     "replay": ("replay runs/kitten/bundles/step_000012",),
+    "quarantine": ("quarantine runs/kitten", "quarantine runs/kitten --release clip.mp4"),
     "faults": ("faults --only '*latent*'",),
     "report": ("report runs/kitten", "report runs/kitten --serve"),
     "sample": ("sample runs/kitten --prompt 'a kitten in the snow' --seed 1",),

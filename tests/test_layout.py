@@ -50,6 +50,7 @@ LAYERS = (
         "dit_lora.cli_chat",
         "dit_lora.cli_plan",
         "dit_lora.cli_push",
+        "dit_lora.cli_quarantine",
         "dit_lora.cli_report",
         "dit_lora.cli_complete",
         "dit_lora.cli_export",

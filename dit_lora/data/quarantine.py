@@ -11,6 +11,9 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
+QUARANTINE = "quarantine.jsonl"
+"""The list's name in a run's folder."""
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -33,6 +36,13 @@ class LeftOut:
         if epoch < self.from_epoch or (self.to_epoch is not None and epoch > self.to_epoch):
             return None
         return self.from_copy if epoch == self.from_epoch else 0
+
+    def told(self) -> str:
+        """Say which sample is out, how long, why, and on what evidence."""
+        how_long = "for good" if self.to_epoch is None else f"to epoch {self.to_epoch}"
+        line = f"{self.sample_id}: from epoch {self.from_epoch} {how_long}, since step {self.step}"
+        facts = [f"{name}: {json.dumps(value)}" for name, value in self.evidence.items()]
+        return "\n".join([line, f"  {self.cause}: {self.reason}", *(f"  {fact}" for fact in facts)])
 
 
 def _record(line: str) -> LeftOut:
@@ -78,6 +88,20 @@ class Quarantine:
         for one in records:
             self.records.append(one)
             self._by_sample[one.sample_id].append(one)
+
+    def release(self, samples: Iterable[str]) -> list[str]:
+        """Take all records of these samples away and return their names; raise `DitLoraError` if one has none."""
+        wanted = list(dict.fromkeys(samples))
+        unknown = [one for one in wanted if one not in self._by_sample]
+        if unknown:
+            names = sorted(self._by_sample) or ["none"]
+            raise DitLoraError(
+                f"{self.path} does not leave out {', '.join(unknown)}; it leaves out: {', '.join(names)}"
+            )
+        self.records = [one for one in self.records if one.sample_id not in wanted]
+        for one in wanted:
+            del self._by_sample[one]
+        return wanted
 
     def of(self, sample_id: str) -> tuple[LeftOut, ...]:
         """The records of one sample."""

@@ -95,6 +95,8 @@ def _altered(case: Case) -> Verdict | None:
     found = _gathered(case, altered_state(case.suspects))
     if not found:
         return None
+    # A moment that was altered takes its weight along, and no weight takes its moment.
+    found.sort(key=lambda words: _owner(words)[0] != "optimizer")
     case.evidence["altered"] = found[:20]
     cause, words = _owner(found[0])
     words = f"{words}{others(found)}: altered in memory, for no update moves them alone"

@@ -118,7 +118,7 @@ def _moved(batch: MicroBatch, place: MicroBatch, *, draws: bool = False) -> Micr
 
 def _control_fails(case: Case, control: MicroBatch) -> Verdict:
     """Return the verdict where a sample that was healthy elsewhere fails at this place too: no sample is at fault."""
-    if _steadily(case, control):
+    if _steadily(case, _at_no_step(control)):
         words = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
         return case.found("step", words)
     case.evidence["every_sample"] = True
@@ -166,7 +166,12 @@ def _any_redraw_is_healthy(case: Case, one: MicroBatch) -> bool:
 
 
 def _is_healthy_elsewhere(case: Case, one: MicroBatch) -> bool:
-    return case.healthy(_moved(one, replace(one, step=one.step + _NO_STEP)))
+    return case.healthy(_at_no_step(one))
+
+
+def _at_no_step(one: MicroBatch) -> MicroBatch:
+    """Return it at a place in the run where nothing has been, or at its own where it cannot be moved."""
+    return _moved(one, replace(one, step=one.step + _NO_STEP))
 
 
 def _ids(batches: Collection[MicroBatch]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dit_lora.config import Recipe
 from dit_lora.data.cache import MAX_ABS
-from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.quarantine import QUARANTINE, Quarantine
 from dit_lora.data.sources import class_names
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.norms import Norms, choose_norms
@@ -50,7 +50,6 @@ from dit_lora.training.watch import StepWatcher
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
 
-QUARANTINE = "quarantine.jsonl"
 _CANDIDATES = 4  # samples that are read to find one to compare with
 
 
@@ -221,6 +220,8 @@ def _quarantine(run: "Run") -> Quarantine:
     own = run.runtime.dir / QUARANTINE
     given = run.recipe.guard.quarantine
     quarantine = Quarantine.load(own)
+    if quarantine.records:
+        run.runtime.say(_says_who_is_out(quarantine, run.runtime.dir))
     if given is None:
         return quarantine
     if own.exists():
@@ -244,6 +245,15 @@ def _quarantine(run: "Run") -> Quarantine:
         f"guard: {len(quarantine.records)} of {len(known)} samples left out, by {given}"
     )
     return quarantine
+
+
+def _says_who_is_out(quarantine: Quarantine, folder: Path) -> str:
+    """Tell a resumed run's user whom it leaves out and why; what was skipped for an epoch by its number."""
+    for_good = [one for one in quarantine.records if one.to_epoch is None]
+    once = len(quarantine.records) - len(for_good)
+    counts = f"guard: {len(for_good)} left out for good, {once} for an epoch"
+    lines = [f"{one.sample_id}: {one.cause}: {one.reason}" for one in for_good]
+    return listed(f"{counts}; dit-lora quarantine {folder} shows and undoes it", lines)
 
 
 def prime_spikes(run: "Run") -> None:

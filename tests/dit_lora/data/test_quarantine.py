@@ -246,3 +246,33 @@ def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_text(GOOD)
     assert Quarantine.load(path).is_out("a", 0, copy=0)
+
+
+def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    held = Quarantine(path, [left_out(IDS[1]), left_out(IDS[2]), left_out(IDS[1], 2, 2)])
+    with pytest.raises(
+        DitLoraError, match=r"does not leave out clips/cow\.mp4; it leaves out: clips/dog"
+    ):
+        held.release([IDS[2], "clips/cow.mp4"])
+    assert len(held.records) == 3
+    assert held.release([IDS[1], IDS[1]]) == [IDS[1]]
+    held.save()
+    again = Quarantine.load(path)
+    assert [one.sample_id for one in again.records] == [IDS[2]]
+    assert (again.is_out(IDS[1], 2), again.is_out(IDS[2], 2)) == (False, True)
+
+
+def test_evidence_goes_with_a_record_and_lists_of_before_have_none(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    one = replace(left_out(IDS[0]), evidence={"control": IDS[3], "replays": {"failed": 3, "of": 3}})
+    Quarantine(path, [one]).save()
+    assert Quarantine.load(path).records == [one]
+    assert f'control: "{IDS[3]}"' in one.told()
+    line = json.loads(path.read_text())
+    del line["evidence"]
+    path.write_text(json.dumps(line) + "\n")
+    assert Quarantine.load(path).records == [replace(one, evidence={})]
+    path.write_text(json.dumps({**line, "evidence": "none"}) + "\n")
+    with pytest.raises(DitLoraError, match="evidence is an object"):
+        Quarantine.load(path)
