@@ -219,11 +219,12 @@ def _of_what_is_trained(verdict: Verdict) -> bool:
 
 
 def _with_gradients(verdict: Verdict, names: Sequence[str]) -> Verdict:
-    """The verdict with the parameters whose gradient was bad, where it names none itself."""
+    """The verdict with the parameters whose gradient was bad, where no replay has found the place."""
     if not names or verdict.cause in _NOT_OF_THE_LOSS:
+        return verdict
+    verdict = replace(verdict, evidence={**verdict.evidence, "gradients": list(names[:20])})
+    if verdict.module is not None:
         return verdict
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     words = f"{verdict.words}; the gradient of {names[0]}{more} was not finite"
-    evidence = {**verdict.evidence, "gradients": list(names[:20])}
-    module = verdict.module or names[0].rpartition(".")[0]
-    return replace(verdict, words=words, evidence=evidence, module=module)
+    return replace(verdict, words=words, module=names[0].rpartition(".")[0])
