@@ -170,7 +170,9 @@ class RunLock:
             if named.namespace == own.namespace:
                 return not _is_running(named)
         if named.was_requeued_as(own):
-            self._say(f"run.dir {self.path.parent}: Slurm has requeued this job, last on {named.host}")
+            self._say(
+                f"run.dir {self.path.parent}: Slurm has requeued this job, last on {named.host}"
+            )
             return True
         return not self._beats(named)
 

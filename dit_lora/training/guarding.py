@@ -322,15 +322,17 @@ class _Files:
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
         if self.run.journal is not None:
             self.run.saver.wait()  # a checkpoint under way may be one of those
-            self.run.journal.rewind(step)
-            if other_trajectory:
-                remove_checkpoints_after(self.run.runtime.dir, step)
+            with self.run.saver.noted():
+                self.run.journal.rewind(step)
+                if other_trajectory:
+                    remove_checkpoints_after(self.run.runtime.dir, step)
             note_best(self.run, step)
         prime_spikes(self.run)
 
     def quarantined(self, quarantine: Quarantine) -> None:
         if self.run.runtime.is_main:
-            quarantine.save()
+            with self.run.saver.noted():
+                quarantine.save()
 
     def left_out(self, step: int) -> None:
         recipe = self.run.recipe
