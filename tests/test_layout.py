@@ -55,6 +55,7 @@ LAYERS = (
         "dit_lora.cli_complete",
         "dit_lora.cli_export",
         "dit_lora.cli_help",
+        "dit_lora.cli_json",
         "dit_lora.cli_start",
         "dit_lora.cli_verify",
         "dit_lora.__main__",

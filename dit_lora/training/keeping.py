@@ -133,7 +133,7 @@ def _last_effort(run: "Run", step: int) -> str:
         save(run, step, wait=True)
     except DitLoraError:
         kept = newest_checkpoint(run.runtime.dir) if run.runtime.is_main else None
-        resort = f"the newest whole checkpoint is {kept}" if kept else "there is no checkpoint"
+        resort = f"train.resume=auto goes on from {kept}" if kept else "there is no checkpoint"
         return f"\nstep {step} cannot be saved either; {resort}"
     if run.journal is not None:
         run.journal.flush()
