@@ -50,6 +50,7 @@ class Journal:
         self._held_out_steps: set[int] = set()
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._told = False
+        self._idle: set[str] = set()
         if start_step == 0:
             (run_dir / "held_out.jsonl").unlink(missing_ok=True)  # maybe another recipe's
         for name in ("metrics.jsonl", "held_out.jsonl", "events.jsonl"):
@@ -100,6 +101,14 @@ class Journal:
             f"the last {WINDOW} steps waited for data for {waited / spent:.0%} of their time: raise "
             f"data.workers ({workers}) or data.prefetch, or put data.cache on a local disk"
         )
+
+    def idle_groups(self, line: Mapping[str, Any]) -> list[str]:
+        """Once a run each: the groups without a gradient in this step."""
+        idle = [
+            n for n, norm in line["grad_norm_groups"].items() if not norm and n not in self._idle
+        ]
+        self._idle.update(idle)
+        return idle
 
     def held_out(self, step: int, loss: float) -> None:
         """Once a step: a finished run that is resumed computes the same again."""

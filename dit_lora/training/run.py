@@ -27,15 +27,13 @@ from dit_lora.training.engine import Engine, build_engine
 from dit_lora.training.guarding import (
     build_guard,
     chosen_norms,
-    held_out_event,
-    hidden_events,
     own_state,
     prime_spikes,
     require_finite_everywhere,
     require_not_lost,
     require_unaltered,
-    spike_events,
 )
+from dit_lora.training.identity import run_identity
 from dit_lora.training.journal import Journal, held_out_losses, metrics_line
 from dit_lora.training.keeping import (
     end_unread,
@@ -48,10 +46,15 @@ from dit_lora.training.keeping import (
 )
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
+from dit_lora.training.observed import (
+    held_out_event,
+    hidden_events,
+    idle_group_events,
+    spike_events,
+)
 from dit_lora.training.offload import offload_base
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.parity_watch import ParityWatch
-from dit_lora.training.place import SAMPLES
 from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.replay import sample_losses
@@ -238,37 +241,6 @@ def finish(run: Run) -> Path | None:
     return path
 
 
-def run_identity(run: Run) -> dict[str, Any]:
-    """The values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
-    runtime, recipe = run.runtime, run.recipe
-    values = recipe.model_dump(mode="json")
-    flat = {
-        "model.family": recipe.model.family,
-        "model.dtype": str(runtime.precision.dtype),
-        "model.quantize": recipe.model.quantize,
-        "model (digest of the transformer's files)": run.data.transformer_digest,
-        "data (digest of clips, captions and shape)": run.data.data_digest,
-        "train.mode": recipe.train.mode,
-        "train.seed": recipe.train.seed,
-        "train.ema": recipe.train.ema,
-        SAMPLES: runtime.samples_per_step,
-        **run.task.identity(recipe),
-    }
-    flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
-    if recipe.train.compile:
-        flat["train.compile"] = True
-    optim = dict(values["optim"])
-    groups = optim.pop("groups")
-    if optim["name"] == "adamw":
-        del optim["name"]  # as in checkpoints from before there was a choice
-    flat |= {f"optim.{key}": value for key, value in optim.items()}
-    flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
-    given = recipe.optim.groups.given().values()
-    if any((group.schedule or recipe.optim.schedule) != "constant" for group in given):
-        flat["train.steps"] = recipe.train.steps  # where the schedule ends
-    return flat
-
-
 def provenance(run: Run) -> dict[str, Any]:
     """What the adapter's header says of its making; a local checkpoint is named without its folders."""
     recipe, path = run.recipe, Path(run.recipe.model.path).expanduser()
@@ -377,7 +349,8 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
         run.runtime.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     bar.update(step - bar.n)
-    for event in [*spike_events(step, spikes), *hidden_events(step, hidden)]:
+    idle = idle_group_events(step, run.journal.idle_groups(line))
+    for event in [*spike_events(step, spikes), *hidden_events(step, hidden), *idle]:
         run.journal.event(event)
         run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
 

@@ -38,6 +38,7 @@ class FakeFiles:
     events: list[dict[str, Any]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     refuse: DitLoraError | None = None
+    newest: int = 0
 
     def event(self, event: dict[str, Any]) -> None:
         self.events.append(event)
@@ -56,6 +57,9 @@ class FakeFiles:
         self.calls.append(("save", step))
         if self.refuse is not None:
             raise self.refuse
+
+    def newest_saved(self) -> int:
+        return self.newest
 
     def left_out(self, step: int) -> None:
         self.calls.append(("left_out", step))
