@@ -58,13 +58,20 @@ class Reader(Generic[T]):
             if self._stream is None:
                 self._stream = iter(self._batches)
             return next(self._stream)
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            raise _lost(error) from error  # a batch was on its way from a worker that died
         except OSError as error:
             words = error.strerror or str(error).strip().rpartition("\n")[2]
             raise UnreadableError(f"data cannot be read: {words}") from error
         except RuntimeError as error:
             if not _LOST.match(str(error)):
                 raise
-            raise UnreadableError(
-                f"a process that reads data has ended: {str(error).partition(chr(10))[0]}; was it killed for want "
-                "of memory? Lower data.workers or data.prefetch"
-            ) from error
+            raise _lost(error) from error
+
+
+def _lost(error: Exception) -> UnreadableError:
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return UnreadableError(
+        f"a process that reads data has ended: {said}; was it killed for want of memory? Lower data.workers or "
+        "data.prefetch"
+    )
