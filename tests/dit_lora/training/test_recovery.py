@@ -340,6 +340,59 @@ def test_a_stop_whose_checkpoint_cannot_be_written_still_names_the_cause(tmp_pat
     assert str(error.value).endswith("disk full")
 
 
+def frozen(found: Verdict) -> Verdict:
+    return replace(found, evidence={**found.evidence, "frozen": True})
+
+
+def test_a_bad_frozen_weight_costs_no_trained_one(guarded: Guarded) -> None:
+    """The step was not taken: what is trained is that of the step before, which is saved."""
+    guarded.recovery.snapshots.take(2)
+    guarded.train(3, 4)
+    held = guarded.copy()
+    with pytest.raises(NonFiniteError) as error:
+        guarded.trip(5, frozen(verdict("weights")))
+    assert ("save", 4) in guarded.files.calls
+    assert equal(guarded.state(), held)
+    assert "the weights are those of step 4" in str(error.value)
+    assert "step 4 is saved in checkpoints/step_000004: " in str(error.value)
+
+
+@pytest.mark.parametrize(("newest", "saved"), [(0, [2]), (2, []), (3, [])])
+def test_a_stop_for_bad_trained_weights_saves_the_newest_snapshot_that_no_checkpoint_is_newer_than(
+    tmp_path: Path, newest: int, saved: list[int]
+) -> None:
+    guarded = Guarded(tmp_path, on_nonfinite=["stop"])
+    guarded.train(1, 2)
+    guarded.recovery.snapshots.take(2)
+    held = guarded.copy()
+    guarded.train(3, 4)
+    guarded.files.newest = newest
+    guarded.model.weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError) as error:
+        guarded.trip(5, verdict("weights"))
+    assert [call[1] for call in guarded.files.calls if call[0] == "save"] == saved
+    assert equal(guarded.state(), held) == bool(saved)
+    words = (
+        "step 2 is saved in checkpoints/step_000002, without the 2 after it"
+        if saved
+        else ("nothing was saved at this step")
+    )
+    assert words in str(error.value)
+
+
+def test_what_was_found_is_said_once_after_all_its_places_and_a_rollback_says_what_it_costs(
+    guarded: Guarded,
+) -> None:
+    guarded.recovery.snapshots.take(0)
+    guarded.train(1, 5)
+    same = [replace(verdict("weights"), micro_step=micro) for micro in range(2)]
+    assert guarded.trip(6, *same) == 0
+    (said,) = guarded.files.said
+    assert said.count(same[0].words) == 1
+    assert "rolled back to step 0: 5 healthy step(s) are taken again" in said
+    assert len(guarded.files.events) == 2
+
+
 @pytest.mark.parametrize("action", ["retry", "quarantine", "rollback", "stop"])
 def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: str) -> None:
     guarded = Guarded(tmp_path, **({"on_nonfinite": ["stop"]} if action == "stop" else {}))
