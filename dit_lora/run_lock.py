@@ -105,7 +105,7 @@ class RunLock:
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, json.dumps(asdict(own)).encode(), 0)
         except OSError as error:
-            self._close()
+            self._remove()
             raise DitLoraError(
                 f"run.dir {self.path.parent} cannot be written: {self.path}: {error.strerror}"
             ) from error
@@ -119,8 +119,12 @@ class RunLock:
             return
         self._ended.set()
         _held.pop(self._key, None)
+        self._remove()
+
+    def _remove(self) -> None:
+        """Let go of what is held, and leave nothing of it."""
         with suppress(OSError):
-            if self._is_in_place():
+            if self._handle >= 0 and self._is_in_place():
                 self.path.unlink()
         self._close()
         with suppress(OSError):  # there is a run in it now

@@ -1,5 +1,6 @@
 """One process a folder: live ones are told from dead ones, on this host and on others, and nobody waits in vain."""
 
+import errno
 import json
 import os
 import signal
@@ -96,13 +97,24 @@ def test_letting_go_leaves_nothing_and_a_process_may_take_what_it_has(tmp_path: 
     first.release()
     assert is_live(folder) is True
     second.release()
-    assert list(tmp_path.iterdir()) == [tmp_path / "runs"] or not list(tmp_path.iterdir())
-    assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []  # the folders that it had made, too
     folder.mkdir(parents=True)
     second.acquire()
     (folder / "metrics.jsonl").touch()
     second.release()
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_disk_without_room_for_it_is_said_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(DitLoraError, match=r"cannot be written: .*run\.lock: No space left"):
+        RunLock(tmp_path / "runs" / "a").acquire()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_live_process_of_another_host_is_refused_though_its_flock_does_not_reach_here(
