@@ -1,6 +1,7 @@
 """The `dit-lora` command: each verb a thin call. Heavy imports wait inside the verbs."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ from dit_lora import (
 )
 from dit_lora.cli_complete import Overrides, RecipeFile, recipe_files, tiny_variants
 from dit_lora.cli_help import EPILOG, arrange
+from dit_lora.cli_json import JsonFlag, print_json, silence_the_end
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
 from dit_lora.families import TINY_VARIANTS
 from dit_lora.terminal import echo
@@ -33,13 +35,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 def main() -> None:
     """The console script: errors are one line and an exit code."""
     with reported_errors():
-        app()
+        try:
+            app()
+        finally:
+            if "--json" in sys.argv[1:]:
+                silence_the_end()
 
 
 @app.callback(invoke_without_command=True)
@@ -53,6 +57,7 @@ def _options(
 
 @app.command()
 def doctor(
+    context: typer.Context,
     as_json: JsonFlag = False,
     config_file: Annotated[
         Path | None, typer.Option(help="The accelerate config that you launch with.")
@@ -64,7 +69,7 @@ def doctor(
 
     found = report(probe_environment(), config_file)
     if as_json:
-        echo(json.dumps(found, indent=2))
+        print_json(context, found)
     else:
         render(found)
     if not found["ok"]:
@@ -192,6 +197,7 @@ def sample(
 
 @app.command()
 def faults(
+    context: typer.Context,
     as_json: JsonFlag = False,
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Processes that torchrun starts.")] = 1,
     only: Annotated[
@@ -212,7 +218,7 @@ def faults(
     judged = run_suite(only, ranks, model, engine_of(engine))
     if as_json:
         lines = [asdict(one) for one in judged]
-        echo(json.dumps({"faults": lines, "totals": totals(judged)}, indent=2))
+        print_json(context, {"faults": lines, "totals": totals(judged)})
     else:
         render(judged)
     if not all(one.passed for one in judged):
@@ -286,6 +292,7 @@ def cache_build(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @cache.command("verify")
 def cache_verify(
+    context: typer.Context,
     target: CacheTarget,
     overrides: Overrides = None,
     set_aside: Annotated[
@@ -297,24 +304,34 @@ def cache_verify(
     from dit_lora.training.upkeep import verify
 
     found = verify(target, overrides or [], set_aside=set_aside)
-    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    if as_json:
+        print_json(context, found.record())
+    else:
+        echo(found.told())
     if not found.passed:
         raise typer.Exit(CheckFailedError.exit_code)
 
 
 @cache.command("stats")
 def cache_stats(
-    target: CacheTarget, overrides: Overrides = None, as_json: JsonFlag = False
+    context: typer.Context,
+    target: CacheTarget,
+    overrides: Overrides = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Count entries, files and bytes, by kind."""
     from dit_lora.training.upkeep import stats
 
     found = stats(target, overrides or [])
-    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    if as_json:
+        print_json(context, found.record())
+    else:
+        echo(found.told())
 
 
 @cache.command("prune")
 def cache_prune(
+    context: typer.Context,
     target: CacheTarget,
     overrides: Overrides = None,
     keep: Annotated[
@@ -327,7 +344,10 @@ def cache_prune(
     from dit_lora.training.upkeep import prune
 
     found = prune(target, overrides or [], keep=keep or [])
-    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    if as_json:
+        print_json(context, found.record())
+    else:
+        echo(found.told())
 
 
 cli_chat.register(app)
@@ -342,6 +362,7 @@ cli_verify.register(app)
 
 @app.command()
 def replay(
+    context: typer.Context,
     bundle: Annotated[Path, typer.Argument(help="A folder below a run's bundles/.")],
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the one of the run beside it.")
@@ -358,7 +379,10 @@ def replay(
     from dit_lora.training.replay import replay_bundle
 
     found = replay_bundle(bundle, model=model, device=device, fp32=fp32, without=without or [])
-    echo(json.dumps(found.record(), indent=2) if as_json else found.told())
+    if as_json:
+        print_json(context, found.record())
+    else:
+        echo(found.told())
     if found.verdict is not None:
         raise typer.Exit(CheckFailedError.exit_code)
 

@@ -1,12 +1,12 @@
 """The verbs of `dit-lora` for chat models: convert, show, chat, evaluate."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from dit_lora.cli_complete import Overrides, RecipeFile
+from dit_lora.cli_json import JsonFlag, print_json
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
@@ -124,6 +124,7 @@ def chat(
 
 
 def evaluate(
+    context: typer.Context,
     target: Target,
     data: Annotated[
         Path, typer.Option(help="MVBench's folder, or a .json or .jsonl file of questions.")
@@ -141,7 +142,7 @@ def evaluate(
         bool, typer.Option("--skip", help="Leave out questions that cannot be asked.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="By default below the run's folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Measure accuracy at multiple-choice questions, by MVBench's protocol; a second call goes on."""
     from dit_lora.report.evaluation_page import write_evaluation_page
@@ -167,7 +168,7 @@ def evaluate(
         title=str(target),
     )
     if as_json:
-        echo(json.dumps(done.results, indent=2))
+        print_json(context, done.results)
         return
     for line in told(done.results):
         echo(line)

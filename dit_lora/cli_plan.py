@@ -1,19 +1,19 @@
 """The verb `dit-lora plan`: what a run will take, before anything is downloaded."""
 
-import json
 import re
 from typing import Annotated, Literal
 
 import typer
 
 from dit_lora.cli_complete import Overrides, RecipeFile
+from dit_lora.cli_json import JsonFlag, print_json
 from dit_lora.errors import CheckFailedError, DitLoraError
-from dit_lora.terminal import echo
 
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
 
 
 def plan(
+    context: typer.Context,
     recipe: RecipeFile,
     overrides: Overrides = None,
     gpu: Annotated[
@@ -34,7 +34,7 @@ def plan(
     tbps: Annotated[
         float | None, typer.Option(min=1e-6, help="The same of memory traffic, at so many TB/s.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Say what memory, disk and arithmetic a run takes, before any weight is downloaded; exit 1 if it does not fit."""
     from dit_lora.training.budget import Launch
@@ -46,7 +46,7 @@ def plan(
     size = _memory_here() if gpu is None else parse_size(gpu)
     planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
     if as_json:
-        echo(json.dumps(planned.record(), indent=2))
+        print_json(context, planned.record())
     else:
         render(planned, tflops=tflops, tbps=tbps)
     if not planned.budget.fits:

@@ -1,6 +1,5 @@
 """The verbs of a first hour: which recipes there are, and a folder of one's own to train in."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -9,16 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from dit_lora.cli_complete import families, launches, recipes_and_families
+from dit_lora.cli_json import JsonFlag, print_json
 from dit_lora.errors import DitLoraError
 from dit_lora.stock import DEFAULTS, StockRecipe, accelerate_configs, recipe_names, write_folder
 from dit_lora.terminal import echo
 
 
 def recipes(
+    context: typer.Context,
     family: Annotated[
         str | None, typer.Option(help="Those of one family.", autocompletion=families)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """List the recipes that come with dit-lora: task, model, memory and time; `smoke/` ones need a CPU alone."""
     if family is not None and family not in DEFAULTS:
@@ -26,7 +27,7 @@ def recipes(
     records = [StockRecipe.named(name).record() for name in recipe_names()]
     found = [record for record in records if family in (None, record["family"])]
     if as_json:
-        echo(json.dumps({"recipes": found}, indent=2))
+        print_json(context, {"recipes": found})
     else:
         _render(found)
 

@@ -1,29 +1,33 @@
 """The verb `dit-lora verify`: whether what was saved is whole, finite, effective and as trained."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dit_lora.cli_json import JsonFlag, print_json
 from dit_lora.errors import CheckFailedError
 from dit_lora.terminal import echo
 
 
 def verify(
+    context: typer.Context,
     target: Annotated[
         Path, typer.Argument(help="A run's folder, an adapter's folder or file, or a pipeline's.")
     ],
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the run's.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.training.verify import verify_adapter
 
     found = verify_adapter(target, model)
-    echo(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    if as_json:
+        print_json(context, found.record())
+    else:
+        echo("\n".join(found.lines()))
     if not found.passed:
         raise typer.Exit(CheckFailedError.exit_code)
 

@@ -14,9 +14,12 @@ from contextlib import contextmanager
 
 from dit_lora.terminal import printable
 
-# What a user's disk can do to a run; any other OSError is a defect and keeps its traceback.
-_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-
+# What a user's disk or network can do to a run; any other OSError is a defect and keeps its traceback.
+_OF_THE_DISK = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+    *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.ENOTCONN),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
 
 _RANK_0_SECONDS = 3.0
 
@@ -53,6 +56,12 @@ def listed(summary: str, offenders: Sequence[str]) -> str:
     return "\n".join([summary, *(f"  - {offender}" for offender in offenders)])
 
 
+def unwritable(error: OSError) -> DitLoraError:
+    """What the disk did not take, in words."""
+    where = error.filename or "a file of the run"
+    return DitLoraError(f"cannot write {where}: {error.strerror or error}")
+
+
 def show(error: DitLoraError) -> None:
     """Write the message to stderr, once.
 
@@ -83,11 +92,11 @@ def reported_errors() -> Iterator[None]:
         show(error)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in _UNWRITABLE:
+        if error.errno not in _OF_THE_DISK:
             raise
-        where = error.filename or "to a file of the run or the cache"
+        where = error.filename or "a file of the run or the cache"
         sys.stderr.write(
-            f"error: cannot write {printable(where)}: {error.strerror}; checkpoints and cache entries already "
+            f"error: cannot read or write {printable(where)}: {error.strerror}; checkpoints and cache entries already "
             "written are whole\n"
         )
         sys.exit(DitLoraError.exit_code)

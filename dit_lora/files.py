@@ -1,7 +1,10 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and files that grow by whole lines."""
 
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
@@ -32,3 +35,41 @@ def _is_stream(path: Path) -> bool:
     places = (os.path.realpath(path.parent), os.readlink(path) if path.is_symlink() else "")
     is_descriptor = any(f"{place}/".startswith("/proc/") for place in places)
     return path.exists() and not path.is_dir() and (is_descriptor or not path.is_file())
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append one line, on a line of its own whatever a killed writer left of the last one; raises `OSError`.
+
+    A disk that takes only a part of it is left with none of it.
+    """
+    with path.open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        torn = file.read(1) not in (b"", b"\n")
+    data = (b"\n" if torn else b"") + text.encode("utf-8", errors="backslashreplace") + b"\n"
+    try:
+        with path.open("ab", buffering=0) as file:
+            if file.write(data) < len(data):
+                file.write(data[file.tell() - end :])  # says why
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, end)
+        error.filename = str(path)
+        raise
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a JSON-lines file, and how many of its lines are none: a killed process tears them."""
+    if not path.exists():
+        return [], 0
+    found, torn = [], 0
+    for line in path.read_bytes().splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        elif line.strip():
+            torn += 1
+    return found, torn

@@ -9,6 +9,8 @@ from dit_lora.section import Count, Decay, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 
+_LEAST = 2.0**-126
+"""The least number of fp32 with all its digits."""
 _MULTIPLIERS = (0.1, 10.0)  # of the learning rate that Prodigy finds
 
 
@@ -66,6 +68,16 @@ class OptimConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_rate: Decay = 0.0
     """Share of the learning rate that `linear` and `cosine` fall to."""
+
+    @field_validator("eps")
+    @classmethod
+    def _eps_in_fp32(cls, eps: float) -> float:
+        if eps < _LEAST:
+            raise ValueError(
+                f"is added in fp32, where {eps:g} is 0 or has lost its digits, and 0 / 0 is NaN; give at least "
+                f"{_LEAST:.3g}, as a rule 1e-8"
+            )
+        return eps
 
     def prodigy_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
         """Why Prodigy cannot train these groups: it finds one learning rate, for all of them."""

@@ -42,8 +42,8 @@ def main(argv: list[str]) -> None:
 def train(runtime: Runtime, family: Any, checkpoint: Any, recipe_file: str) -> None:
     recipe = runtime.recipe
     task = task_of(recipe.model.family)
-    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
+    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_optimizer(recipe.optim, runtime.accelerator.device)
     require_quantization(recipe)
     require_hub(runtime)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dit_lora.data.index import Index
+from dit_lora.data.media import blame_machine
 from dit_lora.data.shards import (
     SUFFIX,
     Encoded,
@@ -158,11 +159,14 @@ class TensorCache:
         not keep a whole shard mapped. To write into them changes no file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
-        together, which the gate sees to. An entry that cannot be read is given as NaN of shape `spec`.
+        together, which the gate sees to. An entry that cannot be read is given as NaN of shape `spec`. Raises
+        `UnreadableError` where that is the disk's fault and not the entry's.
         """
         try:
             tensors, is_as_written = self._load(key)
         except (OSError, ShardError) as error:
+            if isinstance(error, OSError):
+                blame_machine(error, f"the cache entry {self._place(key)}")
             lost = {
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from dit_lora.data.cache import Spec, TensorCache
 from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.reading import WatchedLoader
 from dit_lora.data_config import VideoShape
 from dit_lora.numerics.streams import fold, generator
 
@@ -356,7 +357,7 @@ def build_loader(
         raise ValueError(
             f"a step of the order has {dataset.order.group} samples, one of the sampler {sampler.group}"
         )
-    return DataLoader(
+    return WatchedLoader(
         source or dataset,
         batch_sampler=sampler,
         collate_fn=collate_fn,

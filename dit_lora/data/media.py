@@ -1,5 +1,6 @@
 """Where the bytes of a video or image are: a file of its own, or a member of a tar."""
 
+import errno
 import io
 import os
 from dataclasses import dataclass
@@ -20,9 +21,32 @@ _MAGIC = {
 
 MOST_BYTES = 2**31
 """Of a member of a tar or a cell of a dataset, which is read into memory whole."""
+_OF_THE_MACHINE = {
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ESTALE", "ENOMEM", "EMFILE", "ENFILE", "ENODEV", "ENXIO", "EREMOTEIO"),
+        *("ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
+    )
+    if hasattr(errno, name)
+}
+_AT_A_TIME = 2**20
 
 Stamp = tuple[int, ...]
 """Numbers that change when the bytes may have."""
+
+
+class UnreadableError(DitLoraError):
+    """The machine cannot read what is there, or has lost who reads it: no fault of a sample."""
+
+    def __init__(self, message: str) -> None:
+        # A DataLoader raises it again with the worker's traceback as its message, which ends with these words.
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+def blame_machine(error: OSError, what: str) -> None:
+    """Raise `UnreadableError` if an error is the disk's, the network's or the system's, and not the file's."""
+    if error.errno in _OF_THE_MACHINE:
+        raise UnreadableError(f"cannot read {what}: {error.strerror}") from error
 
 
 class Media(Protocol):
@@ -135,6 +159,18 @@ def read_bytes(media: Media) -> bytes:
             return source.read()
     except OSError as error:
         raise DitLoraError(f"cannot read {media.name}: {error.strerror or error}") from error
+
+
+def require_readable(media: Media) -> None:
+    """Raise `UnreadableError` if a medium's bytes cannot be had: decoders call a file damaged where the disk is."""
+    try:
+        source = media.source()
+        if isinstance(source, Path):
+            with source.open("rb", buffering=0) as file:
+                while file.read(_AT_A_TIME):
+                    pass
+    except OSError as error:
+        blame_machine(error, media.name)
 
 
 def sniffed_suffix(head: bytes) -> str | None:

@@ -61,12 +61,23 @@ def _record(line: str) -> LeftOut:
     return one
 
 
+def _is_torn(line: str) -> bool:
+    """Whether a line began as a record, and is none: its end is not there, or the next one's beginning is."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return line.startswith("{")
+    return False
+
+
 class Quarantine:
     """What a run leaves out. Every rank holds equal records; the main process keeps them in `path`."""
 
     def __init__(self, path: Path, records: Iterable[LeftOut] = ()) -> None:
         self.path = path
         self.records: list[LeftOut] = []
+        self.torn = 0
+        """Lines that were passed over: a killed process left a part of them."""
         self._by_sample: defaultdict[str, list[LeftOut]] = defaultdict(list)
         self.add(records)
 
@@ -76,8 +87,11 @@ class Quarantine:
         if not path.exists():
             return cls(path)
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            return cls(path, [_record(line) for line in lines])
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            whole = [line for line in lines if not _is_torn(line)]
+            held = cls(path, [_record(line) for line in whole])
+            held.torn = len(lines) - len(whole)
+            return held
         except (OSError, ValueError, TypeError) as error:
             raise DitLoraError(f"{path} is not a quarantine list: {error}") from error
 

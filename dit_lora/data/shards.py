@@ -43,6 +43,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FACTS = "facts"
 # Values that are looked at at a time: they stay in a core's cache.
 _PIECE = 2**18
+_SPARE = memoryview(bytearray(2**20))  # for what is read and not looked at
 # Where an entry may start for its tensors to be used where they are; no type is wider.
 _ALIGNED = 8
 
@@ -345,8 +346,15 @@ class OpenShard:
             raise ShardError("the file ends before the entry does")
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
+        self._touch(start, size)
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
         return data if start % _ALIGNED == 0 else data.clone()
+
+    def _touch(self, start: int, size: int) -> None:
+        """Read what is about to be used; raises `OSError`: a mapped page that the disk does not give kills the process."""
+        end = start + size
+        for begin in range(start, end, len(_SPARE)):
+            os.preadv(self._handle, [_SPARE[: end - begin]], begin)
 
 
 def in_range(tensor: torch.Tensor, limit: float) -> bool:

@@ -19,7 +19,7 @@ from dit_lora.data.decode import (
     nearest_frames,
     video_stream,
 )
-from dit_lora.data.media import Media, as_media, is_image
+from dit_lora.data.media import Media, as_media, is_image, require_readable
 from dit_lora.data.opened import open_media
 from dit_lora.data.pictures import DAMAGED, image_size, planes, read_image, resize
 from dit_lora.errors import DitLoraError
@@ -49,7 +49,8 @@ def read_frames(
 
     An image is one frame. Without `fps`, of a clip one frame. Frames are scaled to cover height x width and cropped
     at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as PyTorch has. Raises
-    `ClipError` if the file cannot be read as far as needed or is too short.
+    `ClipError` if the file cannot be read as far as needed or is too short, `UnreadableError` where that is the
+    disk's fault.
     """
     media, wanted = as_media(media), Wanted(frames, fps or 1.0, start)
     try:
@@ -58,6 +59,7 @@ def read_frames(
         else:
             chosen = _read_clip(media, wanted, height, width)
     except (av.error.FFmpegError, OSError, ValueError) as error:
+        require_readable(media)
         raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
     if len(chosen) < frames:
         raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
@@ -141,6 +143,7 @@ def read_header(media: Media | Path) -> VideoHeader:
         with open_media(media) as container:
             return _header(container)
     except (av.error.FFmpegError, *DAMAGED) as error:
+        require_readable(media)
         kind = "an image" if is_image(media) else "a video"
         raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
 

@@ -308,8 +308,9 @@ def prepared_run(
     sharding = Sharding() if several and engine == "fsdp2" else None
     zero = 2 if several and engine == "zero2" else None
     runtime = Runtime(recipe, accelerator, precision, sharding=sharding, zero=zero)
-    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     require_free_folder(runtime)
+    runtime.lock.release()  # the runs of this process come one after another
+    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
     task = task_of(recipe.model.family)
     data = task.prepare_data(runtime, checkpoint)
     transformer, groups, _ = task.load_trainable(recipe, family, checkpoint, precision.dtype)

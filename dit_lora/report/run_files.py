@@ -13,6 +13,7 @@ import numpy as np
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json, parse_yaml
 from dit_lora.report.history import Metrics, Tail, mapping, number_or_nan
+from dit_lora.run_lock import is_live
 
 EVENTS, LEFT_OUT = 1000, 1000
 """Lines of events.jsonl and quarantine.jsonl that are kept: the last ones."""
@@ -93,7 +94,8 @@ class RunReader:
         stats = [_stat(self.folder / name) for name in tails]
         samples = sorted((self.folder / "samples").glob("step_*/*"))
         spoke = time.time() - self._last_word() < _SILENCE
-        return f"{stats}{len(samples)}{[_stat(path) for path in samples[-2:]]}{spoke}"
+        newest = [_stat(path) for path in samples[-2:]]
+        return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
 
     def read(self, state: State | None = None) -> RunFiles:
         """Everything but samples; raises `DitLoraError` for a folder without a readable config.yaml.
@@ -155,6 +157,9 @@ class RunReader:
         said = status.get("state")
         if said in ("finished", "stopped", "interrupted", "failed"):
             return said
+        lives = is_live(self.folder)
+        if lives is not None:
+            return "running" if lives else "silent"
         steps = self._columns.steps
         asked = mapping(config.get("train")).get("steps")
         if not said:  # a run of a version that wrote none

@@ -5,10 +5,15 @@ offload stay around a block, outside of what is compiled. Each shape is compiled
 computed must not depend on the shapes that came before, or a resumed run would differ from one that went on.
 """
 
+import atexit
 import os
+import shlex
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +36,7 @@ from dit_lora.training.blocks import LAUNCHES, repeated_blocks
 
 _BACKEND = "inductor"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 _SHAPES = 256  # graphs of one block's code; beyond torch's own 8 it would go on without them, and say so in a log
 
 
@@ -50,7 +56,7 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
         )
     _require_compiler(accelerator.device)
     if os.environ.get(_CACHE) in (None, default_cache_dir()):  # torch sets it to that by itself
-        os.environ[_CACHE] = str(recipe.cache_dir.absolute() / "compile")
+        os.environ[_CACHE] = _plain_path(recipe.cache_dir.absolute() / "compile")
     torch._dynamo.config.recompile_limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
         8 * _SHAPES, torch._dynamo.config.accumulated_recompile_limit
@@ -66,6 +72,24 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
         set_whole(block, partial(_either, state, whole_test(block)))
     switch = Switch(COMPILE, "kernel", state.off, state.turn_off, "eager mode")
     set_model_switches(transformer, [*model_switches(transformer), switch])
+
+
+def _plain_path(folder: Path) -> str:
+    """The folder by a name that needs no quotes, for inductor puts it into its compiler's command line as it is."""
+    if shlex.quote(str(folder)) == str(folder):
+        return str(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
+        if shlex.quote(place) == place and os.access(place, os.W_OK):
+            aside = tempfile.mkdtemp(prefix="dit_lora_compile_", dir=place)  # of this user alone
+            atexit.register(shutil.rmtree, aside, ignore_errors=True)
+            link = Path(aside, "cache")
+            link.symlink_to(folder, target_is_directory=True)
+            return str(link)
+    raise DitLoraError(
+        f"train.compile: compilers cannot take the path {folder}; set data.cache to one of plain letters, or "
+        f"{_CACHE}"
+    )
 
 
 class _State:

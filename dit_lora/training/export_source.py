@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from dit_lora.adapters.store import ADAPTER_FILE, BASE_FILE, read_provenance
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.parsing import read_json
-from dit_lora.training.origin import family_of, model_of_run, whole_pipeline
+from dit_lora.training.origin import base_of, model_of_run, peft_config, whole_pipeline
 
 
 @dataclass(frozen=True)
@@ -24,34 +23,10 @@ class Source:
     """Diffusers' LoRA file, or a PEFT folder's."""
     made: dict[str, Any]
     """Its provenance; empty of an adapter that is not ours."""
-    recorded: ModelConfig | None
-    """The base by the run's recipe; None without a run."""
 
     def base(self, model: str | None) -> ModelConfig:
         """`model`, the run's own, or the Hub id that the adapter names. Raises if there is none."""
-        if model or self.recorded is None:
-            path = model or self._named_base()
-            revision = None if model else self.made.get("revision")
-            family = self.made.get("family") or (self.recorded.family if self.recorded else "")
-            found = ModelConfig(family=family, path=path, revision=revision)
-        else:
-            found = self.recorded
-        if found.family:
-            return found
-        return found.model_copy(update={"family": family_of(found)})
-
-    def _named_base(self) -> str:
-        named = (
-            self.made.get("base_model")
-            or _peft_config(self.file).get("base_model_name_or_path")
-            or ""
-        )
-        if "/" not in named:
-            known = f" (trained on {named})" if named else ""
-            raise DitLoraError(
-                f"{self.target} does not say where its base model{known} is; give --model"
-            )
-        return named
+        return base_of(self.target, self.file, self.made, model)
 
 
 def find_source(target: Path) -> Source:
@@ -72,7 +47,7 @@ def find_source(target: Path) -> Source:
         raise DitLoraError(
             f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
         )
-    return Source(target, file, read_provenance(file), model_of_run(target, file))
+    return Source(target, file, read_provenance(file))
 
 
 def is_chat(target: Path, model: str | None) -> bool:
@@ -89,7 +64,7 @@ def is_chat(target: Path, model: str | None) -> bool:
     if family:
         return family in CHAT_FAMILIES
     on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
-    own_class = _peft_config(file).get("auto_mapping") or {}
+    own_class = peft_config(file).get("auto_mapping") or {}
     return not on_pipeline and not own_class.get("parent_library", "").startswith("diffusers.")
 
 
@@ -103,8 +78,3 @@ def _base_file(target: Path) -> Path | None:
     """What a chat run leaves that trained base weights alone."""
     found = (folder / BASE_FILE for folder in (target, target / "adapter"))
     return next((path for path in found if path.is_file()), None)
-
-
-def _peft_config(file: Path) -> dict[str, Any]:
-    config = file.with_name(CONFIG_NAME)
-    return read_json(config) if config.is_file() else {}

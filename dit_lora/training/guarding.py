@@ -25,14 +25,18 @@ from dit_lora.numerics.policy import Policy
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.snapshot import Snapshots
-from dit_lora.numerics.spikes import Spike, SpikeDetector
+from dit_lora.numerics.spikes import SpikeDetector
 from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
 from dit_lora.numerics.streams import fold
 from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import all_switches, find_switch
 from dit_lora.terminal import printable
 from dit_lora.training.best import note_best
-from dit_lora.training.checkpoint import remove_checkpoints_after, trainable_state
+from dit_lora.training.checkpoint import (
+    checkpoint_steps,
+    remove_checkpoints_after,
+    trainable_state,
+)
 from dit_lora.training.engine import Engine
 from dit_lora.training.recovery import GuardState, RunRecovery
 from dit_lora.training.replay import (
@@ -183,38 +187,6 @@ def require_not_lost(engine: Engine, start: float, step: int) -> None:
         )
 
 
-def spike_events(step: int, spikes: Sequence[Spike]) -> list[dict[str, Any]]:
-    return [_event(step, "spike", {"cause": "unknown", "words": spike.words}) for spike in spikes]
-
-
-def hidden_events(step: int, modules: Sequence[str]) -> list[dict[str, Any]]:
-    """Values beyond the dtype's range that a clamp or a mask hid from the loss."""
-    if not modules:
-        return []
-    shown = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if modules[5:] else "")
-    words = f"the loss is finite, but the output of {shown} is not: something hides it"
-    verdict = {"cause": "precision", "words": words, "module": modules[0]}
-    return [_event(step, "hidden_infinity", verdict)]
-
-
-def held_out_event(step: int) -> dict[str, Any]:
-    words = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
-    return _event(step, "non_finite_validation", {"cause": "unknown", "words": words})
-
-
-def _event(step: int, kind: str, verdict: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "step": step,
-        "micro_step": None,
-        "rank": 0,
-        "kind": kind,
-        "sample_ids": [],
-        "verdict": verdict,
-        "action": "report",
-        "seconds": 0.0,
-    }
-
-
 def _quarantine(run: "Run") -> Quarantine:
     """This run's list, begun with the one that `guard.quarantine` names."""
     own = run.runtime.dir / QUARANTINE
@@ -222,6 +194,8 @@ def _quarantine(run: "Run") -> Quarantine:
     quarantine = Quarantine.load(own)
     if quarantine.records:
         run.runtime.say(_says_who_is_out(quarantine, run.runtime.dir))
+    if quarantine.torn:
+        run.runtime.say(f"warning: {own}: passed over {quarantine.torn} torn line(s)")
     if given is None:
         return quarantine
     if own.exists():
@@ -332,15 +306,17 @@ class _Files:
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
         if self.run.journal is not None:
             self.run.saver.wait()  # a checkpoint under way may be one of those
-            self.run.journal.rewind(step)
-            if other_trajectory:
-                remove_checkpoints_after(self.run.runtime.dir, step)
+            with self.run.saver.noted():
+                self.run.journal.rewind(step)
+                if other_trajectory:
+                    remove_checkpoints_after(self.run.runtime.dir, step)
             note_best(self.run, step)
         prime_spikes(self.run)
 
     def quarantined(self, quarantine: Quarantine) -> None:
         if self.run.runtime.is_main:
-            quarantine.save()
+            with self.run.saver.noted():
+                quarantine.save()
 
     def left_out(self, step: int) -> None:
         recipe = self.run.recipe
@@ -352,6 +328,14 @@ class _Files:
             return []
         aside = self.run.data.clips.set_aside_bad(samples)
         return [f"set aside {path}: the next start encodes it anew" for path in aside]
+
+    def newest_saved(self) -> int:
+        steps = [0]
+        if self.run.runtime.is_main:
+            self.run.saver.wait()  # one may be under way
+            steps = [max(checkpoint_steps(self.run.runtime.dir), default=0)]
+        broadcast_object_list(steps)
+        return steps[0]
 
     def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
         """Written by the rank that ran the micro-batch, as far as `guard.bundles` goes."""

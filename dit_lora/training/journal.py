@@ -4,14 +4,15 @@ import json
 import math
 import resource
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dit_lora.adapters.store import BASE_FILE
-from dit_lora.files import write_whole
+from dit_lora.errors import DitLoraError, unwritable
+from dit_lora.files import append_line, read_lines, write_whole
 from dit_lora.training.loop import StepResult
 
 if TYPE_CHECKING:
@@ -26,23 +27,43 @@ LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
 
 
 class Journal:
-    """Appends one JSON object a line, and tells the trackers; only the main process writes."""
+    """Appends one JSON object a line, and tells the trackers; only the main process writes.
+
+    A line that the disk does not take is told to `fail`, for all ranks to stop together, and written with the
+    next one if that can be; without `fail` it is raised.
+    """
 
     def __init__(
-        self, run_dir: Path, *, start_step: int, trackers: "Trackers | None" = None
+        self,
+        run_dir: Path,
+        *,
+        start_step: int,
+        trackers: "Trackers | None" = None,
+        say: Callable[[str], None] = lambda line: None,
+        fail: Callable[[DitLoraError], None] | None = None,
     ) -> None:
         self.dir = run_dir
         self.trackers = trackers
+        self._fail = fail
+        self._unwritten: list[tuple[str, str]] = []
         self._samples = 0
         self._held_out_steps: set[int] = set()
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._told = False
+        self._idle: set[str] = set()
         if start_step == 0:
             (run_dir / "held_out.jsonl").unlink(missing_ok=True)  # maybe another recipe's
+        for name in ("metrics.jsonl", "held_out.jsonl", "events.jsonl"):
+            torn = read_lines(run_dir / name)[1]
+            if torn:
+                say(
+                    f"warning: {name}: passed over {torn} torn line(s), of a process that was killed"
+                )
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
         """Drop the lines after a step that training goes back to."""
+        self._unwritten = [one for one in self._unwritten if one[0] == "events.jsonl"]
         kept = _truncate(self.dir / "metrics.jsonl", step)
         self._samples = kept[-1].get("samples", 0) if kept else 0
         lines = _truncate(self.dir / "held_out.jsonl", step, first=0)
@@ -50,7 +71,7 @@ class Journal:
 
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far."""
-        return _read(self.dir / "metrics.jsonl")
+        return _lines(self.dir / "metrics.jsonl")
 
     def step(
         self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None
@@ -81,6 +102,14 @@ class Journal:
             f"data.workers ({workers}) or data.prefetch, or put data.cache on a local disk"
         )
 
+    def idle_groups(self, line: Mapping[str, Any]) -> list[str]:
+        """Once a run each: the groups without a gradient in this step."""
+        idle = [
+            n for n, norm in line["grad_norm_groups"].items() if not norm and n not in self._idle
+        ]
+        self._idle.update(idle)
+        return idle
+
     def held_out(self, step: int, loss: float) -> None:
         """Once a step: a finished run that is resumed computes the same again."""
         if step in self._held_out_steps:
@@ -109,13 +138,26 @@ class Journal:
             "action": "skip",
             "seconds": 0.0,
         }
-        told = [one for one in _read(self.dir / "events.jsonl") if one["kind"] == event["kind"]]
+        told = [one for one in _lines(self.dir / "events.jsonl") if one["kind"] == event["kind"]]
         if not told or told[-1]["sample_ids"] != event["sample_ids"]:
             self.event(event)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        with (self.dir / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._unwritten.append((name, json.dumps(line)))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what a full disk did not take before."""
+        while self._unwritten:
+            name, text = self._unwritten[0]
+            try:
+                append_line(self.dir / name, text)
+            except OSError as error:
+                if self._fail is None:
+                    raise
+                self._fail(unwritable(error))
+                return
+            self._unwritten.pop(0)
 
 
 def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -140,7 +182,7 @@ def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -
 
 def held_out_losses(run_dir: Path) -> dict[int, float]:
     """A run's held-out losses so far, by step."""
-    return {line["step"]: line["held_out_loss"] for line in _read(run_dir / "held_out.jsonl")}
+    return {line["step"]: line["held_out_loss"] for line in _lines(run_dir / "held_out.jsonl")}
 
 
 def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
@@ -164,22 +206,14 @@ def peak_gib() -> float:
 
 def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]]:
     """Keep the lines of steps from `first` to `last_step`, so that what comes is written once."""
-    kept = [line for line in _read(path) if first <= line["step"] <= last_step]
+    kept = [line for line in _lines(path) if first <= line["step"] <= last_step]
     if path.exists():
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break  # torn by a killed process: the last line
-    return lines
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path)[0]
 
 
 def summary(run: "Run", adapter: Path, report: Path | None) -> str:
@@ -197,7 +231,7 @@ def summary(run: "Run", adapter: Path, report: Path | None) -> str:
         change = 100 * (last / first - 1)
         lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
     waited, spent = (
-        sum(line[name] for line in _read(run.runtime.dir / "metrics.jsonl"))
+        sum(line[name] for line in _lines(run.runtime.dir / "metrics.jsonl"))
         for name in ("data_seconds", "seconds")
     )
     if spent:

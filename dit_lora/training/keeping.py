@@ -3,14 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from dit_lora.errors import DitLoraError, InterruptedRunError, unwritable
+from dit_lora.numerics.gate import NonFiniteError, PoisonedStateError
 from dit_lora.numerics.shards import gathered
 from dit_lora.training.best import best_checkpoints
 from dit_lora.training.checkpoint import (
     SavedState,
+    checkpoint_path,
     checkpoint_steps,
     load_checkpoint,
+    newest_checkpoint,
     restore,
     save_checkpoint,
 )
@@ -75,6 +79,66 @@ def settle(run: "Run") -> None:
     if error is not None:
         error.shown = True  # by what is raised here
     agree(run.runtime.accelerator, error)
+
+
+def trouble(run: "Run") -> int:
+    """The exit code of what has gone wrong with this process's files, or 0; waits for nothing."""
+    lost = run.runtime.lock.lost()
+    if lost is not None:
+        run.saver.fail(lost)
+    return run.saver.stop_code()
+
+
+@contextmanager
+def kept_at(run: "Run", step: int) -> Iterator[None]:
+    """What ends the run within for want of a disk, a file or a process leaves `step` saved, and says so. Collective.
+
+    Of several ranks only errors that all agreed on: of others, the launcher ends the rest.
+    """
+    alone = run.runtime.accelerator.num_processes == 1
+    try:
+        yield
+    except (NonFiniteError, PoisonedStateError, InterruptedRunError):
+        raise  # they have seen to it
+    except DitLoraError as error:
+        if not (error.collective or alone):
+            raise
+        raise _ended(run, step, error) from error
+    except OSError as error:
+        if not alone:
+            raise
+        raise _ended(run, step, unwritable(error)) from error
+
+
+def end_unread(run: "Run", step: int, why: str) -> NoReturn:
+    """End the run, whose state is that of `step`, because some rank cannot read its data: `why`. Collective."""
+    with kept_at(run, step):
+        agree(run.runtime.accelerator, DitLoraError(f"step {step + 1}: {why}") if why else None)
+    raise AssertionError("no rank says why")
+
+
+def _ended(run: "Run", step: int, error: DitLoraError) -> DitLoraError:
+    ended = DitLoraError(f"{error}{_last_effort(run, step)}")
+    ended.exit_code, ended.collective = error.exit_code, True
+    return ended
+
+
+def _last_effort(run: "Run", step: int) -> str:
+    """Save a step though something failed, and say how that went. Collective."""
+    if step <= run.start_step:
+        return ""
+    if run.runtime.lock.lost() is None:  # else the saver, on the main process, refuses
+        run.saver.forget()
+    try:
+        save(run, step, wait=True)
+    except DitLoraError:
+        kept = newest_checkpoint(run.runtime.dir) if run.runtime.is_main else None
+        resort = f"train.resume=auto goes on from {kept}" if kept else "there is no checkpoint"
+        return f"\nstep {step} cannot be saved either; {resort}"
+    if run.journal is not None:
+        run.journal.flush()
+    place = checkpoint_path(run.runtime.dir, step)
+    return f"\nstep {step} is saved in {place}: continue with train.resume=auto"
 
 
 @contextmanager

@@ -5,15 +5,17 @@ ranks -> optimizer, gated on the device -> one gather of metrics and flags, the 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from dit_lora.data.loader import Batch
+from dit_lora.data.media import UnreadableError
+from dit_lora.data.reading import Reader
 from dit_lora.numerics.gate import Gate, PoisonedStateError, Trip
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.shards import local
@@ -23,6 +25,7 @@ from dit_lora.training.optimizer import Schedule, apply_schedule
 from dit_lora.training.replay import LossFunction, Place, forward, replayable
 
 _ALL = "all groups"
+_UNREAD = 2.0
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,15 @@ class _Step:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
-    bad_data: list[bool] = field(default_factory=list)
+    bad_data: list[float] = field(default_factory=list)
+    """Of each micro-batch: whether a sample of it is bad, or `_UNREAD`."""
+    unread: str = ""
+    """Why this rank could not read its data."""
     data_seconds: float = 0.0
+
+
+def _unreadable(step: int, why: str) -> NoReturn:
+    raise UnreadableError(why or "another rank cannot read its data")
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,8 @@ class Loop:
     seed: int
     recovery: Recovery
     watcher: Watcher
+    unreadable: Callable[[int, str], NoReturn] = _unreadable
+    """Ends the run on all ranks, given the last step taken and why this rank could not read its data, if so."""
     copies: int = 1
     """Ranks that run each sample together."""
 
@@ -128,16 +140,19 @@ def train(
 
     `batches(step)` gives the micro-batches of the steps after `step`. A step that trips leaves weights and
     optimizer as they were; `loop.recovery` says where to go on, or raises `NonFiniteError` on every rank. So does an
-    `on_step` that raises `WentBackError`.
+    `on_step` that raises `WentBackError`. A step whose data some rank could not read ends the run, by
+    `loop.unreadable`.
     """
     loop.engine.model.train()
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
-    done, control = start_step, None
+    done, control, reader = start_step, None, Reader[Batch]()
     while done < steps:
-        stream = iter(batches(done))
+        reader.begin(batches(done))
         for number in range(done + 1, steps + 1):
-            outcome, step = _take(loop, stream, number, stop_asked)
+            outcome, step = _take(loop, reader, number, stop_asked)
             if isinstance(outcome, Trip):
+                if outcome.kind == "unread_data":
+                    loop.unreadable(number - 1, step.unread)
                 done = loop.recovery.recover(outcome, step.micro_batches, control)
                 break
             try:
@@ -156,19 +171,21 @@ def train(
 def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
     """Of this rank's first micro-batch."""
     accelerator = loop.engine.accelerator
-    batch = next(iter(batches)).to(accelerator.device)
+    reader = Reader[Batch]()
+    reader.begin(batches)
+    batch = reader.next()[0].to(accelerator.device)
     place = Place(loop.seed, number, 0, accelerator.process_index)
     return forward(loop.losses, loop.engine.model, batch, place).losses.mean()
 
 
 def _take(
-    loop: Loop, stream: Iterator[Batch], number: int, stop_asked: Callable[[], int]
+    loop: Loop, reader: Reader[Batch], number: int, stop_asked: Callable[[], int]
 ) -> tuple[StepResult | Trip, _Step]:
     began = time.perf_counter()
     step, gate = _Step(number), Gate(loop.engine.accelerator)
     with loop.watcher.forward(number):
         for micro_step in range(loop.accumulate):
-            _micro_step(loop, gate, stream, step, micro_step)
+            _micro_step(loop, gate, reader, step, micro_step)
     rates, norms, norm, poisoned = _update(loop, gate, number)
     rows = _gather(loop, step, {**norms, _ALL: norm}, poisoned, stop_asked())
     trip = _trip(rows, step, loop.accumulate, loop.copies)
@@ -178,21 +195,23 @@ def _take(
 
 
 def _micro_step(
-    loop: Loop, gate: Gate, stream: Iterator[Batch], step: _Step, micro_step: int
+    loop: Loop, gate: Gate, reader: Reader[Batch], step: _Step, micro_step: int
 ) -> None:
     waiting = time.perf_counter()
     accelerator = loop.engine.accelerator
-    batch = next(stream).to(accelerator.device)
+    batch, step.unread = reader.next()
+    batch = batch.to(accelerator.device)
+    bad_data = _UNREAD if step.unread else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
     step.micro_batches.append(replayable(loop.losses, loop.bare, batch, place))
     with loop.engine.micro_step():
         output = forward(loop.losses, loop.engine.model, batch, place)
-        gate.losses(output.losses, bad_data=bool(batch.faults))
+        gate.losses(output.losses, bad_data=bad_data > 0)
         loop.engine.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
     step.timesteps.append(output.timesteps)
-    step.bad_data.append(bool(batch.faults))
+    step.bad_data.append(bad_data)
 
 
 def _update(
@@ -222,9 +241,7 @@ def _gather(
     losses = torch.cat(step.losses).double()
     stacked = torch.stack([local(norm) for norm in norms.values()])
     flags = [(~torch.isfinite(stacked)).any(), (stacked == 0).all(), poisoned]
-    known = torch.tensor(
-        [*map(float, step.bad_data), step.data_seconds, float(stop)], dtype=torch.float64
-    )
+    known = torch.tensor([*step.bad_data, step.data_seconds, float(stop)], dtype=torch.float64)
     row = [
         losses,
         torch.cat(step.timesteps).double(),
@@ -240,6 +257,8 @@ def _trip(rows: torch.Tensor, step: _Step, accumulate: int, copies: int) -> Trip
     count = sum(len(losses) for losses in step.losses)
     bad_losses = ~torch.isfinite(rows[:, :count]).view(len(rows), accumulate, -1).all(2)
     bad_data = rows[:, -2 - accumulate : -2] > 0
+    if (rows[:, -2 - accumulate : -2] == _UNREAD).any():
+        return Trip(step.number, "unread_data")
     gradient, zero, weights = (rows[:, 2 * count : 2 * count + 3] > 0).any(0).tolist()
     # The first of the ranks that share a sample stands for them.
     found = (bad_losses | bad_data).view(-1, copies, accumulate).any(1)

@@ -1,6 +1,8 @@
 """Where a result came from: a whole pipeline, the run that an adapter lies in, the family of a base checkpoint."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from peft.utils import CONFIG_NAME
 
@@ -9,6 +11,7 @@ from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import local_checkpoint, read_component_config
+from dit_lora.parsing import read_json
 from dit_lora.recipe import load_recipe
 
 
@@ -36,9 +39,37 @@ def find_adapter(target: Path) -> Path:
 
 def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
     """The base by the recipe of the run that is the target, or that the adapter's file lies in."""
-    run = file.parent.parent if file and file.parent.name == "adapter" else target
+    run = target if target.is_dir() else target.parent
+    if file and file.parent.name == "adapter":
+        run = file.parent.parent
     config = run / "config.yaml"
     return load_recipe(config).model if config.is_file() else None
+
+
+def base_of(target: Path, file: Path, made: Mapping[str, Any], model: str | None) -> ModelConfig:
+    """The base of an adapter's file: `model`, that of the run it lies in, or the Hub id that it names; with a family.
+
+    `made` is its provenance, empty of what is not ours. Raises `DitLoraError` where nothing says it.
+    """
+    recorded = model_of_run(target, file)
+    family = made.get("family") or (recorded.family if recorded else "")
+    if model:
+        found = ModelConfig(family=family, path=model)
+    elif recorded is not None:
+        found = recorded
+    else:
+        named = made.get("base_model") or peft_config(file).get("base_model_name_or_path") or ""
+        if "/" not in named:
+            known = f" (trained on {named})" if named else ""
+            raise DitLoraError(f"{file} does not say where its base model{known} is; give --model")
+        found = ModelConfig(family=family, path=named, revision=made.get("revision"))
+    return found if found.family else found.model_copy(update={"family": family_of(found)})
+
+
+def peft_config(file: Path) -> dict[str, Any]:
+    """What lies beside a file in PEFT's format; empty without."""
+    config = file.with_name(CONFIG_NAME)
+    return read_json(config) if config.is_file() else {}
 
 
 def family_of(model: ModelConfig) -> str:

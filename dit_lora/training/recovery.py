@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -19,6 +20,7 @@ from dit_lora.numerics.state import bad_state, run_away
 from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import find_switch
 from dit_lora.numerics.verdict import Verdict
+from dit_lora.training.checkpoint import checkpoint_path
 from dit_lora.training.swap import tried_elsewhere
 
 _OF_WEIGHTS = ("non_finite_weights", "diverged_weights", "altered_state")
@@ -52,6 +54,9 @@ class RunFiles(Protocol):
 
     def save(self, step: int) -> None:
         """Checkpoint the weights as they are; raises if they are not finite."""
+
+    def newest_saved(self) -> int:
+        """The step of the newest checkpoint, equal on all ranks; 0 without one."""
 
     def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
         """Keep what `dit-lora replay` needs; its name."""
@@ -103,12 +108,17 @@ class RunRecovery:
         ]
         self._keep_bundles(own, events)  # with the weights as they are, before a rollback
         notes = self._act(action, trip, verdicts, target)
-        lines = [f"{_place(verdict)}{verdict.words}" for verdict in verdicts]
+        lines = _lines(verdicts)
         for event in events:
             self.files.event(event)
         if action.kind == "stop":
             raise self._stopped(trip, lines, action, events, notes)
-        done = _DONE[action.kind] + (f" to step {target}" if action.kind == "rollback" else "")
+        done = _DONE[action.kind]
+        if action.kind == "rollback":
+            again = trip.step - 1 - target
+            done += f" to step {target}" + (
+                f": {again} healthy step(s) are taken again" if again else ""
+            )
         if action.kind == "skip" and not action.samples:
             done = "left out, for no sample is at fault"
         summary = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {done}"
@@ -171,13 +181,17 @@ class RunRecovery:
                 return Action("stop", why="no sample is left: every one was at fault"), step - 1
         if action.kind != "rollback":
             return action, step - 1
-        for held in reversed(self.snapshots.steps):
-            if gather_object(self.snapshots.not_finite(held)):  # bad on any rank
-                self.snapshots.forget(held)
-        steps = self.snapshots.steps
+        steps = self._finite_snapshots()
         if not steps:
             return Action("stop", why="no snapshot that is finite is left"), step - 1
         return action, steps[0] if action.lower_lr else steps[-1]
+
+    def _finite_snapshots(self) -> list[int]:
+        """The steps that can be gone back to, ascending; those that are bad on any rank are forgotten. Collective."""
+        for held in reversed(self.snapshots.steps):
+            if gather_object(self.snapshots.not_finite(held)):
+                self.snapshots.forget(held)
+        return self.snapshots.steps
 
     def _act(
         self, action: Action, trip: Trip, verdicts: Sequence[Verdict], target: int
@@ -251,22 +265,40 @@ class RunRecovery:
         events: Sequence[dict[str, Any]],
         notes: Sequence[str],
     ) -> NonFiniteError:
-        good, kind = trip.step - 1, trip.kind.replace("_", " ")
-        causes = {event["verdict"]["cause"] for event in events}
-        of_weights = trip.kind in _OF_WEIGHTS or bool(causes & set(_OF_STATE))
         samples = [sample for event in events for sample in event["sample_ids"]]
         notes = [*notes, *self.files.set_aside_bad(samples)]
+        good = self._go_to_last_good(trip, events)
+        state = "not to be used" if good is None else f"those of step {good}"
+        kind, advice = trip.kind.replace("_", " "), _advice(events)
         try:
-            if good > 0 and not of_weights:
+            if good is None:
+                notes.append(f"nothing was saved at this step: {advice}")
+            elif good > 0:
                 self.files.save(good)
-                notes.append(f"step {good} is saved: {_advice(events)}")
+                lost = trip.step - 1 - good
+                after = f", without the {lost} after it" if lost else ""
+                notes.append(
+                    f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}"
+                )
         except DitLoraError as error:
             notes.append(f"{error}")
-        if of_weights:
-            notes.append(f"nothing was saved at this step: {_advice(events)}")
-        state = "not to be used" if of_weights else f"those of step {good}"
         message = listed(f"step {trip.step}: {kind}; the weights are {state}", lines)
         return NonFiniteError("\n".join([message, f"stopped: {action.why}", *notes]), events[0])
+
+    def _go_to_last_good(self, trip: Trip, events: Sequence[dict[str, Any]]) -> int | None:
+        """The last step whose state is known to be good, which is put back if need be; None if a checkpoint has it."""
+        verdicts = [event["verdict"] for event in events]
+        of_state = [one for one in verdicts if one["cause"] in _OF_STATE]
+        frozen = bool(of_state) and all(one["evidence"].get("frozen") for one in of_state)
+        if trip.kind not in _OF_WEIGHTS and (frozen or not of_state):
+            return trip.step - 1
+        if frozen:  # found at a save: since when the steps went wrong is not known
+            return None
+        steps = self._finite_snapshots()
+        if not steps or steps[-1] <= self.files.newest_saved():
+            return None
+        self.drop_state(self.snapshots.restore(steps[-1]))
+        return steps[-1]
 
 
 def _telling(trip: Trip, verdicts: list[Verdict]) -> list[Verdict]:
@@ -278,10 +310,18 @@ def _telling(trip: Trip, verdicts: list[Verdict]) -> list[Verdict]:
     return moments or telling or verdicts[:1]
 
 
+def _lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """What was found, each thing once, after all the places where it was."""
+    places: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        places.setdefault(verdict.words, []).append(_place(verdict))
+    return [f"{', '.join(dict.fromkeys(where))}: {words}" for words, where in places.items()]
+
+
 def _place(verdict: Verdict) -> str:
     if verdict.sample_ids:
-        return f"{', '.join(verdict.sample_ids)} (rank {verdict.rank}): "
-    return f"rank {verdict.rank}: "
+        return f"{', '.join(verdict.sample_ids)} (rank {verdict.rank})"
+    return f"rank {verdict.rank}"
 
 
 def _event(trip: Trip, verdict: Verdict, action: Action, seconds: float) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """One run from a prepared model to a saved adapter: resume, train with its hooks, finish."""
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,29 +27,41 @@ from dit_lora.training.engine import Engine, build_engine
 from dit_lora.training.guarding import (
     build_guard,
     chosen_norms,
-    held_out_event,
-    hidden_events,
     own_state,
     prime_spikes,
     require_finite_everywhere,
     require_not_lost,
     require_unaltered,
-    spike_events,
 )
+from dit_lora.training.identity import run_identity
 from dit_lora.training.journal import Journal, held_out_losses, metrics_line
-from dit_lora.training.keeping import resume, save, saved_to_the_end, settle
+from dit_lora.training.keeping import (
+    end_unread,
+    kept_at,
+    resume,
+    save,
+    saved_to_the_end,
+    settle,
+    trouble,
+)
 from dit_lora.training.loop import Loop, StepResult, train
 from dit_lora.training.memory import choose_checkpointing
+from dit_lora.training.observed import (
+    held_out_event,
+    hidden_events,
+    idle_group_events,
+    spike_events,
+)
 from dit_lora.training.offload import offload_base
 from dit_lora.training.optimizer import build_optimizer, build_schedule
 from dit_lora.training.parity_watch import ParityWatch
-from dit_lora.training.place import SAMPLES
 from dit_lora.training.preflight import preflight
 from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.replay import sample_losses
 from dit_lora.training.runtime import Runtime, agree, open_run_folder, stop_signals
 from dit_lora.training.saving import Saver
 from dit_lora.training.task import Prepared, Task, Trained, task_of
+from dit_lora.training.told import told_to_trackers
 from dit_lora.training.verify import Verification, noted_output, verify_result
 from dit_lora.training.watch import StepWatcher
 
@@ -136,8 +147,14 @@ def prepare(
     if runtime.is_main and run.guard.quarantine.records:
         run.guard.quarantine.save()
     if runtime.is_main:
-        runtime.trackers.start(_told(runtime), run.start_step)
-        run.journal = Journal(runtime.dir, start_step=run.start_step, trackers=runtime.trackers)
+        runtime.trackers.start(told_to_trackers(runtime), run.start_step)
+        run.journal = Journal(
+            runtime.dir,
+            start_step=run.start_step,
+            trackers=runtime.trackers,
+            say=runtime.say,
+            fail=run.saver.fail,
+        )
         run.journal.rejected(run.data.rejected, run.start_step)
     prime_spikes(run)
     for group in groups:
@@ -174,7 +191,8 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     with bar, stop_signals(runtime.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
-            _after_step(run, bar, result)
+            with kept_at(run, result.step):
+                _after_step(run, bar, result)
             if any(every and result.step % every == 0 for every in shown):
                 on_checkpoint()
 
@@ -184,15 +202,9 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 lambda step: _batches(run, step),
                 start_step=run.start_step,
                 steps=recipe.train.steps,
-                stop_asked=lambda: max(stop_asked(), run.saver.stop_code()),
+                stop_asked=lambda: max(stop_asked(), trouble(run)),
                 on_step=on_step,
             )
-
-
-def _told(runtime: Runtime) -> dict[str, Any]:
-    """What trackers are told of a run beside its numbers: the recipe, and what it runs on."""
-    environment = json.loads((runtime.dir / "environment.json").read_text(encoding="utf-8"))
-    return {**runtime.recipe.model_dump(mode="json"), "environment": environment}
 
 
 def _was_not_measured(run: Run) -> bool:
@@ -227,37 +239,6 @@ def finish(run: Run) -> Path | None:
     validate(run, step=steps)
     settle(run)
     return path
-
-
-def run_identity(run: Run) -> dict[str, Any]:
-    """The values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
-    runtime, recipe = run.runtime, run.recipe
-    values = recipe.model_dump(mode="json")
-    flat = {
-        "model.family": recipe.model.family,
-        "model.dtype": str(runtime.precision.dtype),
-        "model.quantize": recipe.model.quantize,
-        "model (digest of the transformer's files)": run.data.transformer_digest,
-        "data (digest of clips, captions and shape)": run.data.data_digest,
-        "train.mode": recipe.train.mode,
-        "train.seed": recipe.train.seed,
-        "train.ema": recipe.train.ema,
-        SAMPLES: runtime.samples_per_step,
-        **run.task.identity(recipe),
-    }
-    flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
-    if recipe.train.compile:
-        flat["train.compile"] = True
-    optim = dict(values["optim"])
-    groups = optim.pop("groups")
-    if optim["name"] == "adamw":
-        del optim["name"]  # as in checkpoints from before there was a choice
-    flat |= {f"optim.{key}": value for key, value in optim.items()}
-    flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
-    given = recipe.optim.groups.given().values()
-    if any((group.schedule or recipe.optim.schedule) != "constant" for group in given):
-        flat["train.steps"] = recipe.train.steps  # where the schedule ends
-    return flat
 
 
 def provenance(run: Run) -> dict[str, Any]:
@@ -299,6 +280,7 @@ def _loop(run: Run) -> Loop:
         seed=recipe.train.seed,
         recovery=run.guard,
         watcher=run.watcher,
+        unreadable=lambda step, why: end_unread(run, step, why),
     )
 
 
@@ -331,7 +313,7 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
         run.ema.step(step)
     _note(run, bar, result)
     if result.stop_code:
-        settle(run)  # a checkpoint that could not be written stops the run as a signal does
+        settle(run)  # what could not be written stops the run as a signal does
     last, snapshots = step == recipe.train.steps, run.guard.snapshots
     run.parity.after_step(step, last=last)
     to_save = step % recipe.train.save_every == 0 or last or bool(result.stop_code)
@@ -367,7 +349,8 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
         run.runtime.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     bar.update(step - bar.n)
-    for event in [*spike_events(step, spikes), *hidden_events(step, hidden)]:
+    idle = idle_group_events(step, run.journal.idle_groups(line))
+    for event in [*spike_events(step, spikes), *hidden_events(step, hidden), *idle]:
         run.journal.event(event)
         run.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
 

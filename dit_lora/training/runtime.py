@@ -39,6 +39,7 @@ from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.recipe import dump_recipe
+from dit_lora.run_lock import LOCK, RunLock
 from dit_lora.terminal import printable
 from dit_lora.training.launch import (
     Sharding,
@@ -85,6 +86,11 @@ class Runtime:
         """Of the main process; not started yet."""
         return Trackers(self.accelerator, self.dir, self.recipe.run.trackers, self.say)
 
+    @cached_property
+    def lock(self) -> RunLock:
+        """Of the run's folder; `require_free_folder` takes it, on the main process."""
+        return RunLock(self.dir, self.say)
+
     @property
     def data_rank(self) -> int:
         """Of the samples that this process reads: those that share their tokens read the same."""
@@ -122,6 +128,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
         raise
     finally:
         runtime.trackers.finish(failed=failed)
+        runtime.lock.release()
         _waiting_room.cache_clear()
         # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
         # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
@@ -179,24 +186,39 @@ def _some_idle(recipe: Recipe) -> bool:
 
 
 def require_free_folder(runtime: Runtime) -> None:
-    """Refuse a run.dir that cannot be written, is no run's, or holds another run's steps (unless resuming)."""
+    """Take run.dir for this run alone, until it ends; call it before anything of the folder is read. Collective.
+
+    Refuses a folder that cannot be written, is no run's, is in use by another process, or holds another run's
+    steps (unless resuming).
+    """
+    error = None
+    if runtime.is_main:
+        try:
+            _take_folder(runtime)
+        except DitLoraError as problem:
+            error = problem
+    agree(runtime.accelerator, error)
+
+
+def _take_folder(runtime: Runtime) -> None:
     folder = runtime.dir
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
     if there == folder and any(folder.iterdir()) and not _is_run(folder):
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
-    if (runtime.dir / "metrics.jsonl").exists() and runtime.recipe.train.resume == "none":
+    runtime.lock.acquire()
+    if (folder / "metrics.jsonl").exists() and runtime.recipe.train.resume == "none":
+        runtime.lock.release()
         raise DitLoraError(
-            f"run.dir {runtime.dir} already holds a run; continue it with train.resume=auto, "
+            f"run.dir {folder} already holds a run; continue it with train.resume=auto, "
             "or choose another run.dir"
         )
 
 
 def _is_run(folder: Path) -> bool:
-    return any(
-        (folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "held_out.jsonl")
-    )
+    names = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
+    return any((folder / name).exists() for name in names)
 
 
 def open_run_folder(runtime: Runtime) -> None:

@@ -25,8 +25,8 @@ from dit_lora.families.base import (
     VideoShape,
 )
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.parsing import read_json, read_yaml
-from dit_lora.training.origin import family_of, find_adapter, whole_pipeline
+from dit_lora.parsing import read_json
+from dit_lora.training.origin import base_of, family_of, find_adapter, whole_pipeline
 from dit_lora.training.runtime import quiet_libraries
 
 
@@ -57,7 +57,7 @@ def sample(request: SampleRequest) -> list[Path]:
     whole = whole_pipeline(request.target)
     adapter = None if whole else find_adapter(request.target)
     made = read_provenance(adapter) if adapter else _made(whole)
-    model = _base_model(request, made, whole)
+    model = _base_model(request, made, whole, adapter)
     family = get_family(made.get("family") or family_of(model))
     checkpoint = family.open(model)
     if adapter and made.get("index"):
@@ -111,25 +111,15 @@ def _made(whole: Path | None) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _base_model(request: SampleRequest, made: dict[str, Any], whole: Path | None) -> ModelConfig:
-    """A whole pipeline itself; else `--model`, the run's own, or the Hub id that the adapter names."""
-    family = made.get("family", "")
-    if whole:
-        if request.model:
-            raise DitLoraError(f"--model does not apply: {whole} is a whole model, not an adapter")
-        return ModelConfig(family=family, path=str(whole))
+def _base_model(
+    request: SampleRequest, made: dict[str, Any], whole: Path | None, adapter: Path | None
+) -> ModelConfig:
+    """A whole pipeline itself, or the adapter's base."""
+    if adapter is not None:
+        return base_of(request.target, adapter, made, request.model)
     if request.model:
-        return ModelConfig(family=family, path=request.model)
-    config = request.target / "config.yaml"
-    if config.is_file():
-        return ModelConfig(**read_yaml(config)["model"])
-    base = made.get("base_model", "")
-    if "/" not in base:
-        known = f" (trained on {base})" if base else ""
-        raise DitLoraError(
-            f"{request.target} does not say where its base model{known} is; give --model"
-        )
-    return ModelConfig(family=family, path=base, revision=made.get("revision"))
+        raise DitLoraError(f"--model does not apply: {whole} is a whole model, not an adapter")
+    return ModelConfig(family=made.get("family", ""), path=str(whole))
 
 
 def _value(name: str, asked: Any, trained: dict[str, Any]) -> Any:

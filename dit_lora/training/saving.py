@@ -1,12 +1,13 @@
 """Checkpoints written beside the loop, which waits for the copy to host memory alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 
 import torch
 
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, unwritable
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.training.checkpoint import SavedState
 
@@ -16,8 +17,9 @@ _PARTS = [part.name for part in fields(SavedState)]
 class Saver:
     """One thread that writes one checkpoint at a time, from a copy in host memory that is its own.
 
-    What goes wrong there is kept: `stop_code` says so without waiting, `wait` gives the error. No copy is
-    started after one. The copy costs as much host memory as the state has, once.
+    What goes wrong there, or with another file of the run (`fail`), is kept: `stop_code` says so without waiting,
+    `wait` gives the error. No copy is started after one, until it is forgotten. The copy costs as much host memory
+    as the state has, once.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,23 @@ class Saver:
         """Run `job` in the same thread, after what is under way."""
         self._jobs.append(self._thread.submit(job))
 
+    def fail(self, error: DitLoraError) -> None:
+        """Note what went wrong elsewhere; it ends the run as an error of the thread does."""
+        self._error = self._error or error
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """What the disk does not take within, of this process alone, ends the run at the next step, on all ranks."""
+        try:
+            yield
+        except OSError as error:
+            self.fail(unwritable(error))
+
+    def forget(self) -> None:
+        """Take the error as dealt with: what is started next is tried."""
+        self.wait()
+        self._error = None
+
     def stop_code(self) -> int:
         """The exit code of an error so far, or 0; waits for nothing."""
         while self._jobs and self._jobs[0].done():
@@ -51,11 +70,17 @@ class Saver:
         return self._error
 
     def _take(self) -> None:
-        try:
-            self._jobs[0].result()
-        except DitLoraError as error:
-            self._error = self._error or error
+        error = self._jobs[0].exception()
         self._jobs.pop(0)
+        if error is None:
+            return
+        if not isinstance(
+            error, DitLoraError
+        ):  # a defect, or no memory: the run still has its state
+            words = f"cannot save a checkpoint: {type(error).__name__}: {error}"
+            raised, error = error, DitLoraError(words)
+            error.__cause__ = raised
+        self.fail(error)
 
     def _copy(self, step: int, state: SavedState) -> SavedState:
         self._live = {

@@ -13,15 +13,18 @@ from dit_lora.numerics.gate import NonFiniteError
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
+    from dit_lora.training.runtime import Runtime
 
 _LISTED = 500  # rejected samples; counts are of all
+_LONGEST = len("interrupted")
 
 
 @contextmanager
 def status_noted(run: "Run", recipe_file: str) -> Iterator[None]:
     """Within it status.json says `running`, then `finished`, `interrupted`, `stopped` by the guard, or `failed`.
 
-    It names the recipe's file without its folder. A killed process leaves `running`.
+    It names the recipe's file without its folder. A killed process leaves `running`, and a lock that is not held
+    (`dit_lora.run_lock.is_live`).
     """
     _note(run, recipe_file, "running")
     state = "failed"
@@ -39,9 +42,17 @@ def status_noted(run: "Run", recipe_file: str) -> Iterator[None]:
 
 
 def _note(run: "Run", recipe_file: str, state: str) -> None:
-    if run.runtime.is_main:
-        with contextlib.suppress(OSError):  # no run should end by this
-            _write(run, "status.json", {"state": state, "recipe": Path(recipe_file).name})
+    """Write status.json; on a full disk in the place of the last one, which has room for it."""
+    if not run.runtime.is_main:
+        return
+    path = run.runtime.dir / "status.json"
+    record = json.dumps({"state": state, "recipe": Path(recipe_file).name}, indent=2)
+    text = f"{record:<{len(record) - len(state) + _LONGEST}}\n"  # each has room for any other
+    try:
+        write_whole(path, text)
+    except OSError:
+        with contextlib.suppress(OSError), path.open("r+b") as file:  # no run should end by this
+            file.write(text.encode())
 
 
 def write_data_record(run: "Run") -> None:
@@ -64,3 +75,9 @@ def write_data_record(run: "Run") -> None:
 
 def _write(run: "Run", name: str, record: dict[str, Any]) -> None:
     write_whole(run.runtime.dir / name, json.dumps(record, indent=2) + "\n")
+
+
+def told_to_trackers(runtime: "Runtime") -> dict[str, Any]:
+    """What trackers are told of a run beside its numbers: the recipe, and what it runs on."""
+    environment = json.loads((runtime.dir / "environment.json").read_text(encoding="utf-8"))
+    return {**runtime.recipe.model_dump(mode="json"), "environment": environment}

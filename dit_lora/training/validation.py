@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -11,10 +11,12 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
+from dit_lora.data.loader import Batch
+from dit_lora.data.media import UnreadableError
 from dit_lora.data.training_set import TrainingSet
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import DitLoraError, unwritable
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.shards import needs_all_ranks
@@ -47,9 +49,9 @@ def held_out_loss(
     with evaluating(model):
         for index, draw in own_share(draws, accelerator, model):
             entry = entries[index]
-            sample = clips.sample(entry, index * settings.held_out_draws + draw)
-            if of_any_rank(sample.faults, model):
-                faults |= sample.faults
+            sample, own = _sample_of(clips, entry, index * settings.held_out_draws + draw)
+            if of_any_rank(own, model) or sample is None:
+                faults |= own
                 continue
             batch = sample.to(accelerator.device)
             streams = Streams(seed, batch.draws)
@@ -59,6 +61,15 @@ def held_out_loss(
         runtime.say(f"held-out loss leaves out {sample_id}: {fault}")
     total, count = accelerator.reduce(sums, reduction="sum").tolist()
     return total / count if count else None
+
+
+def _sample_of(clips: TrainingSet, entry: Any, draw: int) -> tuple[Batch | None, dict[str, str]]:
+    """A sample and what is wrong with it; None where the disk does not give it, which training will meet too."""
+    try:
+        sample = clips.sample(entry, draw)
+    except UnreadableError as error:
+        return None, {entry.id: str(error)}
+    return sample, dict(sample.faults)
 
 
 def sample_videos(
@@ -157,6 +168,8 @@ def agreed(runtime: Runtime, work: Callable[[], T] | None) -> T | None:
             result = work()
         except DitLoraError as problem:
             error = problem
+        except OSError as problem:
+            error = unwritable(problem)
     agree(runtime.accelerator, error)
     return result
 

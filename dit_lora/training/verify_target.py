@@ -19,7 +19,7 @@ from dit_lora.families.chat_base import Viewing
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.chat.answering import find_origin
 from dit_lora.training.chat.stock import ChatStock
-from dit_lora.training.origin import family_of, find_adapter, model_of_run, whole_pipeline
+from dit_lora.training.origin import base_of, family_of, find_adapter, whole_pipeline
 from dit_lora.training.output_record import Stock
 from dit_lora.training.stock import DiffusionStock
 from dit_lora.training.tensor_file import header_of
@@ -74,7 +74,7 @@ def find_target(target: Path, model: str | None) -> Target:
         return _chat(chat, model)
     file = find_adapter(target)
     made = _made(file)
-    return Target("diffusion", file, _base(file, made, model), made)
+    return Target("diffusion", file, base_of(target, file, made, model), made)
 
 
 def _pipeline(folder: Path, model: str | None) -> Target:
@@ -117,20 +117,6 @@ def _made(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _base(file: Path, made: Mapping[str, Any], model: str | None) -> ModelConfig:
-    """`model`, the base of the run that the adapter lies in, or the Hub id that it names."""
-    if model:
-        return _named(made, model)
-    recorded = model_of_run(file.parent, file)
-    if recorded is not None:
-        return recorded
-    path = made.get("base_model", "")
-    if "/" not in path:
-        known = f" (trained on {path})" if path else ""
-        raise DitLoraError(f"{file} does not say where its base model{known} is; give --model")
-    return _named(made, path, made.get("revision"))
-
-
-def _named(made: Mapping[str, Any], path: str, revision: str | None = None) -> ModelConfig:
-    found = ModelConfig(family=made.get("family") or "", path=path, revision=revision)
+def _named(made: Mapping[str, Any], path: str) -> ModelConfig:
+    found = ModelConfig(family=made.get("family") or "", path=path)
     return found if found.family else found.model_copy(update={"family": family_of(found)})

@@ -1,13 +1,14 @@
-"""Whole or not there."""
+"""Whole or not there, and lines that stay whole."""
 
 import errno
 import os
+import resource
 import threading
 from pathlib import Path
 
 import pytest
 
-from dit_lora.files import write_whole
+from dit_lora.files import append_line, read_lines, write_whole
 
 
 def test_it_replaces_and_makes_folders(tmp_path: Path) -> None:
@@ -54,3 +55,28 @@ def test_a_pipe_and_a_descriptor_are_written_to_and_stay(tmp_path: Path) -> None
         write_whole(Path(f"/proc/self/fd/{file.fileno()}"), ", twice")
         assert (tmp_path / "out.txt").read_text() == "whole, twice"
     assert (tmp_path / "stdout").is_symlink()
+
+
+def test_a_line_is_never_joined_to_one_that_a_killed_process_tore(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_line(path, '{"step": 1}')
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "words": "na\xc3')  # in the middle of a letter too
+    append_line(path, '{"step": 3}')
+    append_line(path, '{"step": 4}')
+    assert read_lines(path) == ([{"step": 1}, {"step": 3}, {"step": 4}], 1)
+    assert read_lines(tmp_path / "nowhere.jsonl") == ([], 0)
+
+
+def test_a_disk_that_takes_a_part_of_a_line_is_left_with_none_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, '{"step": 1}')
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            append_line(path, '{"step": 2}')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.filename == str(path)
+    assert path.read_text() == '{"step": 1}\n'

@@ -1,10 +1,12 @@
 """Bad input: one clear message that names file and remedy, all offenders at once, and nothing damaged."""
 
 import errno
+import fcntl
 import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from dit_lora.data.cache import TensorCache
 from dit_lora.data.shapes import write_shapes
 from dit_lora.errors import DitLoraError
+from dit_lora.run_lock import LOCK, Holder
 
 Main = Callable[[list[str]], None]
 
@@ -197,6 +200,23 @@ def test_a_run_folder_in_use_is_not_overwritten(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_folder_that_another_process_trains_in(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with (run / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        json.dump(asdict(replace(Holder.own(), host="node7", pid=4242)), lock)
+        lock.flush()
+        before = (run / LOCK).read_bytes()
+        message = refused("train.resume=auto")
+    assert f"run.dir {run} is in use by process 4242 on node7" in message
+    assert (run / LOCK).read_bytes() == before
+    assert [path.name for path in run.iterdir()] == [LOCK]
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_full_disk_while_saving(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,13 +225,14 @@ def test_a_full_disk_while_saving(
     write = checkpoint._write_synced
 
     def fill(path: Path, data: bytes) -> None:
-        if "step_000004" in str(path):
+        if "step_000002" not in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, data)
 
     monkeypatch.setattr(checkpoint, "_write_synced", fill)
     message = refused("train.steps=6", "train.save_every=2")
     assert "cannot save the checkpoint of step 4" in message
+    assert "step 5 cannot be saved either; train.resume=auto goes on from " in message
     assert "No space left on device" in message
     names = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert names == ["step_000002"]

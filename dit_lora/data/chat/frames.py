@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from dit_lora.data.decode import Instants, nearest_frames
-from dit_lora.data.media import Media, as_media, is_image
+from dit_lora.data.media import Media, as_media, is_image, require_readable
 from dit_lora.data.pictures import DAMAGED, cover, open_image, planes, upright
 from dit_lora.data.video import ClipError, reason
 
@@ -114,6 +114,7 @@ def read_at(
         else:
             chosen = _read_clip(media, Instants(times), height, width, fit, box)
     except (av.error.FFmpegError, OSError, ValueError) as error:
+        require_readable(media)
         raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
     if len(chosen) < len(times) and not is_image(media):
         raise ClipError(

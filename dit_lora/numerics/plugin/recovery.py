@@ -10,6 +10,7 @@ from typing import Any
 
 from dit_lora.config import LadderConfig
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import append_line
 from dit_lora.numerics.captured import CapturedCall
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.loop_state import LoopState
@@ -208,8 +209,7 @@ class Recovery:
         self.events.append(event)
         if self.folder is not None and self.host.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event) + "\n")
+            append_line(self.folder / "events.jsonl", json.dumps(event))
 
 
 def _of_what_is_trained(verdict: Verdict) -> bool:

@@ -211,9 +211,21 @@ GOOD = json.dumps(
 
 
 @pytest.mark.parametrize(
+    ("text", "torn"),
+    [(f"{GOOD}\n{GOOD[:40]}", 1), (f"{GOOD[:40]}{GOOD}\n{GOOD}\n", 1), (GOOD[:40], 1), (GOOD, 0)],
+    ids=["the last", "one that another was written after", "the only", "none"],
+)
+def test_torn_lines_are_passed_over_and_counted(tmp_path: Path, text: str, torn: int) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    path.write_text(text)
+    held = Quarantine.load(path)
+    assert held.torn == torn
+    assert [one.sample_id for one in held.records] == (["a"] if text != GOOD[:40] else [])
+
+
+@pytest.mark.parametrize(
     "text",
     [
-        f"{GOOD}\n{GOOD[:40]}",
         f"{GOOD}\n\n{GOOD}",
         f"{GOOD}\n[1, 2]",
         GOOD.replace('"step": 3, ', ""),
@@ -221,7 +233,7 @@ GOOD = json.dumps(
         "null",
         b"\xff\xfe\x00",
     ],
-    ids=["torn", "empty line", "a list", "a key short", "another key", "null", "no UTF-8"],
+    ids=["empty line", "a list", "a key short", "another key", "null", "no UTF-8"],
 )
 def test_a_file_that_is_no_list_is_an_error_that_names_it(
     tmp_path: Path, text: str | bytes

@@ -1,5 +1,7 @@
 """Compiled blocks: as eager ones but for rounding, under checkpointing, hooks, offload and switches."""
 
+import shlex
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,3 +222,23 @@ def test_a_machine_or_a_launch_that_cannot_is_refused(
     recipe_values["train"]["checkpointing"] = "selective"
     with pytest.raises(DitLoraError, match="a compiled block is one piece"):
         parse_recipe(recipe_values, "test")
+
+
+def test_compilers_get_a_path_that_needs_no_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they write comes to the folder that was asked for; places whose own names need quotes are passed over."""
+    (tmp_path / "a b").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
+    assert compiled._plain_path(tmp_path / "cache" / "compile") == f"{tmp_path}/cache/compile"
+    for name in ("my cache", "it's", "Grüße", 'a"b', "$HOME"):
+        folder = tmp_path / name / "compile"
+        plain = compiled._plain_path(folder)
+        assert shlex.quote(plain) == plain
+        Path(plain, "kernel.so").touch()
+        assert (folder / "kernel.so").exists()
+    monkeypatch.setattr(compiled, "_PLACES", ())
+    with pytest.raises(
+        DitLoraError, match=r"compilers cannot take the path .*my cache.*data\.cache"
+    ):
+        compiled._plain_path(tmp_path / "my cache")

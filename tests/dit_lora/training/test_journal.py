@@ -1,11 +1,13 @@
 """What a run writes as it goes."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dit_lora.errors import DitLoraError
 from dit_lora.training.diffusion import by_timestep
 from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.loop import StepResult
@@ -117,3 +119,52 @@ def test_statistics_of_modules_are_in_the_lines_that_have_them(tmp_path: Path) -
     first, second = lines(tmp_path / "metrics.jsonl")
     assert "modules" not in first
     assert second["modules"] == {"proj_out": {"abs_max": 2.5}}
+
+
+def test_lines_that_a_full_disk_does_not_take_end_the_run_and_are_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[DitLoraError] = []
+    journal = Journal(tmp_path, start_step=0, fail=failed.append)
+    journal.step(line_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("dit_lora.training.journal.append_line", full)
+        journal.step(line_of(2))
+        journal.event({"step": 2, "kind": "spike"})
+        with pytest.raises(OSError, match="No space left"):
+            Journal(tmp_path / "other", start_step=0).event({"step": 1})
+    assert [str(one) for one in failed] == [
+        f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
+    ] * 2
+    journal.flush()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert lines(tmp_path / "events.jsonl") == [{"step": 2, "kind": "spike"}]
+
+
+def full(path: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_torn_lines_are_passed_over_with_a_word_and_those_after_them_are_read(
+    tmp_path: Path,
+) -> None:
+    first = Journal(tmp_path, start_step=0)
+    first.step(line_of(1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    first.step(line_of(2))
+    said: list[str] = []
+    again = Journal(tmp_path, start_step=2, say=said.append)
+    assert said == [
+        "warning: metrics.jsonl: passed over 1 torn line(s), of a process that was killed"
+    ]
+    assert [line["step"] for line in again.history()] == [1, 2]
+
+
+def test_a_group_without_a_gradient_is_told_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, start_step=0)
+    line = line_of(1)
+    dead = {**line, "grad_norm_groups": dict.fromkeys(line["grad_norm_groups"], 0.0)}
+    assert journal.idle_groups(line) == []
+    assert journal.idle_groups(dead) == list(line["grad_norm_groups"])
+    assert journal.idle_groups(dead) == []

@@ -1,146 +1,23 @@
 """What is done about a tripped step: each action's effect, and what is written of it. Diagnosis is faked."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from recovering import SAMPLES, Guarded, equal, verdict
 
-from dit_lora.config import GuardConfig
-from dit_lora.data.order import Order
-from dit_lora.data.quarantine import LeftOut, Quarantine
-from dit_lora.errors import DitLoraError
-from dit_lora.numerics.gate import NonFiniteError, Trip
-from dit_lora.numerics.policy import Policy
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.snapshot import Snapshots
-from dit_lora.numerics.suspects import Suspects
-from dit_lora.numerics.switches import Switch
+from dit_lora.data.quarantine import LeftOut
+from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.training import recovery as recovery_module
-from dit_lora.training.checkpoint import trainable_state
-from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
 
 KEYS = {"step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action", "seconds"}
-SAMPLES = [f"{k}.mp4" for k in range(5)]
-
-
-@dataclass
-class FakeFiles:
-    """Notes what recovery does to a run's folder."""
-
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    refuse: DitLoraError | None = None
-
-    def event(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-
-    def rewind(self, step: int, *, other_trajectory: bool) -> None:
-        self.calls.append(("rewind", step, other_trajectory))
-
-    def quarantined(self, quarantine: Quarantine) -> None:
-        self.calls.append(("quarantined", [one.sample_id for one in quarantine.records]))
-
-    def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
-        self.calls.append(("set_aside_bad", list(samples)))
-        return [f"set aside {sample}" for sample in samples]
-
-    def save(self, step: int) -> None:
-        self.calls.append(("save", step))
-        if self.refuse is not None:
-            raise self.refuse
-
-    def left_out(self, step: int) -> None:
-        self.calls.append(("left_out", step))
-
-    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
-        self.calls.append(("bundle", micro_batch.rank, micro_batch.micro_step))
-        return f"bundles/{micro_batch.micro_step}"
-
-    def say(self, line: str) -> None:
-        self.said.append(line)
-
-
-class Guarded:
-    """A small model in training, and the recovery of its run."""
-
-    def __init__(self, path: Path, **guard: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(2, 1)
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        group = {"name": "adapter", "params": parameters, "param_names": names}
-        self.optimizer = torch.optim.AdamW([group], lr=0.1, fused=True)
-        self.files = FakeFiles()
-        self.turned_off: list[str] = []
-        turn_off = partial(self.turned_off.append, "attention:flash")
-        switch = Switch("attention:flash", "attention_backend", nullcontext, turn_off, "math")
-        quarantine = Quarantine(path / "quarantine.jsonl")
-        self.recovery = recovery_module.RunRecovery(
-            suspects=Suspects(
-                self.model, lambda: optimizer_state(self.optimizer).items(), [switch]
-            ),
-            policy=Policy(GuardConfig(**guard)),
-            state=recovery_module.GuardState(),
-            quarantine=quarantine,
-            order=Order(SAMPLES, seed=0, quarantine=quarantine),
-            snapshots=Snapshots(self.state, every=2),
-            drop_state=lambda names: drop_optimizer_state(self.optimizer, names),
-            samples_per_step=2,
-            files=self.files,
-        )
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {**trainable_state(self.model), **optimizer_state(self.optimizer)}
-
-    def copy(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.state().items()}
-
-    def train(self, first: int, last: int) -> None:
-        for step in range(first, last + 1):
-            self.model(torch.full((1, 2), float(step))).sum().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def in_step(self, step: int) -> list[str]:
-        """The samples of a step's two micro-batches."""
-        return [SAMPLES[self.recovery.order.at(p)[1]] for p in range(2 * step - 2, 2 * step)]
-
-    def trip(self, step: int, *verdicts: Verdict, kind: str = "non_finite_loss") -> int:
-        """Let the step trip with these verdicts, one for each of its micro-batches."""
-        micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
-        found = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
-        where = tuple((0, micro) for micro in sorted(m for m in found if m is not None))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recovery_module, "diagnose", lambda one, *_, **__: found[one.micro_step])
-            return self.recovery.recover(Trip(step, kind, where), micro_batches, None)
-
-    def micro_batch(self, step: int, micro_step: int, rank: int = 0) -> MicroBatch:
-        def never(*arguments: Any) -> Any:
-            raise AssertionError("the diagnosis is faked")
-
-        ids = (self.in_step(step)[micro_step],)
-        return MicroBatch(ids, step, micro_step, rank, {}, forward=never, single=never)
-
-
-def verdict(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Verdict:
-    given = {"step": 0, "rank": 0, "micro_step": micro_step, "sample_ids": samples, **facts}
-    return Verdict(cause, f"it is {cause}", **given)
 
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Guarded:
     return Guarded(tmp_path)
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 def test_a_transient_fault_takes_the_step_again_and_changes_nothing(guarded: Guarded) -> None:
@@ -290,50 +167,6 @@ def test_without_a_finite_snapshot_it_stops(guarded: Guarded) -> None:
     guarded.recovery.snapshots.take(2)
     with pytest.raises(NonFiniteError, match="stopped: no snapshot that is finite is left"):
         guarded.trip(3, verdict("weights"))
-
-
-@pytest.mark.parametrize("cause", ["data", "transient", "kernel", "unknown"])
-def test_a_stop_saves_the_last_good_step_and_says_what_helps(tmp_path: Path, cause: str) -> None:
-    guarded = Guarded(tmp_path, on_nonfinite=["stop"])
-    sample = guarded.in_step(3)[0]
-    samples = [sample] if cause in ("data", "unknown") else []
-    with pytest.raises(NonFiniteError) as error:
-        guarded.trip(3, verdict(cause, *samples))
-    message = str(error.value)
-    assert message.startswith("step 3: non finite loss; the weights are those of step 2\n")
-    assert f": it is {cause}" in message
-    assert ("replay the bundle" in message) == (cause in ("kernel", "unknown"))
-    assert ("train.resume=auto" in message) == (cause in ("data", "transient"))
-    assert ("save", 2) in guarded.files.calls
-    assert ("set_aside_bad", samples) in guarded.files.calls
-    assert error.value.event == guarded.files.events[0]
-
-
-@pytest.mark.parametrize(
-    ("step", "cause", "words"),
-    [
-        (3, "learning_rate", "nothing was saved at this step: start afresh"),
-        (3, "weights", "nothing was saved at this step: train.resume=auto goes on from the newest"),
-        (1, "transient", "the weights are those of step 0"),
-    ],
-)
-def test_a_stop_saves_nothing_where_nothing_is_good(
-    tmp_path: Path, step: int, cause: str, words: str
-) -> None:
-    guarded = Guarded(tmp_path, on_nonfinite=["stop"])
-    with pytest.raises(NonFiniteError) as error:
-        guarded.trip(step, verdict(cause))
-    assert "save" not in [call[0] for call in guarded.files.calls]
-    assert words in str(error.value)
-
-
-def test_a_stop_whose_checkpoint_cannot_be_written_still_names_the_cause(tmp_path: Path) -> None:
-    guarded = Guarded(tmp_path, on_nonfinite=["stop"])
-    guarded.files.refuse = DitLoraError("cannot save the checkpoint of step 2: disk full")
-    with pytest.raises(NonFiniteError) as error:
-        guarded.trip(3, verdict("data", guarded.in_step(3)[0]))
-    assert "it is data" in str(error.value)
-    assert str(error.value).endswith("disk full")
 
 
 @pytest.mark.parametrize("action", ["retry", "quarantine", "rollback", "stop"])

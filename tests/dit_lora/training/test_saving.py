@@ -106,11 +106,23 @@ def test_jobs_run_in_their_order() -> None:
     assert order == [1]
 
 
-def test_what_is_no_users_matter_is_raised_where_it_is_waited_for() -> None:
+def test_a_defect_in_the_thread_ends_in_words_too_and_a_forgotten_error_lets_the_next_save_be_tried() -> (
+    None
+):
+    """The run still has its state: it is saved at the next step, and a traceback would have lost it."""
     saver = Saver()
     saver.then(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        saver.wait()
+    error = saver.wait()
+    assert isinstance(error, DitLoraError)
+    assert str(error) == "cannot save a checkpoint: ZeroDivisionError: division by zero"
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert saver.stop_code() == 2
+    saver.forget()
+    assert saver.stop_code() == 0
+    with saver.noted():
+        raise OSError(28, "No space left on device", "quarantine.jsonl")
+    told = saver.wait()
+    assert str(told) == "cannot write quarantine.jsonl: No space left on device"
 
 
 def test_a_copy_is_written_and_read_back_bit_for_bit(tmp_path: Path) -> None:

@@ -74,3 +74,24 @@ def test_the_data_record_lists_at_most_500_rejects_and_counts_all(tmp_path: Path
     record = json.loads((tmp_path / "data.json").read_text())
     assert (record["samples"], record["rejected_count"]) == (3, 900)
     assert len(record["rejected"]) == len(record["buckets"]["dropped"]) == 500
+
+
+def test_the_last_word_is_true_though_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the room of the first, whichever is longer."""
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    def body() -> None:
+        with status_noted(run(tmp_path), "kitten.yaml"):
+            size.append((tmp_path / "status.json").stat().st_size)
+            monkeypatch.setattr("dit_lora.training.told.write_whole", full)
+            raise InterruptedRunError("asked", 130)
+
+    size: list[int] = []
+    with pytest.raises(InterruptedRunError):
+        body()
+    assert status(tmp_path) == {"state": "interrupted", "recipe": "kitten.yaml"}
+    assert (tmp_path / "status.json").stat().st_size == size[0]

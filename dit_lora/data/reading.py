@@ -1,0 +1,77 @@
+"""What a run reads its micro-batches by: what goes wrong with the machine is said where data is asked for."""
+
+import re
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader
+
+from dit_lora.data.media import UnreadableError
+
+T = TypeVar("T")
+_LOST = re.compile("DataLoader worker|Pin memory thread")
+"""What torch says of them when they have died."""
+
+
+class WatchedLoader(DataLoader):
+    """A `DataLoader` that says that a worker died where data is asked for, and nowhere else."""
+
+    def __iter__(self) -> Any:
+        before = signal.getsignal(signal.SIGCHLD)
+        iterator = super().__iter__()
+        # Its handler raises in the middle of whatever runs, be it an optimizer's step. Who waits for data looks
+        # after the workers every five seconds.
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGCHLD, before)
+        return iterator
+
+
+class Reader(Generic[T]):
+    """The micro-batches of a rank, one after another; it remembers the last, to stand for one that cannot be read."""
+
+    def __init__(self) -> None:
+        self._batches: Iterable[T] = ()
+        self._stream: Iterator[T] | None = None
+        self._last: T | None = None
+        self._why = ""
+
+    def begin(self, batches: Iterable[T]) -> None:
+        """Go on with these."""
+        self._batches, self._stream, self._why = batches, None, ""
+
+    def next(self) -> tuple[T, str]:
+        """The next one, or the last one again and why; raises `UnreadableError` where there is no last one."""
+        if not self._why:  # nothing comes of what has failed
+            try:
+                self._last = self._read()
+            except UnreadableError as error:
+                if self._last is None:
+                    raise
+                self._why = str(error)
+        assert self._last is not None
+        return self._last, self._why
+
+    def _read(self) -> T:
+        try:
+            if self._stream is None:
+                self._stream = iter(self._batches)
+            return next(self._stream)
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            raise _lost(error) from error  # a batch was on its way from a worker that died
+        except OSError as error:
+            words = error.strerror or str(error).strip().rpartition("\n")[2]
+            raise UnreadableError(f"data cannot be read: {words}") from error
+        except RuntimeError as error:
+            if not _LOST.match(str(error)):
+                raise
+            raise _lost(error) from error
+
+
+def _lost(error: Exception) -> UnreadableError:
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return UnreadableError(
+        f"a process that reads data has ended: {said}; was it killed for want of memory? Lower data.workers or "
+        "data.prefetch"
+    )

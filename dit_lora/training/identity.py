@@ -1,0 +1,39 @@
+"""What makes a run this run and no other."""
+
+from typing import TYPE_CHECKING, Any
+
+from dit_lora.training.place import SAMPLES
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+
+def run_identity(run: "Run") -> dict[str, Any]:
+    """The values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
+    runtime, recipe = run.runtime, run.recipe
+    values = recipe.model_dump(mode="json")
+    flat = {
+        "model.family": recipe.model.family,
+        "model.dtype": str(runtime.precision.dtype),
+        "model.quantize": recipe.model.quantize,
+        "model (digest of the transformer's files)": run.data.transformer_digest,
+        "data (digest of clips, captions and shape)": run.data.data_digest,
+        "train.mode": recipe.train.mode,
+        "train.seed": recipe.train.seed,
+        "train.ema": recipe.train.ema,
+        SAMPLES: runtime.samples_per_step,
+        **run.task.identity(recipe),
+    }
+    flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
+    if recipe.train.compile:
+        flat["train.compile"] = True
+    optim = dict(values["optim"])
+    groups = optim.pop("groups")
+    if optim["name"] == "adamw":
+        del optim["name"]  # as in checkpoints from before there was a choice
+    flat |= {f"optim.{key}": value for key, value in optim.items()}
+    flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
+    given = recipe.optim.groups.given().values()
+    if any((group.schedule or recipe.optim.schedule) != "constant" for group in given):
+        flat["train.steps"] = recipe.train.steps  # where the schedule ends
+    return flat

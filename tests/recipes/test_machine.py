@@ -1,0 +1,98 @@
+"""A machine that fails in the middle of a run: it ends in words, with the last good step saved, and goes on from there."""
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import lines, same_adapter, trajectory
+
+from dit_lora.data.cache import TensorCache
+from dit_lora.errors import DitLoraError
+from dit_lora.training import journal
+
+Main = Callable[[list[str]], None]
+
+
+@pytest.fixture
+def ended(
+    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Run until the machine fails, which `patch` sees to; what was said. What goes on from there ends as a clean run."""
+
+    def run(patch: Callable[[pytest.MonkeyPatch], None], *overrides: str) -> str:
+        clean, broken = (f"run.dir={tmp_path / name}" for name in ("clean", "run"))
+        lora_main([*args, *overrides, clean])
+        with monkeypatch.context() as inner:
+            patch(inner)
+            with pytest.raises(DitLoraError) as error:
+                lora_main([*args, *overrides, broken])
+        assert error.value.exit_code == 2
+        assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+        lora_main([*args, *overrides, broken, "train.resume=auto"])
+        assert same_adapter(tmp_path / "run", tmp_path / "clean")
+        assert trajectory(tmp_path / "run") == trajectory(tmp_path / "clean")
+        assert lines(tmp_path / "run", "events.jsonl") == []  # no sample is blamed
+        return str(error.value)
+
+    return run
+
+
+def test_a_data_worker_that_is_killed(ended: Callable[..., str]) -> None:
+    def kill(patch: pytest.MonkeyPatch) -> None:
+        read, reads, trainer = TensorCache.read, count(), os.getpid()
+
+        def killed(cache: TensorCache, key: str, spec: Any) -> Any:
+            if os.getpid() != trainer and next(reads) == 12:
+                os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does for want of memory
+            return read(cache, key, spec)
+
+        patch.setattr(TensorCache, "read", killed)
+
+    said = ended(kill, "data.workers=1")
+    assert "a process that reads data has ended: DataLoader worker (pid" in said
+    assert "Lower data.workers or data.prefetch" in said
+    assert "is saved in" in said
+
+
+def test_a_disk_that_does_not_give_what_it_has(ended: Callable[..., str], tmp_path: Path) -> None:
+    """No sample is to blame, and none is left out."""
+
+    def fail(patch: pytest.MonkeyPatch) -> None:
+        read, reads = os.preadv, count()
+
+        def failed(handle: int, buffers: Sequence[Any], offset: int) -> int:
+            if next(reads) >= 12:
+                raise OSError(errno.EIO, "Input/output error")
+            return read(handle, buffers, offset)
+
+        patch.setattr(os, "preadv", failed)
+
+    said = ended(fail)
+    assert "cannot read the cache entry" in said
+    assert "Input/output error" in said
+    assert "is saved in" in said
+    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
+
+
+def test_a_disk_that_is_full_for_a_moment_loses_no_line(ended: Callable[..., str]) -> None:
+    """At the third step; the run ends at the fourth, when all ranks know."""
+
+    def fill(patch: pytest.MonkeyPatch) -> None:
+        append, calls = journal.append_line, count(1)
+
+        def full(path: Path, text: str) -> None:
+            if path.name == "metrics.jsonl" and next(calls) in (3, 4):
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            append(path, text)
+
+        patch.setattr(journal, "append_line", full)
+
+    first, second = ended(fill).splitlines()
+    assert first.endswith("metrics.jsonl: No space left on device")
+    assert second.startswith("step 4 is saved in ")
