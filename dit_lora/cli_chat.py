@@ -137,6 +137,12 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Of each video.")] = None,
+    protocol: Annotated[
+        Literal["notebook", "trained"] | None,
+        typer.Option(
+            help="Prompt and pictures of the original's notebook (default for MVBench), or as trained (default for a file)."
+        ),
+    ] = None,
     skip: Annotated[
         bool, typer.Option("--skip", help="Leave out questions that cannot be asked.")
     ] = False,
@@ -155,6 +161,7 @@ def evaluate(
         against_base=against == "base",
         limit=limit,
         frames=frames,
+        protocol=protocol,
         skip=skip,
         out=out,
     )

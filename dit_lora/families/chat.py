@@ -105,11 +105,14 @@ class VideoTextCheckpoint:
             raise DitLoraError(
                 f"chat.tiles: {self.config.model_type} has tiles of its own; remove it"
             )
-        if not how.timestamps and self.layout.timed:
+        if how.timestamps is False and self.layout.timed:
             raise DitLoraError(
                 f"chat.timestamps: false: {self.config.model_type} is always told when its frames are; remove it"
             )
         return replace(self, how=how)
+
+    def in_notebook(self) -> "VideoTextCheckpoint":
+        return self
 
     def model_files(self) -> Sequence[Path]:
         return [self.path]

@@ -4,6 +4,7 @@ A checkpoint is a folder that `dit-lora convert videochat2` makes of the release
 prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data.chat.control import control_pattern, refuse_control
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.prompts import PROMPT_FORMATS, FormatName, instruction_text, render_prompt
 from dit_lora.data.chat.rendered import Rendered
@@ -29,6 +31,9 @@ from dit_lora.objectives import LossOutput
 
 # ImageNet's, as the original normalises (dataset/__init__.py).
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# CLIP's, as its notebooks do.
+_NOTEBOOK_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_NOTEBOOK_STD = (0.26862954, 0.26130258, 0.27577711)
 _MOST_INSTRUCTION = 512  # tokens that the Q-Former's BERT has positions for
 _TILE = 224  # pixels a side, by which the original counts
 
@@ -42,6 +47,8 @@ class VideoChat2Checkpoint:
     how: Viewing
     system: str = ""
     fit: Literal["stretch", "cover"] = "stretch"
+    notebook: bool = False
+    """Whether it is asked as the original's MVBench notebook asks, and not as it was trained."""
 
     def for_recipe(self, recipe: Recipe) -> "VideoChat2Checkpoint":
         refuse_options_of_diffusion(recipe, takes=("chat.tiles",))
@@ -58,7 +65,12 @@ class VideoChat2Checkpoint:
                     else "; chat.tiles shows it more of a picture"
                 )
             )
+        if how.timestamps is None:
+            how = replace(how, timestamps=PROMPT_FORMATS[self.prompt_format].timestamps)
         return replace(self, how=how)
+
+    def in_notebook(self) -> "VideoChat2Checkpoint":
+        return replace(self, how=replace(self.how, timestamps=False), notebook=True)
 
     @property
     def model_class(self) -> Any:
@@ -68,9 +80,9 @@ class VideoChat2Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
-        return AutoTokenizer.from_pretrained(self.path)
+        return load_tokenizer(self.path)
 
     @cached_property
     def qformer_tokenizer(self) -> Any:
@@ -81,6 +93,10 @@ class VideoChat2Checkpoint:
     @property
     def prompt_format(self) -> FormatName:
         return cast(FormatName, self.config.prompt_format)  # one of these, or its config refuses
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        return control_pattern(self.tokenizer, PROMPT_FORMATS[self.prompt_format].control)
 
     @property
     def answer_end(self) -> str:
@@ -111,6 +127,8 @@ class VideoChat2Checkpoint:
         answered: bool = True,
         prefix: str = "",
     ) -> Rendered:
+        if answered:
+            refuse_control(conversation, self._control)
         rendered = render_prompt(
             self.prompt_format,
             conversation,
@@ -118,13 +136,14 @@ class VideoChat2Checkpoint:
             self.config.media_token_id,
             self.config.num_media_tokens(shape.height, shape.width) if shape else 0,
             seconds,
-            timestamps=self.how.timestamps,
+            timestamps=bool(self.how.timestamps),
             answered=answered,
             prefix=prefix,
+            notebook=self.notebook,
         )
         if not self.config.qformer_config["use_text"] or shape is None:
             return rendered
-        text = instruction_text(self.prompt_format, conversation)
+        text = instruction_text(self.prompt_format, conversation, notebook=self.notebook)
         ids = self.qformer_tokenizer(text, truncation=True, max_length=_MOST_INSTRUCTION).input_ids
         return replace(rendered, instruction=tuple(ids))
 
@@ -138,7 +157,8 @@ class VideoChat2Checkpoint:
         given = {"input_ids": batch["input_ids"]}
         if "pixels" in batch:
             pixels = batch["pixels"]
-            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in (_MEAN, _STD))
+            stated = (_NOTEBOOK_MEAN, _NOTEBOOK_STD) if self.notebook else (_MEAN, _STD)
+            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in stated)
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             given["pixel_values"] = scaled
         return given | {
@@ -223,9 +243,8 @@ class VideoChat2Family:
             )
         config = VideoChat2Config.from_pretrained(path)
         size = config.vision_config["image_size"]
-        return VideoChat2Checkpoint(
-            path, config, Viewing(config.vision_config["num_frames"], size, size)
-        )
+        how = Viewing(config.vision_config["num_frames"], size, size)
+        return VideoChat2Checkpoint(path, config, how).viewing(how)
 
     def build_tiny(self, variant: str, out: Path, seed: int) -> None:
         from dit_lora.families.tiny_videochat2 import build_tiny
