@@ -14,6 +14,7 @@ from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoTokenizer
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data.chat.control import control_pattern, refuse_control
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.data.chat.template import MediaText, render_template
@@ -132,6 +133,8 @@ class VideoTextCheckpoint:
         answered: bool = True,
         prefix: str = "",
     ) -> Rendered:
+        if answered:
+            refuse_control(conversation, control_pattern(self.tokenizer))
         media, video = None, shape is not None and shape.frames > 1
         if shape is None:
             conversation = replace(conversation, kind="text")

@@ -4,7 +4,6 @@ A checkpoint is a folder that `dit-lora convert videochat2` makes of the release
 prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -94,10 +93,6 @@ class VideoChat2Checkpoint:
     def prompt_format(self) -> FormatName:
         return cast(FormatName, self.config.prompt_format)  # one of these, or its config refuses
 
-    @cached_property
-    def _control(self) -> re.Pattern[str]:
-        return control_pattern(self.tokenizer, PROMPT_FORMATS[self.prompt_format].control)
-
     @property
     def answer_end(self) -> str:
         """What an answer is learned to end with: a token, or in Vicuna's format text."""
@@ -128,7 +123,8 @@ class VideoChat2Checkpoint:
         prefix: str = "",
     ) -> Rendered:
         if answered:
-            refuse_control(conversation, self._control)
+            marks = PROMPT_FORMATS[self.prompt_format].control
+            refuse_control(conversation, control_pattern(self.tokenizer, marks))
         rendered = render_prompt(
             self.prompt_format,
             conversation,

@@ -1,14 +1,15 @@
 """Texts that a model's tokenizer would read as the beginning or end of a turn."""
 
 import re
-from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from dit_lora.data.chat.conversation import Conversation
 from dit_lora.errors import DitLoraError
 
 
-def control_pattern(tokenizer: Any, marks: Iterable[str] = ()) -> re.Pattern[str]:
+@lru_cache(maxsize=8)
+def control_pattern(tokenizer: Any, marks: tuple[str, ...] = ()) -> re.Pattern[str]:
     """Whatever a text must not hold: the tokenizer's special tokens, and the marks of a prompt format that has
     plain words for turns."""
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
