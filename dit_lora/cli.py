@@ -10,6 +10,7 @@ import typer
 import dit_lora
 from dit_lora import (
     cli_chat,
+    cli_convert,
     cli_export,
     cli_plan,
     cli_push,
@@ -326,6 +327,7 @@ def cache_prune(
     echo(json.dumps(found.record(), indent=2) if as_json else found.told())
 
 
+cli_convert.register(app)
 cli_chat.register(app)
 cli_export.register(app)
 cli_plan.register(app)

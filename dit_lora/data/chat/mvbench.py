@@ -196,9 +196,7 @@ def notebook_seconds(
             f"{frames} frames at {header.fps:g} a second"
         )
     part = (stop - begin) / count
-    return tuple(
-        int(begin + part / 2 + round(part * index)) / header.fps for index in range(count)
-    )
+    return tuple(int(begin + part / 2 + round(part * index)) / header.fps for index in range(count))
 
 
 def read_facts(media: Media | FrameFolder) -> VideoHeader:

@@ -304,7 +304,7 @@ def _check_texts(sample: Sample) -> None:
         sample.wrong("caption_reserved_token", words)
     first = sample.turns[0] if sample.turns else None
     asked = first.question + first.instruction if first else ""
-    is_asked = sample.kind != "text" or first is None or asked.strip()
+    is_asked = sample.kind != "text" or first is None or not is_blank(asked)
     if not is_asked and not sample.faults:
         sample.wrong("question_empty", "it has no medium, and its first question is empty")
 

@@ -6,7 +6,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-_PROBE = "{bos} [INST] a  b [/INST] c {eos} [INST] d\ne [/INST] f {eos} ###Human: g ###Assistant: h ###"
+_PROBE = (
+    "{bos} [INST] a  b [/INST] c {eos} [INST] d\ne [/INST] f {eos} ###Human: g ###Assistant: h ###"
+)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -106,7 +106,9 @@ def test_positions_are_resized_but_at_the_pretrained_size() -> None:
         ).vision_config
         encoder = VideoChat2VisionEncoder(config)
         seen: list[torch.Tensor] = []
-        encoder.blocks[0].register_forward_pre_hook(lambda _m, given, seen=seen: seen.append(*given))
+        encoder.blocks[0].register_forward_pre_hook(
+            lambda _m, given, seen=seen: seen.append(*given)
+        )
         encoder.patch_embed.requires_grad_(False)
         encoder.patch_embed.proj.weight.zero_()
         encoder.patch_embed.proj.bias.zero_()
