@@ -5,6 +5,7 @@ prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -177,7 +178,9 @@ class VideoChat2Checkpoint:
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
         device = next(model.parameters()).device
         given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
-        return greedy_answer(model, self.tokenizer, given, max_tokens, end=self.answer_end)
+        bare: Any = model
+        with bare.model.own_bos() if self.notebook else nullcontext():
+            return greedy_answer(model, self.tokenizer, given, max_tokens, end=self.answer_end)
 
 
 def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:

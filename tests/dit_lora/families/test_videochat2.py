@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,29 @@ def test_the_notebook_sees_other_colours(tiny: dict[str, VideoChat2Checkpoint]) 
         seen = one.inputs(batch)["pixel_values"].flatten()
         expected = (1 - torch.tensor(mean)) / torch.tensor(std)
         torch.testing.assert_close(seen, expected)
+
+
+def test_the_notebook_embeds_the_beginning_of_text_as_any_token(
+    tiny: dict[str, VideoChat2Checkpoint],
+) -> None:
+    """Legacy training has the constant of its id there; `get_context_emb` of the notebooks has not."""
+    checkpoint = tiny["mistral"]
+    model: Any = checkpoint.load_model(torch.float32).eval()
+    assert model.config.legacy
+    seen: list[torch.Tensor] = []
+    model.model.language_model.register_forward_pre_hook(
+        lambda _m, _a, given: seen.append(given["inputs_embeds"]), with_kwargs=True
+    )
+    rendered = checkpoint.render(replace(ASKED, kind="text"), None, answered=False)
+    table = model.get_input_embeddings().weight
+    for one, first in (
+        (checkpoint, torch.ones(48)),
+        (checkpoint.in_notebook(), table[1]),
+        (checkpoint, torch.ones(48)),
+    ):
+        seen.clear()
+        one.answer(model, rendered, None, 1)
+        assert torch.equal(seen[0][0, 0], first)
 
 
 def test_positions_are_resized_but_at_the_pretrained_size() -> None:
