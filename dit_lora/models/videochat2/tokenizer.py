@@ -18,7 +18,9 @@ def load_tokenizer(folder: Path) -> Any:
     type that it knows to be otherwise; what tokenizer.json says of spaces is then lost, and after each </s> a token
     is missing that the language model was trained with. Such a folder is read by its tokenizer.json alone.
     """
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True
+    )
     stored = Path(folder) / "tokenizer.json"
     if not stored.is_file():
         return tokenizer
@@ -27,4 +29,5 @@ def load_tokenizer(folder: Path) -> Any:
     own = tokenizer(text, add_special_tokens=False).input_ids
     if own == backend.encode(text, add_special_tokens=False).ids:
         return tokenizer
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    kind: Any = PreTrainedTokenizerFast
+    return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
