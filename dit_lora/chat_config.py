@@ -16,8 +16,9 @@ class ChatConfig(Section):
     """Samples whose lengths round up to the same multiple of this share a batch, and are padded to it."""
     frames: Literal["middle", "random"] = "random"
     """Of data.frames equal parts of a video, the frame in the middle of each, or a random one (in training)."""
-    timestamps: bool = True
-    """Say in the prompt at which seconds the frames are, where the model's format has such a sentence."""
+    timestamps: bool | None = None
+    """Say in the prompt at which seconds the frames are. null: as the model was trained, VideoChat2-Vicuna with them,
+    VideoChat2-Mistral and -Phi-3 without."""
     crop: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Least share of the picture that a random crop keeps, in training; 1 for none. VideoChat2: 0.5."""
     shuffle_turns: bool = True

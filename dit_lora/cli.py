@@ -11,6 +11,7 @@ import typer
 import dit_lora
 from dit_lora import (
     cli_chat,
+    cli_convert,
     cli_export,
     cli_plan,
     cli_push,
@@ -350,6 +351,7 @@ def cache_prune(
         echo(found.told())
 
 
+cli_convert.register(app)
 cli_chat.register(app)
 cli_export.register(app)
 cli_plan.register(app)

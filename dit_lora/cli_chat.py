@@ -1,4 +1,4 @@
-"""The verbs of `dit-lora` for chat models: convert, show, chat, evaluate."""
+"""The verbs of `dit-lora` for chat models: show, chat, evaluate."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,53 +12,6 @@ from dit_lora.terminal import echo
 
 Target = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
 Base = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
-
-convert = typer.Typer(help="Make checkpoints of released files.")
-
-
-@convert.command("videochat2")
-def convert_videochat2(
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
-    llm: Annotated[
-        Path, typer.Option(help="Folder of the language model: Mistral, Vicuna, Phi-3.")
-    ],
-    qformer_tokenizer: Annotated[Path, typer.Option(help="Folder of bert-base-uncased.")],
-    vision: Annotated[Path | None, typer.Option(help="umt_l16_qformer.pth")] = None,
-    stage: Annotated[
-        list[Path] | None,
-        typer.Option(help="videochat2_*_stage2.pth, then _stage3.pth or later; repeatable."),
-    ] = None,
-    legacy: Annotated[
-        bool | None,
-        typer.Option(
-            "--legacy/--no-legacy",
-            help="The released arithmetic: constant BOS, LayerNorm eps 1e-12. Default: with a stage-3 file.",
-        ),
-    ] = None,
-    keep_adapter: Annotated[
-        bool,
-        typer.Option(
-            "--keep-adapter", help="Keep stage 3's LoRA beside, where merging would round it."
-        ),
-    ] = False,
-) -> None:
-    """Make a VideoChat2 checkpoint; every tensor of every file is placed, or said to be unused and why."""
-    from dit_lora.models.videochat2.convert import convert_videochat2 as run
-    from dit_lora.training.runtime import quiet_libraries
-
-    quiet_libraries()
-    done = run(
-        out,
-        llm=llm,
-        vision=vision,
-        stages=stage or [],
-        qformer_tokenizer=qformer_tokenizer,
-        legacy=legacy,
-        keep_adapter=keep_adapter,
-        progress=lambda line: echo(line, err=True),
-    )
-    for line in done.lines():
-        echo(line)
 
 
 def show(
@@ -138,6 +91,12 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Of each video.")] = None,
+    protocol: Annotated[
+        Literal["notebook", "trained"] | None,
+        typer.Option(
+            help="Prompt and pictures of the original's notebook (default for MVBench), or as trained (default for a file)."
+        ),
+    ] = None,
     skip: Annotated[
         bool, typer.Option("--skip", help="Leave out questions that cannot be asked.")
     ] = False,
@@ -156,6 +115,7 @@ def evaluate(
         against_base=against == "base",
         limit=limit,
         frames=frames,
+        protocol=protocol,
         skip=skip,
         out=out,
     )
@@ -177,6 +137,5 @@ def evaluate(
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
-    app.add_typer(convert, name="convert", no_args_is_help=True)
     for verb in (show, chat, evaluate):
         app.command()(verb)

@@ -45,6 +45,7 @@ EXAMPLES = {
     "families": ("families",),
     "schema": ("schema > schema.json",),
     "convert": ("convert videochat2 --help",),
+    "convert opendit": ("convert opendit video-dit-mine --weights epoch99/ema.pt",),
     "convert videochat2": (
         "convert videochat2 videochat2-mistral --llm Mistral-7B-Instruct-v0.2 "
         "--qformer-tokenizer bert-base-uncased --vision umt_l16_qformer.pth "

@@ -224,7 +224,8 @@ def _binned_log_likelihood(
 ) -> torch.Tensor:
     """log P of the bin of 8-bit pixels around x under a normal distribution; the outermost are open.
 
-    No probability counts as less than 1e-12, as in the code that DiT was trained with.
+    No probability counts as less than 1e-12, as in the code that DiT was trained with. That code, and OpenDiT's,
+    approximates the normal CDF by a tanh: their losses at t = 0 are 0.6 to 1.4 % from this one.
     """
     inverse, distance = (-log_deviation).exp(), x - mean
     # By symmetry in the lower tail, where differences of small numbers keep their digits.

@@ -127,8 +127,8 @@ class TrainConfig(Section):
     resume: str = "none"
     """`none`; `auto` for the newest whole checkpoint of run.dir; or a checkpoint's path."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of a moving average of what is trained (Diffusers' EMAModel), which is then what is validated
-    and saved; null for none."""
+    """Decay of a moving average of what is trained (Diffusers' EMAModel, at first (1 + step) / (10 + step)), which
+    is then what is validated and saved; null for none."""
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What of each block the backward pass computes again, to save memory: `none`; `selective`, all but
     attention; `full`, all. `auto`: the least that fits the device's free memory. No value depends on it."""

@@ -56,7 +56,7 @@ def recipe_of(
     values: dict[str, Any] = {
         "model": {"family": family, "path": str(checkpoint)},
         "data": {"path": str(path), "frames": 4, "height": 32, "width": 32},
-        "chat": {"length_step": 32, "max_tokens": 256, **chat},
+        "chat": {"length_step": 32, "max_tokens": 256, "timestamps": True, **chat},
         "optim": {"groups": {"adapter": {"lr": 1e-3}}},
         "train": {"steps": 4},
         "run": {"dir": str(tmp_path / "run")},

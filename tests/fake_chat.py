@@ -38,9 +38,12 @@ class Checkpoint:
     """Always told when its frames are."""
 
     def viewing(self, how: Viewing) -> "Checkpoint":
-        if self.timed and not how.timestamps:
+        if self.timed and how.timestamps is False:
             raise DitLoraError("chat.timestamps: remove it")
         return replace(self, how=how)  # what is asked of either is kept in the same lists
+
+    def in_notebook(self) -> "Checkpoint":
+        return self if self.timed else replace(self, how=replace(self.how, timestamps=False))
 
     def shape(self, kind: Kind, height: int, width: int) -> VideoShape:
         return VideoShape(
@@ -57,7 +60,7 @@ class Checkpoint:
         prefix: str = "",
     ) -> Rendered:
         assert not answered
-        told = tuple(seconds) if self.how.timestamps else ()
+        told = () if self.how.timestamps is False else tuple(seconds)
         self.asked.append((conversation, told, prefix))
         return Rendered((Piece((7, 9, 11), "fixed"),))
 

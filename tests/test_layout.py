@@ -49,6 +49,7 @@ LAYERS = (
     (
         "dit_lora.cli",
         "dit_lora.cli_chat",
+        "dit_lora.cli_convert",
         "dit_lora.cli_plan",
         "dit_lora.cli_push",
         "dit_lora.cli_quarantine",

@@ -216,11 +216,20 @@ def sinusoids(count: int, width: int) -> torch.Tensor:
     return table
 
 
-def positions(frames: int, pretrained: int, patches: int, width: int) -> torch.Tensor:
-    """(frames, patches, width): of one frame its own table, else that of `pretrained` frames stretched in time."""
-    if frames == 1:
-        return sinusoids(patches, width)[None]
-    table = sinusoids(pretrained * patches, width).view(pretrained, patches, width)
+def positions(
+    frames: int, pretrained: int, patches: int, width: int, side: int | None = None
+) -> torch.Tensor:
+    """(frames, patches, width): of one frame its own table, else that of `pretrained` frames stretched in time.
+
+    With `side`, the tables are of side x side patches, resized to `patches` of them before.
+    """
+    pretrained = 1 if frames == 1 else pretrained
+    first = side * side if side else patches
+    table = sinusoids(pretrained * first, width).view(pretrained, first, width)
+    if side:
+        pictures = table.mT.unflatten(2, (side, side))
+        table = functional.interpolate(pictures, size=(int(patches**0.5),) * 2, mode="bicubic")
+        table = table.flatten(2).mT
     stretched = []
     for frame in range(frames):
         where = (frame + 0.5) * pretrained / frames - 0.5
@@ -240,7 +249,9 @@ def vision(state: State, sizes: dict[str, Any], pixels: torch.Tensor) -> torch.T
         patches = functional.unfold(frame[None], size, stride=size)[0].T
         frames.append(patches @ kernel.T + state["patch_embed.proj.bias"])
     x = torch.stack(frames)
-    x = (x + positions(len(pixels), sizes["pretrained_frames"], x.shape[1], width)).flatten(0, 1)
+    # vit.py: of pictures that are not 224 pixels high, the table of 14 x 14 patches, resized.
+    table = positions(len(pixels), sizes["pretrained_frames"], x.shape[1], width, 14)
+    x = (x + table).flatten(0, 1)
     for index in range(sizes["num_hidden_layers"] - 1):
         block = part(state, f"blocks.{index}")
         query, key, value = linear(block, "attn.qkv", norm(block, "norm1", x, 1e-6)).chunk(3, -1)

@@ -91,7 +91,9 @@ class Layout:
 def comfyui_layout(family: str, updates: Updates) -> Layout:
     """ComfyUI's own names. Raises `DitLoraError` where it has no such model, or no such layer."""
     if family != "cogvideox":
-        raise DitLoraError(_NO_COMFYUI[family])
+        raise DitLoraError(
+            _NO_COMFYUI.get(family, f"no names of ComfyUI are known here for the family {family}")
+        )
     names = {name: _in_comfyui(name) for name in updates}
     unknown = [name for name, found in names.items() if found is None]
     if unknown:

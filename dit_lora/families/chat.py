@@ -14,6 +14,7 @@ from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoTokenizer
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data.chat.control import control_pattern, refuse_control
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.data.chat.template import MediaText, render_template
@@ -105,11 +106,14 @@ class VideoTextCheckpoint:
             raise DitLoraError(
                 f"chat.tiles: {self.config.model_type} has tiles of its own; remove it"
             )
-        if not how.timestamps and self.layout.timed:
+        if how.timestamps is False and self.layout.timed:
             raise DitLoraError(
                 f"chat.timestamps: false: {self.config.model_type} is always told when its frames are; remove it"
             )
         return replace(self, how=how)
+
+    def in_notebook(self) -> "VideoTextCheckpoint":
+        return self
 
     def model_files(self) -> Sequence[Path]:
         return [self.path]
@@ -129,6 +133,8 @@ class VideoTextCheckpoint:
         answered: bool = True,
         prefix: str = "",
     ) -> Rendered:
+        if answered:
+            refuse_control(conversation, control_pattern(self.tokenizer))
         media, video = None, shape is not None and shape.frames > 1
         if shape is None:
             conversation = replace(conversation, kind="text")

@@ -36,8 +36,8 @@ class Viewing:
     """Pixels; of each tile, where there are tiles."""
     width: int
     tiles: int | None = None
-    timestamps: bool = True
-    """Whether the prompt says at which seconds the frames are."""
+    timestamps: bool | None = None
+    """Whether the prompt says at which seconds the frames are; None: as the model was trained."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Viewing":
@@ -75,6 +75,10 @@ class ChatCheckpoint(Protocol):
 
     def viewing(self, how: Viewing) -> "ChatCheckpoint":
         """The checkpoint with that much shown to it; raises if its vision encoder cannot take it."""
+
+    def in_notebook(self) -> "ChatCheckpoint":
+        """The checkpoint as MVBench's notebook asks it: no seconds in the prompt, where it can do without, and of
+        VideoChat2 the notebook's prompt and colours, which are not those of its training."""
 
     def model_files(self) -> Sequence[Path]:
         """The files and folders whose contents make the model and its tokens."""

@@ -182,7 +182,7 @@ class CogVideoXCheckpoint:
         """v-prediction losses at uniform timesteps; noising, target and loss are fp32.
 
         Where patches span two latent frames, the first one is repeated in front as CogVideo trains 1.5; the
-        pipeline drops what it makes of it, and no loss is taken there.
+        pipeline drops what it makes of it, and no loss is taken there (CogVideo's own trainer does take one).
         """
         mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
         device = mean.device

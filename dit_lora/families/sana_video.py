@@ -55,7 +55,7 @@ from dit_lora.objectives import FlowMatching, LossOutput
 VIDEO_TRANSFORM = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
 _PIPELINE_MULTIPLE = 32  # SanaVideoPipeline.check_inputs, whatever the autoencoder
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler
-# has what is called inference_flow_shift there, 8: it is sampled at higher noise than it was trained at.
+# has 8, for sampling (inference_flow_shift there: 7 at 98c4a1db): at higher noise than it was trained at.
 _TRAIN_SHIFT = 3.0
 
 # AutoencoderKLWan's defaults; the published config is older than these two keys.

@@ -5,6 +5,7 @@ prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from dit_lora.config import ModelConfig, Recipe
+from dit_lora.data.chat.control import control_pattern, refuse_control
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.prompts import PROMPT_FORMATS, FormatName, instruction_text, render_prompt
 from dit_lora.data.chat.rendered import Rendered
@@ -29,6 +31,9 @@ from dit_lora.objectives import LossOutput
 
 # ImageNet's, as the original normalises (dataset/__init__.py).
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# CLIP's, as its notebooks do.
+_NOTEBOOK_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_NOTEBOOK_STD = (0.26862954, 0.26130258, 0.27577711)
 _MOST_INSTRUCTION = 512  # tokens that the Q-Former's BERT has positions for
 _TILE = 224  # pixels a side, by which the original counts
 
@@ -42,6 +47,8 @@ class VideoChat2Checkpoint:
     how: Viewing
     system: str = ""
     fit: Literal["stretch", "cover"] = "stretch"
+    notebook: bool = False
+    """Whether it is asked as the original's MVBench notebook asks, and not as it was trained."""
 
     def for_recipe(self, recipe: Recipe) -> "VideoChat2Checkpoint":
         refuse_options_of_diffusion(recipe, takes=("chat.tiles",))
@@ -58,7 +65,12 @@ class VideoChat2Checkpoint:
                     else "; chat.tiles shows it more of a picture"
                 )
             )
+        if how.timestamps is None:
+            how = replace(how, timestamps=PROMPT_FORMATS[self.prompt_format].timestamps)
         return replace(self, how=how)
+
+    def in_notebook(self) -> "VideoChat2Checkpoint":
+        return replace(self, how=replace(self.how, timestamps=False), notebook=True)
 
     @property
     def model_class(self) -> Any:
@@ -68,9 +80,9 @@ class VideoChat2Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
-        return AutoTokenizer.from_pretrained(self.path)
+        return load_tokenizer(self.path)
 
     @cached_property
     def qformer_tokenizer(self) -> Any:
@@ -111,6 +123,9 @@ class VideoChat2Checkpoint:
         answered: bool = True,
         prefix: str = "",
     ) -> Rendered:
+        if answered:
+            marks = PROMPT_FORMATS[self.prompt_format].control
+            refuse_control(conversation, control_pattern(self.tokenizer, marks))
         rendered = render_prompt(
             self.prompt_format,
             conversation,
@@ -118,13 +133,14 @@ class VideoChat2Checkpoint:
             self.config.media_token_id,
             self.config.num_media_tokens(shape.height, shape.width) if shape else 0,
             seconds,
-            timestamps=self.how.timestamps,
+            timestamps=bool(self.how.timestamps),
             answered=answered,
             prefix=prefix,
+            notebook=self.notebook,
         )
         if not self.config.qformer_config["use_text"] or shape is None:
             return rendered
-        text = instruction_text(self.prompt_format, conversation)
+        text = instruction_text(self.prompt_format, conversation, notebook=self.notebook)
         ids = self.qformer_tokenizer(text, truncation=True, max_length=_MOST_INSTRUCTION).input_ids
         return replace(rendered, instruction=tuple(ids))
 
@@ -138,7 +154,8 @@ class VideoChat2Checkpoint:
         given = {"input_ids": batch["input_ids"]}
         if "pixels" in batch:
             pixels = batch["pixels"]
-            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in (_MEAN, _STD))
+            stated = (_NOTEBOOK_MEAN, _NOTEBOOK_STD) if self.notebook else (_MEAN, _STD)
+            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in stated)
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             given["pixel_values"] = scaled
         return given | {
@@ -161,7 +178,9 @@ class VideoChat2Checkpoint:
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
         device = next(model.parameters()).device
         given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
-        return greedy_answer(model, self.tokenizer, given, max_tokens, end=self.answer_end)
+        bare: Any = model
+        with bare.model.own_bos() if self.notebook else nullcontext():
+            return greedy_answer(model, self.tokenizer, given, max_tokens, end=self.answer_end)
 
 
 def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:
@@ -223,9 +242,8 @@ class VideoChat2Family:
             )
         config = VideoChat2Config.from_pretrained(path)
         size = config.vision_config["image_size"]
-        return VideoChat2Checkpoint(
-            path, config, Viewing(config.vision_config["num_frames"], size, size)
-        )
+        how = Viewing(config.vision_config["num_frames"], size, size)
+        return VideoChat2Checkpoint(path, config, how).viewing(how)
 
     def build_tiny(self, variant: str, out: Path, seed: int) -> None:
         from dit_lora.families.tiny_videochat2 import build_tiny

@@ -7,6 +7,7 @@ against what it is computed from; one that is none of these is an error.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ _IN_BLOCK = {
     "mlp.fc1": "ff.net.0.proj",
     "mlp.fc2": "ff.net.2",
 }
+# What says the sizes of a model, and OpenDiT's heads by width: VDiT-S, -B, -L and -XL.
+_SIZED = (
+    "x_embedder.proj.weight",
+    "pos_embed_spatial",
+    "pos_embed_temporal",
+    "blocks.0.mlp.fc1.weight",
+    "final_layer.linear.weight",
+)
+_CONDITIONS = ("y_embedder.output_projection.weight", "y_embedder.embedding_table.weight")
+_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
 _FUSED = ("attn.to_q", "attn.to_k", "attn.to_v")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -55,7 +66,7 @@ def convert_opendit(
     """An OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`, dtypes kept.
 
     The fused qkv is split by rows: queries, keys, values. Raises one error that lists every tensor that
-    is unknown, missing, of another shape, or a position table of another video.
+    is unknown, missing, of another shape or not finite, or a position table of another video.
     """
     with torch.device("meta"):
         model = VideoDiTTransformer3DModel.from_config(dict(config))
@@ -80,9 +91,68 @@ def convert_opendit(
         for name, tensor in placed.items()
         if tensor.shape != expected.get(name)
     ]
+    wrong += [
+        f"{name}: {count} of {tensor.numel()} values are not finite"
+        for name, tensor in placed.items()
+        if (count := int((~tensor.isfinite()).sum()))
+    ]
     if wrong:
         raise DitLoraError(listed("this is not an OpenDiT VDiT of that config", wrong))
     return ConvertedOpenDiT(placed, clip, tuple(recomputed))
+
+
+def opendit_config(
+    state_dict: Mapping[str, torch.Tensor], heads: int | None = None
+) -> dict[str, Any]:
+    """The config that a VDiT state dict was made with, by its tensors' shapes.
+
+    They do not say how many `heads` share the width: by default as many as OpenDiT's sizes (S, B, L, XL) have. Raises
+    `DitLoraError` if a tensor that says a size is missing, or if the width is none of those.
+    """
+    lacks = [name for name in _SIZED if name not in state_dict]
+    lacks += [] if any(name in state_dict for name in _CONDITIONS) else [" or ".join(_CONDITIONS)]
+    if lacks:
+        raise DitLoraError(
+            listed(
+                "this is no state dict of OpenDiT's video model (VDiT, v1.0.0; its image model, DiT, has no way "
+                "here); it lacks",
+                lacks,
+            )
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    kernel, spatial, temporal, fc1, out = (shapes[name] for name in _SIZED)
+    if [len(shapes[name]) for name in _SIZED] != [5, 3, 3, 2, 2]:
+        given = [f"{name}: {shapes[name]}" for name in _SIZED]
+        raise DitLoraError(
+            listed(
+                "this is no state dict of OpenDiT's video model; got tensors of these shapes", given
+            )
+        )
+    width, channels, patch_t, patch, _ = kernel
+    heads = heads or _HEADS.get(width)
+    if heads is None:
+        raise DitLoraError(
+            f"its width of {width} is none of OpenDiT's ({', '.join(map(str, _HEADS))}), and its tensors do not say "
+            "how many attention heads share it; give --heads"
+        )
+    if width % heads:
+        raise DitLoraError(f"--heads {heads} does not divide its width of {width}")
+    text, classes = (shapes.get(name) for name in _CONDITIONS)
+    side = isqrt(spatial[1]) * patch
+    return {
+        "num_attention_heads": heads,
+        "attention_head_dim": width // heads,
+        "in_channels": channels,
+        "out_channels": out[0] // (patch_t * patch * patch),
+        "num_layers": len({match[1] for name in shapes if (match := _BLOCK.fullmatch(name))}),
+        "mlp_ratio": fc1[0] / width,
+        "sample_frames": temporal[1] * patch_t,
+        "sample_height": side,
+        "sample_width": side,
+        "patch_size": patch,
+        "patch_size_t": patch_t,
+        **({"text_dim": text[1]} if text else {"num_classes": classes[0] - 1 if classes else 0}),
+    }
 
 
 def _place(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

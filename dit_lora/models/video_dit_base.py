@@ -3,6 +3,7 @@
 No VDiT checkpoint is published in Diffusers' format, so this puts one together:
 
     python -c "from dit_lora.models.video_dit_base import write_base; write_base('video-dit-xl')"
+    dit-lora convert opendit video-dit-mine --weights ema.pt
 """
 
 import json
@@ -12,20 +13,26 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from dit_lora.errors import DitLoraError
-from dit_lora.models.opendit import convert_opendit
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.models.opendit import convert_opendit, opendit_config
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
+from dit_lora.models.videochat2.released import read_released
 from dit_lora.parsing import read_json
+
+VAE, TEXT_ENCODER = "stabilityai/sd-vae-ft-ema", "openai/clip-vit-base-patch32"
+"""OpenDiT's own."""
 
 
 def write_base(
     out: str | Path,
     *,
-    vae: str = "stabilityai/sd-vae-ft-ema",
-    text_encoder: str | None = "openai/clip-vit-base-patch32",
+    vae: str = VAE,
+    text_encoder: str | None = TEXT_ENCODER,
     config: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
@@ -34,7 +41,7 @@ def write_base(
     `vae` and `text_encoder` are Hub ids or folders, OpenDiT's own by default; `text_encoder` None makes a model
     of classes. `config` goes over the transformer's defaults. Without `state_dict`, of OpenDiT's names, there
     are no transformer weights: `model.from_scratch` draws them. OpenDiT does not train CLIP, so its copy in
-    `state_dict` is not read.
+    `state_dict` is not read. Raises `DitLoraError` with every tensor that is wrong or not finite.
     """
     out = Path(out)
     if out.exists():
@@ -68,3 +75,66 @@ def write_base(
     index["transformer"] = [type(model).__module__, type(model).__name__]
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return out
+
+
+def convert_checkpoint(
+    out: Path,
+    weights: Path,
+    *,
+    heads: int | None = None,
+    vae: str | None = None,
+    text_encoder: str | None = None,
+) -> list[str]:
+    """Write `out` with the weights that OpenDiT v1.0.0 saved of its video model, and say what became of them.
+
+    `weights` is its ema.pt, a file of safetensors, or a folder of shards. No code of a file is run. Raises
+    `DitLoraError` if it is no such checkpoint.
+    """
+    tensors = _read(weights)
+    config = opendit_config(tensors, heads)
+    with_text = "text_dim" in config
+    if text_encoder and not with_text:
+        raise DitLoraError("--text-encoder does not apply: this model is conditioned on classes")
+    try:
+        write_base(
+            out,
+            vae=vae or VAE,
+            text_encoder=(text_encoder or TEXT_ENCODER) if with_text else None,
+            config=config,
+            state_dict=tensors,
+        )
+    except OSError as error:
+        raise DitLoraError(
+            f"cannot read the VAE or the text encoder, or write {out}: {error}"
+        ) from error
+    sizes = ", ".join(f"{name} {value}" for name, value in config.items())
+    return [f"{out}: {len(tensors)} tensors of {weights}", f"  {sizes}"]
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, or of all files of a folder that hold weights."""
+    if path.is_dir():
+        files = [*sorted(path.glob("*.safetensors")), *sorted(path.glob("*.bin"))]
+    else:
+        files = [path] if path.is_file() else []
+    if not files:
+        raise DitLoraError(
+            f"{path} is neither a file of weights nor a folder of .bin or .safetensors"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        found = _tensors(file)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise DitLoraError(listed(f"{file} has tensors that another file of it has too", twice))
+        tensors |= found
+    return tensors
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix != ".safetensors":
+        return read_released(file).tensors
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise DitLoraError(f"{file} cannot be read: {error}") from error

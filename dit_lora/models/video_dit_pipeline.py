@@ -75,11 +75,15 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
 
     @torch.no_grad()
     def encode_prompt(self, prompts: Sequence[str]) -> torch.Tensor:
-        """CLIP's pooled output, (B, D): that of the end token, so what is padded after it does not matter."""
+        """CLIP's pooled output, (B, D): that of the end token, so what is padded after it does not matter.
+
+        A tokenizer that names no limit has a nominal one of 1e30: CLIP's positions, 77, are the limit then.
+        """
+        positions = self.text_encoder.config.max_position_embeddings
         tokens = self.tokenizer(
             list(prompts),
             padding="max_length",
-            max_length=self.tokenizer.model_max_length,
+            max_length=min(self.tokenizer.model_max_length, positions),
             truncation=True,
             return_tensors="pt",
         )

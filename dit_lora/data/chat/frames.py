@@ -101,7 +101,8 @@ def read_at(
     """uint8 (F, 3, H, W): the frames nearest to `seconds` since the clip's first frame, which are in order.
 
     An image is one frame, whatever the times. First each is cut to `box`; then `stretch` resizes what is left,
-    bicubic, without regard to its aspect, as VideoChat2 does, and `cover` as `read_frames`. From the last frame on, a
+    bicubic with antialiasing, without regard to its aspect, as VideoChat2's notebooks do (its training's crops are tensors,
+    which torchvision 0.14 resizes without), and `cover` as `read_frames`. From the last frame on, a
     second is its own, or as long as it is shown: a length that the file gives may be its sound's. Between key frames,
     what lies behind the last time is not decoded. Raises `ClipError` if the file cannot be read as far as needed.
     """

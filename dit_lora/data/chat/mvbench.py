@@ -171,6 +171,34 @@ def named_options(said: str, options: int) -> tuple[int, ...]:
     return tuple(at for at, mark in enumerate(marks) if bare in mark or mark in word)
 
 
+def notebook_seconds(
+    header: VideoHeader,
+    count: int,
+    *,
+    start: float | None = None,
+    end: float | None = None,
+    first: int = 0,
+) -> tuple[float, ...]:
+    """The times of the frames that mvbench.ipynb takes (`get_index`), which are not those in the middle of training's
+    equal parts: of 16 frames, some 6 are another, mostly by one.
+
+    `first` is the number of the first frame, 1 in a folder of frames. Raises `ClipError`, without the file's name, if
+    nothing of the clip lies between `start` and `end`.
+    """
+    assert header.fps is not None
+    frames = header.frames or math.floor((header.seconds or 0) * header.fps + 1e-6)
+    last = frames - 1 + first
+    begin = first if start is None else max(first, round(start * header.fps))
+    stop = last if end is None else min(round(end * header.fps), last)
+    if stop < begin:
+        raise ClipError(
+            f"nothing lies between {start or 0:g} s and {math.inf if end is None else end:g} s of it; it has "
+            f"{frames} frames at {header.fps:g} a second"
+        )
+    part = (stop - begin) / count
+    return tuple(int(begin + part / 2 + round(part * index)) / header.fps for index in range(count))
+
+
 def read_facts(media: Media | FrameFolder) -> VideoHeader:
     """What the media says of itself. Raises `ClipError`."""
     if not isinstance(media, FrameFolder):

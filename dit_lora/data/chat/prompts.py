@@ -6,7 +6,7 @@ tokenised without special tokens, and one BOS stands before all.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ class PromptFormat:
     system: tuple[str, str]
     """Around the system text and the instruction."""
     gap: str
-    """After an instruction."""
+    """After an instruction, whatever it ends with."""
     media: tuple[str, str]
     question: tuple[str, str]
     header: str
@@ -42,6 +42,13 @@ class PromptFormat:
     questions and answers is removed."""
     instruction_with_question: bool = False
     """The Q-Former reads the first question after the instruction."""
+    timestamps: bool = False
+    """The original's training says at which seconds the frames of a video are (`add_second_msg` as its data sets
+    get it; the configs' own value of that name is not passed on)."""
+    stripped: bool = True
+    """White space before and after the whole conversation is removed."""
+    control: tuple[str, ...] = ()
+    """What no text of a sample may hold: it would end or begin a turn."""
 
 
 PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
@@ -52,6 +59,7 @@ PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
         question=(" [INST] ", " [/INST]"),
         header="",
         answer=(" ", " </s>"),
+        control=("[INST]", "[/INST]", "</s>"),
     ),
     # The original also learns its role headers: upstream calls both ways fine (Ask-Anything, issue 152).
     "vicuna": PromptFormat(
@@ -63,6 +71,9 @@ PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
         answer=(" ", " ###"),
         shared="###",
         instruction_with_question=True,
+        timestamps=True,
+        stripped=False,
+        control=("###",),
     ),
     "phi3": PromptFormat(
         system=("<|system|>\n", "<|end|>\n"),
@@ -73,8 +84,23 @@ PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
         answer=("", "<|end|>"),
         between="\n",
         media_in_question=True,
+        control=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     ),
 }
+NOTEBOOK_FORMATS: dict[FormatName, PromptFormat] = {
+    "mistral": replace(PROMPT_FORMATS["mistral"], gap=""),
+    "vicuna": replace(
+        PROMPT_FORMATS["vicuna"],
+        gap="",
+        media=("###Human: ", "\n"),
+        question=("###Human: ", "\n"),
+        instruction_with_question=False,
+    ),
+    "phi3": PROMPT_FORMATS["phi3"],
+}
+"""As mvbench.ipynb writes them, whose `get_prompt` is not the training's: no space after its system text, and in
+Vicuna's format lines in place of spaces and no question for the Q-Former. Mistral's is demo_mistral.ipynb's; for Phi-3 there is none, so its training's.
+"""
 
 
 def render_prompt(
@@ -88,15 +114,17 @@ def render_prompt(
     timestamps: bool = True,
     answered: bool = True,
     prefix: str = "",
+    notebook: bool = False,
 ) -> Rendered:
     """The conversation in this format; unless `answered`, a beginning of the same that ends where the last answer
     would begin, or go on after `prefix`.
 
     Without a question a caption follows the media at once, as upstream. Text of kind `text` has no media turn (as in
-    upstream's HD). The video's frames are said to be at `seconds`, if there are any and `timestamps`. Raises
-    `DitLoraError` if a boundary falls into a token (`spans.tokenized`).
+    upstream's HD). The video's frames are said to be at `seconds`, if there are any and `timestamps`. `notebook`
+    writes it as the original's MVBench notebook. Raises `DitLoraError` if a boundary falls into a token
+    (`spans.tokenized`).
     """
-    style = PROMPT_FORMATS[name]
+    style = (NOTEBOOK_FORMATS if notebook else PROMPT_FORMATS)[name]
     preface = _preface(style, conversation)
     if conversation.kind == "text" and not (
         conversation.turns[0].question or style.media_in_question
@@ -118,7 +146,8 @@ def render_prompt(
         after += _turn(style, turn, index, opened=opened, answered=answered or not last)
     if prefix and not answered:
         after.append(Span(style.answer[0] + prefix, "fixed"))
-    before, after = _stripped(before), _stripped(after)
+    if style.stripped:
+        before, after = _stripped(before), _stripped(after)
     pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
     pieces += tokenized(tokenizer, after)
     if tokenizer.bos_token_id is not None:
@@ -126,9 +155,12 @@ def render_prompt(
     return Rendered(tuple(pieces))
 
 
-def instruction_text(name: FormatName, conversation: Conversation) -> str:
+def instruction_text(
+    name: FormatName, conversation: Conversation, *, notebook: bool = False
+) -> str:
     """What the Q-Former reads: the first turn's instruction, in `vicuna` with the question; or nothing."""
-    style, turn = PROMPT_FORMATS[name], conversation.turns[0]
+    style = (NOTEBOOK_FORMATS if notebook else PROMPT_FORMATS)[name]
+    turn = conversation.turns[0]
     if not turn.instruction:
         return ""
     question = style.gap + turn.question if style.instruction_with_question else ""
@@ -140,8 +172,7 @@ def _preface(style: PromptFormat, conversation: Conversation) -> str:
     system = conversation.system
     if system and not system[-1].isspace():
         system += " "  # upstream asserts it
-    gap = "" if instruction[-1:].isspace() else style.gap
-    text = system + (instruction + gap if instruction else "")
+    text = system + (instruction + style.gap if instruction else "")
     return style.system[0] + text + style.system[1] if text else ""
 
 

@@ -16,7 +16,7 @@ from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 _PLACEHOLDER = re.compile("<(?:image|video)>")
 _RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
-"""What prompts are made of."""
+"""What prompts of every model are made of; `control` has what one model's are."""
 _MOST_CHARACTERS = 10 * MOST_CHARACTERS
 """Of all turns together; what a tokenizer should count, `chat.max_tokens` bounds."""
 _ROLES = {
@@ -133,7 +133,8 @@ def _read_qa(given: object, sample: Sample) -> None:
                 words = f"{key} of {where} is of type {_type(text)}, not text"
                 sample.wrong("record_type", words)
         if not lacks and all(isinstance(text, str) for text in texts.values()):
-            turns.append(Turn(*(texts.get(key, "").strip() for key in ("q", "a", "i"))))
+            # White space stays: the original tokenises these texts as they are.
+            turns.append(Turn(*(texts.get(key, "") for key in ("q", "a", "i"))))
             if is_blank(turns[-1].answer):
                 sample.wrong("answer_empty", f"the answer of {where} is empty")
     sample.turns = tuple(turns)
@@ -302,7 +303,8 @@ def _check_texts(sample: Sample) -> None:
         )
         sample.wrong("caption_reserved_token", words)
     first = sample.turns[0] if sample.turns else None
-    is_asked = sample.kind != "text" or first is None or first.question or first.instruction
+    asked = first.question + first.instruction if first else ""
+    is_asked = sample.kind != "text" or first is None or not is_blank(asked)
     if not is_asked and not sample.faults:
         sample.wrong("question_empty", "it has no medium, and its first question is empty")
 

@@ -39,6 +39,7 @@ from dit_lora.models.videochat2.released import (
     language_model_of,
     read_released,
 )
+from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
 EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"
@@ -198,7 +199,7 @@ def _open(llm: Path, vision: Path | None, stages: Sequence[Path], qformer: Path)
 def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
     """The language model's, which pads as the original does, and the Q-Former's with [DEC] (blip2.py)."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(llm)
+        tokenizer = load_tokenizer(llm)
         reader = AutoTokenizer.from_pretrained(qformer_tokenizer, truncation_side="left")
     except (ValueError, OSError) as error:
         raise DitLoraError(

@@ -9,6 +9,8 @@ Shapes: B batch, L tokens, F frames, H and W pixels, I tokens of the instruction
 whole), Q queries, N vision tokens, D width.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +64,8 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
 
     def __init__(self, config: VideoChat2Config) -> None:
         super().__init__(config)
+        self.constant_bos = config.legacy
+        """Whether BOS is embedded as the constant of its id."""
         vision_width = config.vision_config["hidden_size"]
         width = config.qformer_config["hidden_size"]
         self.vision_encoder = VideoChat2Vision(config.vision_config)
@@ -129,12 +133,21 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         """Embeddings (B, L, D) of the tokens, with each row's features (B, V * Q, D) where its media tokens are."""
         is_media = input_ids == self.config.media_token_id
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_media, 0))
-        if self.config.legacy:
+        if self.constant_bos:
             bos = self.config.text_config.bos_token_id
             embeds = embeds.masked_fill((input_ids == bos)[..., None], float(bos))
         if features is None:
             return embeds
         return embeds.masked_scatter(is_media[..., None], features.to(embeds.dtype))
+
+    @contextmanager
+    def own_bos(self) -> Iterator[None]:
+        """Within it BOS has its own embedding, `legacy` or not, as in the original's notebooks."""
+        kept, self.constant_bos = self.constant_bos, False
+        try:
+            yield
+        finally:
+            self.constant_bos = kept
 
     def check_media(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None) -> None:
         """Raise `DitLoraError` unless each row has as many media tokens as its pixels become; reads the tokens."""

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dit_lora.errors import DitLoraError
 
+PRETRAINED_SIZE, PRETRAINED_SIDE = 224, 14  # vit.py: get_sinusoid_encoding_table2 of any other size
 BLOCK_EPS = 1e-6  # vit.py: norm_layer=partial(nn.LayerNorm, eps=1e-6), legacy or not
 
 
@@ -132,12 +133,14 @@ class VideoChat2VisionEncoder(nn.Module):
             )
         tokens = self.patch_embed(pixels_BFCHW.transpose(1, 2))
         times = frames // tubelet
+        side = size // self.config["patch_size"]
         positions = position_table(
             tokens.shape[-1],
-            size // self.config["patch_size"],
+            side,
             times,
             1 if frames == 1 else self.config["pretrained_frames"],
             tokens.device,
+            pretrained_side=side if size == PRETRAINED_SIZE else PRETRAINED_SIDE,
         )
         tokens = (tokens.float() + positions).to(tokens.dtype)
         for block in self.blocks:
@@ -158,19 +161,33 @@ class VideoChat2Vision(nn.Module):
 
 @lru_cache(maxsize=8)
 def position_table(
-    width: int, side: int, frames: int, pretrained_frames: int, device: torch.device
+    width: int,
+    side: int,
+    frames: int,
+    pretrained_frames: int,
+    device: torch.device,
+    pretrained_side: int | None = None,
 ) -> torch.Tensor:
-    """Sinusoids of the running index over (pretrained_frames, side, side), fp32 (frames * side * side, width).
+    """Sinusoids of the running index over (pretrained_frames, pretrained_side, pretrained_side), resized to fp32
+    (frames * side * side, width); `pretrained_side` is by default `side`.
 
-    Even channels are sines, odd ones cosines of `index / 10000^(2 * (channel // 2) / width)`, in fp64; other frame
-    counts are interpolated linearly between the pretrained ones (vit.py: get_sinusoid_encoding_table). No buffer
-    of the model, so that no cast of the model rounds it.
+    Even channels are sines, odd ones cosines of `index / 10000^(2 * (channel // 2) / width)`, in fp64; another size
+    is interpolated bicubically, then other frame counts linearly between the pretrained ones (vit.py:
+    get_sinusoid_encoding_table and _table2). No buffer of the model, so that no cast of the model rounds it.
     """
+    pretrained_side = pretrained_side or side
     with torch.inference_mode(False):
         channel = torch.arange(width, dtype=torch.float64, device="cpu")
-        index = torch.arange(pretrained_frames * side * side, dtype=torch.float64, device="cpu")
+        count = pretrained_frames * pretrained_side**2
+        index = torch.arange(count, dtype=torch.float64, device="cpu")
         angle = index[:, None] / 10000 ** (2 * (channel // 2) / width)
         table = torch.where(channel % 2 == 0, angle.sin(), angle.cos()).float()
+        if side != pretrained_side:
+            pictures = table.unflatten(0, (pretrained_frames, pretrained_side, pretrained_side))
+            resized = functional.interpolate(
+                pictures.permute(0, 3, 1, 2), size=(side, side), mode="bicubic", align_corners=False
+            )
+            table = resized.permute(0, 2, 3, 1).flatten(0, 2)
         if frames != pretrained_frames:
             series = table.unflatten(0, (pretrained_frames, -1)).permute(1, 2, 0)
             table = functional.interpolate(series, size=frames, mode="linear")

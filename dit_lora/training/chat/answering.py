@@ -18,9 +18,14 @@ from dit_lora.adapters.store import BASE_FILE
 from dit_lora.config import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.frames import frame_seconds
-from dit_lora.data.chat.mvbench import FrameFolder, read_facts, read_frames_at
+from dit_lora.data.chat.mvbench import (
+    FrameFolder,
+    notebook_seconds,
+    read_facts,
+    read_frames_at,
+)
 from dit_lora.data.media import Media
-from dit_lora.data.video import ClipError
+from dit_lora.data.video import ClipError, VideoHeader
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import CHAT_FAMILIES, get_family
@@ -57,6 +62,8 @@ class Answerer:
     """Put before every conversation."""
     fit: Literal["stretch", "cover"] | None = None
     """How a frame becomes its shape, where not as in training."""
+    notebook: bool = False
+    """Whether frames are those that MVBench's notebook takes."""
     made: dict[str, Any] = field(default_factory=dict)
     """What identifies the model: for results."""
     original: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -69,7 +76,8 @@ class Answerer:
         start: float | None = None,
         end: float | None = None,
     ) -> Seen:
-        """The frames in the middle of equal parts, or the image. Raises `ClipError` if it cannot be read."""
+        """The frames in the middle of equal parts (or the notebook's), or the image. Raises `ClipError` if it cannot
+        be read."""
         if media is None:
             return Seen("text")
         header = read_facts(media)
@@ -79,17 +87,28 @@ class Answerer:
             raise ClipError(f"{media.name}: the model takes no {kind}")
         seconds: tuple[float, ...] = (0.0,)
         if kind == "video":
-            if header.seconds is None or header.fps is None:
-                raise ClipError(f"{media.name}: does not say how long it is; encode it anew")
             try:
-                seconds = frame_seconds(
-                    header.seconds, header.fps, shape.frames, start=start, end=end
-                )
+                seconds = self._seconds(media, header, shape.frames, start, end)
             except ClipError as error:
                 raise ClipError(f"{media.name}: {error}") from error
         size = {"height": shape.height, "width": shape.width}
         pixels = read_frames_at(media, seconds, **size, fit=self.fit or self.checkpoint.fit)
         return Seen(kind, shape, pixels, seconds if kind == "video" else ())
+
+    def _seconds(
+        self,
+        media: Media | FrameFolder,
+        header: VideoHeader,
+        frames: int,
+        start: float | None,
+        end: float | None,
+    ) -> tuple[float, ...]:
+        if header.seconds is None or header.fps is None:
+            raise ClipError("does not say how long it is; encode it anew")
+        if self.notebook:
+            first = int(isinstance(media, FrameFolder))
+            return notebook_seconds(header, frames, start=start, end=end, first=first)
+        return frame_seconds(header.seconds, header.fps, frames, start=start, end=end)
 
     def say(
         self,

@@ -19,6 +19,11 @@ from dit_lora.errors import DitLoraError, InterruptedRunError, listed
 from dit_lora.files import write_whole
 from dit_lora.training.chat.answering import Answerer, Seen, load_answerer
 
+Protocol = Literal["notebook", "trained"]
+"""`notebook`: prompt, frames and pictures of the original's MVBench notebook, whose published figures are made so;
+`trained`: frames, pictures, time stamps and system text as in training and `chat`. Question and answer are the
+benchmark's in both."""
+
 PREDICTIONS_FILE = "predictions.jsonl"
 RESULTS_FILE = "results.json"
 MAX_TOKENS = 8
@@ -44,6 +49,8 @@ class EvaluationRequest:
     """Questions of each task."""
     frames: int | None = None
     """Of each video; by default 16 for MVBench, as published, and else as trained."""
+    protocol: Protocol | None = None
+    """By default the notebook's for MVBench's folder, and else as trained."""
     skip: bool = False
     """Leave out questions that cannot be asked, in place of refusing them all."""
     out: Path | None = None
@@ -76,13 +83,15 @@ def evaluate_target(request: EvaluationRequest, *, quiet: bool = False) -> Evalu
     questions = mvbench.at_most(found.all, request.limit)
     if not questions:
         raise DitLoraError(f"{request.data}: no question can be asked")
-    frames = request.frames or (mvbench.FRAMES if request.data.is_dir() else None)
+    published = request.data.is_dir()
+    frames = request.frames or (mvbench.FRAMES if published else None)
     answerer = load_answerer(request.target, request.model, frames=frames)
     out = request.out or _out(request)
     return evaluate(
         answerer,
         questions,
         out,
+        protocol=request.protocol or ("notebook" if published else "trained"),
         against_base=request.against_base,
         left_out=left_out,
         quiet=quiet,
@@ -94,6 +103,7 @@ def evaluate(
     questions: Sequence[Question],
     out: Path,
     *,
+    protocol: Protocol = "notebook",
     against_base: bool = False,
     left_out: Mapping[str, str] | None = None,
     quiet: bool = False,
@@ -107,8 +117,14 @@ def evaluate(
         raise DitLoraError(
             "--against base needs an adapter or trained weights; this is a base model"
         )
-    answerer = _as_published(answerer)
-    setting = {**answerer.made, "against_base": against_base, "dtype": str(answerer.dtype)}
+    if protocol == "notebook":
+        answerer = _as_published(answerer)
+    setting = {
+        **answerer.made,
+        "protocol": protocol,
+        "against_base": against_base,
+        "dtype": str(answerer.dtype),
+    }
     book = _Book(out, setting)
     keys = [_key(one) for one in questions]
     open_questions = [
@@ -195,17 +211,13 @@ def told(results: Mapping[str, Any]) -> list[str]:
 
 
 def _as_published(answerer: Answerer) -> Answerer:
-    """With no timestamps, no system text but the benchmark's own, and pictures cropped at the centre.
+    """With no timestamps, no system text but the benchmark's own, and the notebook's frames, cropped at the centre.
 
     A model that is always told when its frames are is told so here too, and tiles are cut as in training.
     """
-    checkpoint = answerer.checkpoint
-    try:
-        checkpoint = checkpoint.viewing(replace(checkpoint.how, timestamps=False))
-    except DitLoraError:
-        checkpoint = answerer.checkpoint
+    checkpoint = answerer.checkpoint.in_notebook()
     fit: Literal["cover"] | None = None if checkpoint.how.tiles else "cover"
-    return replace(answerer, checkpoint=checkpoint, system="", fit=fit)
+    return replace(answerer, checkpoint=checkpoint, system="", fit=fit, notebook=True)
 
 
 def _looked(

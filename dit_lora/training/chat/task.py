@@ -15,7 +15,7 @@ from dit_lora.chat_config import ChatConfig
 from dit_lora.config import Recipe
 from dit_lora.data.cache import entry_key
 from dit_lora.data.digest import Digests
-from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily, Viewing
+from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily
 from dit_lora.training.chat.answers import held_out_loss, write_answers
 from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import digest_of, find_conversations, training_set
@@ -96,11 +96,14 @@ class ChatTask:
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         chat = recipe.model_dump(mode="json")["chat"] or {}
+        if recipe.model.family != "videochat2" and chat.get("timestamps", "") is None:
+            chat["timestamps"] = True  # no choice of theirs, and what checkpoints of before have
         return {f"chat.{key}": value for key, value in chat.items()}
 
     def provenance(self, run: "Run") -> dict[str, Any]:
         chat = run.recipe.chat or ChatConfig()
-        return {"viewing": asdict(Viewing.of(run.recipe)), "system": chat.system}
+        checkpoint: Any = run.checkpoint
+        return {"viewing": asdict(checkpoint.how), "system": chat.system}
 
     def loss_parts(self, run: "Run", result: StepResult) -> dict[str, dict[str, float]]:
         """All samples of a step are of one kind."""

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters import forms
+from dit_lora.adapters.key_maps import comfyui_layout
 from dit_lora.adapters.loader import with_lora
 from dit_lora.adapters.store import ADAPTER_FILE, BASE_FILE, load_adapter, read_provenance
 from dit_lora.errors import CheckFailedError, DitLoraError
@@ -248,6 +249,11 @@ def test_families_without_such_names_are_refused_with_what_there_is(make: Make, 
         exported(one, form)
     assert str(refused.value).endswith("for sana there are: diffusers, folded, peft, merged")
     assert {path.name for path in one.folder.parent.iterdir()} == {"adapter"}
+
+
+def test_a_family_that_nobody_has_looked_up_is_refused_in_words() -> None:
+    with pytest.raises(DitLoraError, match="no names of ComfyUI are known here for the family wan"):
+        comfyui_layout("wan", {})
 
 
 def test_adapters_of_another_base_or_family_are_not_added(make: Make) -> None:

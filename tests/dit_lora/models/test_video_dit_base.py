@@ -1,5 +1,6 @@
 """A base folder put together from local parts: what opens, what trains, what OpenDiT's weights become."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,16 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from dit_lora.cli import app
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.tiny_dit import tiny_vae
 from dit_lora.families.tiny_video_dit import clip_encoder, clip_tokenizer
-from dit_lora.models.video_dit_base import write_base
+from dit_lora.models.video_dit import spatial_sines, temporal_sines
+from dit_lora.models.video_dit_base import convert_checkpoint, write_base
 
 CONFIG = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_frames": 2}
 
@@ -61,8 +65,8 @@ def test_a_base_of_classes_takes_as_many_as_the_data_has(
     assert opened(path, from_scratch={"num_classes": 7}).classes.count == 7
 
 
-def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path: Path) -> None:
-    """The tensors of the file are the state dict's, in its dtype."""
+def opendit_state() -> dict[str, torch.Tensor]:
+    """A VDiT of text, one block of 2 heads of 8, by OpenDiT's names and in bf16."""
     width = 16
     linear = {
         "t_embedder.mlp.0": (width, 256),
@@ -80,9 +84,14 @@ def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path:
     state = {"x_embedder.proj.weight": (width, 4, 1, 2, 2), "x_embedder.proj.bias": (width,)}
     for name, shape in linear.items():
         state |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    drawn = {
+    return {
         name: torch.randn(shape, generator=generator).bfloat16() for name, shape in state.items()
     }
+
+
+def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path: Path) -> None:
+    """The tensors of the file are the state dict's, in its dtype."""
+    drawn = opendit_state()
     save_file(drawn, tmp_path / "opendit.safetensors")
     path = write_base(
         tmp_path / "base",
@@ -101,3 +110,81 @@ def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path:
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline("a horse", num_frames=2, height=16, width=32, num_inference_steps=2).frames
     assert frames.shape == (1, 2, 16, 32, 3)
+
+
+def test_weights_that_are_not_finite_are_refused(parts: dict[str, str], tmp_path: Path) -> None:
+    state = opendit_state()
+    state["blocks.0.attn.qkv.bias"][17] = torch.nan
+    state["final_layer.linear.weight"][0, :2] = torch.inf
+    with pytest.raises(DitLoraError) as refused:
+        write_base(tmp_path / "base", config=CONFIG, state_dict=state, **parts)
+    assert "transformer_blocks.0.attn.to_k.bias: 1 of 16 values are not finite" in str(
+        refused.value
+    )
+    assert "proj_out.weight: 2 of 512 values are not finite" in str(refused.value)
+    assert not (tmp_path / "base").exists()
+
+
+@pytest.mark.parametrize("form", ["ema.pt", "shards", "weights.safetensors"])
+def test_an_opendit_checkpoint_becomes_a_pipeline(
+    form: str, parts: dict[str, str], tmp_path: Path
+) -> None:
+    """Sizes come from the tensors; the CLI has no more to say than the heads of a width that OpenDiT has not."""
+    state = opendit_state() | {
+        "pos_embed_spatial": spatial_sines(16, 3, 3)[None],
+        "pos_embed_temporal": temporal_sines(16, 2)[None],
+    }
+    given = tmp_path / form
+    if form == "ema.pt":
+        torch.save(state, given)
+    elif form == "shards":
+        given.mkdir()
+        names = list(state)
+        torch.save({name: state[name] for name in names[:9]}, given / "pytorch_model-00001.bin")
+        torch.save({name: state[name] for name in names[9:]}, given / "pytorch_model-00002.bin")
+    else:
+        save_file(state, given)
+    asked = ["convert", "opendit", str(tmp_path / "base"), "--weights", str(given)]
+    asked += ["--vae", parts["vae"], "--text-encoder", parts["text_encoder"]]
+    refused = CliRunner().invoke(app, asked)
+    assert isinstance(refused.exception, DitLoraError)
+    assert "its width of 16 is none of OpenDiT's" in str(refused.exception)
+    done = CliRunner().invoke(app, [*asked, "--heads", "2"], catch_exceptions=False)
+    assert f"{len(state)} tensors of {given}" in done.stdout
+    (file,) = (tmp_path / "base" / "transformer").glob("*.safetensors")
+    kept = load_file(file)
+    assert torch.equal(
+        kept["transformer_blocks.0.ff.net.2.weight"], state["blocks.0.mlp.fc2.weight"]
+    )
+    config = opened(tmp_path / "base").load_transformer(torch.float32).config
+    assert (config.sample_frames, config.sample_height, config.sample_width) == (2, 6, 6)
+    assert (config.num_layers, config.mlp_ratio, config.text_dim) == (1, 4.0, 16)
+    assert (config.num_attention_heads, config.out_channels, config.patch_size_t) == (2, 8, 1)
+
+
+def test_what_is_no_video_model_of_opendit_is_refused(tmp_path: Path) -> None:
+    image = opendit_state() | {"pos_embed": torch.zeros(1, 9, 16)}
+    torch.save(image, tmp_path / "ema.pt")
+    with pytest.raises(DitLoraError, match=r"its image model, DiT, has no way here[\s\S]*temporal"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "ema.pt")
+    torch.save({"weights": Path("a")}, tmp_path / "code.pt")
+    with pytest.raises(DitLoraError, match="may run any code, so it was not opened"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "code.pt")
+    with pytest.raises(DitLoraError, match="neither a file of weights nor a folder"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "no.pt")
+
+
+def test_a_tokenizer_without_a_limit_pads_to_clips_positions(
+    parts: dict[str, str], tmp_path: Path
+) -> None:
+    about = Path(parts["text_encoder"]) / "tokenizer_config.json"
+    settings = json.loads(about.read_text())
+    del settings["model_max_length"]
+    about.write_text(json.dumps(settings))
+    path = write_base(tmp_path / "base", config=CONFIG, **parts)
+    pipeline = opened(path, from_scratch={}).pipeline(torch.float32)
+    assert pipeline.tokenizer.model_max_length > 10**20
+    shapes: list[torch.Size] = []
+    pipeline.text_encoder.register_forward_pre_hook(lambda _m, given: shapes.append(given[0].shape))
+    pooled = pipeline.encode_prompt(["a horse", "dogs " * 90])
+    assert (shapes[0], pooled.shape) == ((2, 77), (2, 16))

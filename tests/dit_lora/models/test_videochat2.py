@@ -190,6 +190,19 @@ def test_position_table_is_the_pretrained_one_stretched_in_time(
     torch.testing.assert_close(table.double(), expected, atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize(("side", "frames"), [(24, 8), (10, 1), (14, 4)])
+def test_position_table_of_another_size_is_the_pretrained_one_resized(
+    side: int, frames: int
+) -> None:
+    device = torch.device("cpu")
+    pretrained = 1 if frames == 1 else 4
+    table = position_table(20, side, frames, pretrained, device, pretrained_side=14)
+    expected = positions(frames, pretrained, side * side, 20, 14).flatten(0, 1)
+    torch.testing.assert_close(table.double(), expected, atol=2e-6, rtol=0)
+    own = position_table(20, side, frames, pretrained, device)
+    assert torch.equal(own, table) is (side == 14)
+
+
 def test_media_tokens_are_counted_by_the_configuration() -> None:
     """A tile, or tiles and the whole; each gives every query."""
     config = VideoChat2Config()

@@ -84,7 +84,7 @@ def test_bf16_weights_leave_the_positions_fp32(tmp_path: Path) -> None:
     logits = model(**tiny_batch(model.config)).logits
     assert logits.dtype == torch.bfloat16
     assert torch.isfinite(logits).all()
-    table = position_table(20, 3, 3, 2, torch.device("cpu"))
+    table = position_table(20, 3, 3, 2, torch.device("cpu"), pretrained_side=14)
     expected = (seen["patches"].float() + table).bfloat16()
     assert torch.equal(seen["tokens"], expected)
     assert not torch.equal(seen["patches"] + table.bfloat16(), expected)

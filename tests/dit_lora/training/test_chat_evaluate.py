@@ -79,12 +79,25 @@ def test_questions_are_asked_as_published(questions: list[Question], tmp_path: P
     assert (turn.instruction, prefix) == (mvbench.SYSTEM, "Best option:(")
     assert (conversation.system, seconds, conversation.kind) == ("", (), "video")
     (pixels,) = asked.checkpoint.pixels
-    # Of 9 frames at 8 fps: those in the middle of four parts, cropped at the centre.
-    times = (0.0, 0.25, 0.5, 0.875)
+    # Of 9 frames at 8 fps: the notebook's four, cropped at the centre.
+    times = (0.125, 0.375, 0.625, 0.875)
     line = json.loads((tmp_path / PREDICTIONS_FILE).read_text().splitlines()[1])
     assert line["seconds"] == list(times)
     expected = mvbench.read_frames_at(questions[1].media, times, height=8, width=10, fit="cover")
     assert torch.equal(pixels, expected)
+
+
+def test_questions_are_asked_as_trained(questions: list[Question], tmp_path: Path) -> None:
+    asked = replace(answerer(), system="Be brief.")
+    asked.checkpoint.how = Viewing(4, 8, 10, timestamps=True)
+    evaluate(asked, questions[1:2], tmp_path, protocol="trained", quiet=True)
+    ((conversation, seconds, prefix),) = asked.checkpoint.asked
+    times = (0.0, 0.25, 0.5, 0.875)  # in the middle of four parts
+    assert (conversation.system, seconds, prefix) == ("Be brief.", times, "Best option:(")
+    expected = mvbench.read_frames_at(questions[1].media, times, height=8, width=10, fit="stretch")
+    assert torch.equal(asked.checkpoint.pixels[0], expected)
+    with pytest.raises(DitLoraError, match="protocol: 'trained', now 'notebook'"):
+        evaluate(asked, questions[1:2], tmp_path, quiet=True)
 
 
 def test_a_model_that_is_always_told_the_times_is_told_them(
@@ -93,14 +106,14 @@ def test_a_model_that_is_always_told_the_times_is_told_them(
     asked = answerer()
     asked.checkpoint.timed = True
     evaluate(asked, questions[:1], tmp_path, quiet=True)
-    assert asked.checkpoint.asked[0][1] == (0.0, 0.25, 0.5, 0.875)
+    assert asked.checkpoint.asked[0][1] == (0.125, 0.375, 0.625, 0.875)
 
 
 def test_tiles_are_cut_as_in_training(questions: list[Question], tmp_path: Path) -> None:
     asked = answerer()
     asked.checkpoint.how = Viewing(4, 8, 10, tiles=2)
     evaluate(asked, questions[:1], tmp_path, quiet=True)
-    seconds = (0.0, 0.25, 0.5, 0.875)
+    seconds = (0.125, 0.375, 0.625, 0.875)
     size = {"height": 8, "width": 10}
     expected = mvbench.read_frames_at(questions[0].media, seconds, **size, fit="stretch")
     assert torch.equal(asked.checkpoint.pixels[0], expected)
@@ -110,7 +123,7 @@ def test_the_part_that_is_asked_about_is_shown(questions: list[Question], tmp_pa
     part = replace(questions[0], start=0.5, end=0.75)
     evaluate(answerer(), [part], tmp_path, quiet=True)
     line = json.loads((tmp_path / PREDICTIONS_FILE).read_text().splitlines()[1])
-    assert line["seconds"] == [0.5, 0.625, 0.625, 0.625]
+    assert line["seconds"] == [0.5, 0.5, 0.625, 0.75]
 
 
 def test_a_bad_clip_is_one_failed_question_that_is_asked_again(
@@ -226,6 +239,7 @@ def test_a_target_is_evaluated_from_its_folder(
     assert asked == [(run, "base", None)]  # as many frames as trained
     assert found.out == run / "evaluation_mine"
     assert found.results["all"]["questions"] == 2
+    assert found.results["setting"]["protocol"] == "trained"
     assert "base" in found.results["all"]
     assert list(found.results["left_out"]) == ["mine/5"]
 
@@ -247,6 +261,8 @@ def test_mvbench_is_asked_with_its_number_of_frames(
     record = {"video": clip.name, "question": "What?", "candidates": ["x", "y"], "answer": "x"}
     (tmp_path / "json" / "moving_count.json").write_text(json.dumps([record]))
     request = EvaluationRequest(Path("nowhere"), tmp_path, out=tmp_path / "out")
-    assert evaluate_target(request, quiet=True).results["tasks"][0]["task"] == "Moving Count"
+    results = evaluate_target(request, quiet=True).results
+    assert results["tasks"][0]["task"] == "Moving Count"
+    assert results["setting"]["protocol"] == "notebook"
     evaluate_target(replace(request, frames=8), quiet=True)
     assert kept == [16, 8]

@@ -65,7 +65,7 @@ def test_annotations_of_videochat2(root: Path) -> None:
         "a.mp4",
         "video",
         MediaFile(root / "a.mp4"),
-        (Turn("What?", "A disc.", "Answer."), Turn("What is it?", "A disc.")),
+        (Turn("What?", "A disc.", " Answer. "), Turn("What is it?", "A disc.")),
         independent=True,
     )
     assert (image.id, image.kind, image.turns) == (

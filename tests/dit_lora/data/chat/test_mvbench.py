@@ -1,26 +1,30 @@
 """MVBench's folders and one's own questions: read whole, judged as published."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from dit_lora.data.chat.frames import frame_seconds
 from dit_lora.data.chat.mvbench import (
     SYSTEM,
     TASKS,
     FrameFolder,
     at_most,
     named_options,
+    notebook_seconds,
     prompt,
     read_facts,
     read_frames_at,
     read_questions,
 )
 from dit_lora.data.media import MediaFile
-from dit_lora.data.video import ClipError
+from dit_lora.data.video import ClipError, VideoHeader
 from dit_lora.errors import DitLoraError
 
 GOOD: dict[str, Any] = {
@@ -244,3 +248,30 @@ def test_a_folder_of_frames_is_a_video(tmp_path: Path) -> None:
 def test_an_empty_folder_of_frames_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ClipError, match="holds no images"):
         read_facts(FrameFolder(tmp_path, 3.0))
+
+
+def test_frames_are_the_notebooks() -> None:
+    """`get_index` of mvbench.ipynb, written out: bounds rounded to frames, the last frame inside."""
+    rng, other = random.Random(0), 0
+    for _ in range(300):
+        frames, fps = rng.randint(1, 400), rng.choice([3.0, 8.0, 23.976, 25.0, 30.0])
+        first, count = rng.choice([0, 1]), rng.choice([8, 16])
+        start = rng.uniform(0, frames / fps) if rng.random() < 0.5 else None
+        end = None if start is None else start + rng.uniform(0.1, 20)
+        begin = max(first, round((-100000 if start is None else start) * fps))
+        stop = min(round((100000 if end is None else end) * fps), frames - 1 + first)
+        header = VideoHeader(fps, frames / fps, frames, 8, 8)
+        if stop < begin:
+            with pytest.raises(ClipError, match="nothing lies between"):
+                notebook_seconds(header, count, start=start, end=end, first=first)
+            continue
+        part = float(stop - begin) / count
+        expected = [int(begin + part / 2 + np.round(part * at)) for at in range(count)]
+        found = notebook_seconds(header, count, start=start, end=end, first=first)
+        assert [round(second * fps) for second in found] == expected
+        assert found == tuple(sorted(found))
+        assert first <= min(expected) <= max(expected) <= frames - 1 + first
+        if start is None and not first:
+            middle = frame_seconds(frames / fps, fps, count)
+            other += [round(second * fps) for second in middle] != expected
+    assert other > 20  # not the ones that training takes

@@ -1,6 +1,7 @@
 """Prompts are VideoChat2's, token for token, and training tokens are those that inference sees."""
 
 import random
+from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
@@ -47,7 +48,14 @@ def words(rng: random.Random, least: int = 1) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(least, 9)))
 
 
-def conversation(seed: int, kinds: str = "image video") -> tuple[Conversation, list[float]]:
+def spaced(rng: random.Random, least: int = 1) -> str:
+    """With white space around it, as annotation files have it."""
+    return rng.choice(["", "", " ", "\n"]) + words(rng, least) + rng.choice(["", "", " ", "\n"])
+
+
+def conversation(
+    seed: int, kinds: str = "image video", words: Callable[[random.Random], str] = words
+) -> tuple[Conversation, list[float]]:
     rng = random.Random(seed)
     turns = tuple(
         Turn(
@@ -58,7 +66,7 @@ def conversation(seed: int, kinds: str = "image video") -> tuple[Conversation, l
         for _ in range(rng.randint(1, 4))
     )
     kind: Kind = rng.choice(kinds.split())
-    system = words(rng) if rng.random() < 0.5 else ""
+    system = words(rng).rstrip() if rng.random() < 0.5 else ""
     seconds = [round(rng.uniform(0, 99), 3) for _ in range(rng.choice([1, 4, 8]))]
     return Conversation(str(seed), kind, None, turns, system=system), seconds
 
@@ -86,7 +94,7 @@ def upstream_text(name: str, one: Conversation, said: str) -> tuple[str, str]:
             lead = media + said + "\n" if index == 0 else ""
             text += f"<|user|>\n{lead}{turn.question.strip()}<|end|>\n<|assistant|>\n"
             text += turn.answer.strip() + "<|end|>\n"
-    before, after = text.strip().split("\0")
+    before, after = (text if name == "vicuna" else text.strip()).split("\0")
     return before, after
 
 
@@ -128,8 +136,8 @@ def decoded(rendered: Rendered, part: str, tokenizer: PreTrainedTokenizerFast) -
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_the_original(name: FormatName) -> None:
-    for seed in range(60):
-        one, seconds = conversation(seed)
+    for seed in range(120):
+        one, seconds = conversation(seed, words=spaced)
         timestamps = seed % 3 > 0
         before, after = upstream_text(name, one, said_of(one, seconds, timestamps))
         head = LLAMA(before, add_special_tokens=False).input_ids
@@ -221,6 +229,26 @@ def test_instructions_are_what_the_q_former_reads() -> None:
     assert instruction_text("mistral", one) == "look well"
     assert instruction_text("vicuna", one) == "look well which?"
     assert instruction_text("mistral", Conversation("a", "video", None, (Turn("q", "a"),))) == ""
+
+
+def test_the_notebook_has_prompts_of_its_own() -> None:
+    """mvbench.ipynb's as it printed it, in Vicuna's format; Mistral's by the `get_prompt` of demo_mistral.ipynb."""
+    one = Conversation("a", "video", None, (Turn("Which?\n(A) a", "", "Look well.\n"),))
+    written = {
+        "vicuna": "Look well.\n###Human: <Video>\0</Video>\n###Human: Which?\n(A) a\n###Assistant: Best option:(",
+        "mistral": "Look well.\n[INST] <Video>\0</Video> [/INST] [INST] Which?\n(A) a [/INST] Best option:(",
+        "phi3": "<|system|>\nLook well.\n<|end|>\n<|user|>\n<Video>\0</Video>\nWhich?\n(A) a<|end|>\n"
+        "<|assistant|>\nBest option:(",
+    }
+    for name in FORMATS:
+        got = render_prompt(
+            name, one, LLAMA, MEDIA, 3, answered=False, prefix="Best option:(", notebook=True
+        )
+        head, tail = (
+            LLAMA(text, add_special_tokens=False).input_ids for text in written[name].split("\0")
+        )
+        assert got.ids == [LLAMA.bos_token_id, *head, *[MEDIA] * 3, *tail]
+        assert instruction_text(name, one, notebook=True) == "Look well."
 
 
 def test_a_token_across_the_beginning_of_an_answer_is_refused() -> None:
