@@ -199,7 +199,7 @@ class HubConfig(Section):
     repo_id: str | None = None
     """OWNER/NAME of the repository, which is made if it is not there."""
     private: bool = True
-    """A repository that is made is private: nobody has looked at the result yet."""
+    """A repository that is made is private: nobody has looked at the result yet. `false` makes it public."""
 
     @field_validator("repo_id")
     @classmethod

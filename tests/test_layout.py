@@ -23,6 +23,7 @@ LAYERS = (
         "dit_lora.errors",
         "dit_lora.files",
         "dit_lora.parsing",
+        "dit_lora.redact",
         "dit_lora.section",
         "dit_lora.data_config",
         "dit_lora.chat_config",
