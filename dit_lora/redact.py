@@ -13,7 +13,17 @@ from typing import Any
 TOKEN, HOME = "[token]", "[home]"
 
 WORDS = frozenset(
-    {"answer", "caption", "caption_prefix", "chat_template", "classes", "id2label", "prompt", "prompts", "system"}
+    {
+        "answer",
+        "caption",
+        "caption_prefix",
+        "chat_template",
+        "classes",
+        "id2label",
+        "prompt",
+        "prompts",
+        "system",
+    }
 )
 """Keys below which text is words for a model or of one, and mostly no path."""
 
@@ -97,7 +107,10 @@ _NAMED = tuple(
     re.compile(rf"(?P<name>{name})(?!\[token\]){value}", re.IGNORECASE)
     for name, value in (
         (r"[a-z][\w+.-]{0,20}://", r"[^\s/?#\"'<>`]+(?=@)"),  # a user and a password in an address
-        (r"[?&;][\w.-]{0,40}(?:token|sig|signature|key|secret|credential|auth|pass(?:word)?|code)=", r"[^\s&\"'<>`]+"),
+        (
+            r"[?&;][\w.-]{0,40}(?:token|sig|signature|key|secret|credential|auth|pass(?:word)?|code)=",
+            r"[^\s&\"'<>`]+",
+        ),
         (r"authorization[\"']?\s*[:=]\s*[\"']?", r"(?!\s)[^\"'\n]+"),
         (r"cookie[\"']?\s*[:=]\s*[\"']?(?=[^\s=]+=)", r"[^\"'\n]+"),
         (r"\bbearer\s+", r"(?:(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{20,})"),
@@ -138,7 +151,9 @@ _PLACES = (
 )
 _SURE = rf"(?:(?<![A-Za-z0-9_.~/)\]}}])|{_OPTION})/+(?=(?:{_PLACES})/)"
 _ADDRESS = r"(?P<address>(?<![A-Za-z0-9])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{1,20})://(?=[^\s/])[^\s\"'<>`]*)"
-_LOCAL = frozenset({"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"})
+_LOCAL = frozenset(
+    {"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"}
+)
 """Schemes of addresses that are paths of some machine."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from dit_lora.redact import redacted
+from dit_lora.remedies import HUB
 
 
 def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) -> str:
@@ -22,7 +23,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     _section(values, "model")["path"] = base
     data = _section(values, "data")
     for number, source in enumerate([data, *(data.get("sources") or ())]):
-        if source.get("path") not in (None, *datasets):
+        if source.get("path") not in (None, *datasets, *(f"{HUB}{name}" for name in datasets)):
             source["path"] = f"path/to/data_{number}" if number else "path/to/data"
         if source.get("media") is not None:
             source["media"] = f"path/to/media_{number}" if number else "path/to/media"

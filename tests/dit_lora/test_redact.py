@@ -85,7 +85,13 @@ def test_every_kind_of_token_goes_wherever_it_stands(kind: str, token: str) -> N
 
 @pytest.mark.parametrize(("form", "path"), PATHS.items(), ids=PATHS)
 def test_no_form_of_a_path_tells_a_name(form: str, path: str) -> None:
-    for text in (path, f"cannot read {path}", f"'{path}'", f'{{"a": "{path}"}}', f"猫{path[:0]} {path}"):
+    for text in (
+        path,
+        f"cannot read {path}",
+        f"'{path}'",
+        f'{{"a": "{path}"}}',
+        f"猫{path[:0]} {path}",
+    ):
         assert "erika" not in redacted(text).lower(), text
     assert "erika" not in json.dumps(redacted({path: [path]})).lower()
     for text in (path, f"a cat in {path}"):
@@ -119,7 +125,22 @@ def test_there_are_many_kinds() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a", "/a ", "/a/b ", "a b/", "~", "x:", "eyJ", "key ", "\\\\a", "secret-", "-", "sk-a-", "'/a b c ", "http://"],
+    [
+        "a",
+        "/a ",
+        "/a/b ",
+        "a b/",
+        "~",
+        "x:",
+        "eyJ",
+        "key ",
+        "\\\\a",
+        "secret-",
+        "-",
+        "sk-a-",
+        "'/a b c ",
+        "http://",
+    ],
 )
 def test_long_texts_take_no_long_time(text: str) -> None:
     started = perf_counter()

@@ -39,6 +39,7 @@ from dit_lora.models.videochat2.released import (
     language_model_of,
     read_released,
 )
+from dit_lora.pretrained import load_pretrained
 
 EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"
@@ -198,8 +199,8 @@ def _open(llm: Path, vision: Path | None, stages: Sequence[Path], qformer: Path)
 def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
     """The language model's, which pads as the original does, and the Q-Former's with [DEC] (blip2.py)."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(llm)
-        reader = AutoTokenizer.from_pretrained(qformer_tokenizer, truncation_side="left")
+        tokenizer = load_pretrained(AutoTokenizer, llm)
+        reader = load_pretrained(AutoTokenizer, qformer_tokenizer, truncation_side="left")
     except (ValueError, OSError) as error:
         raise DitLoraError(
             f"cannot load a tokenizer of {llm} or {qformer_tokenizer}: {error}"
@@ -228,7 +229,7 @@ def _language_model(files: Sequence[ReleasedFile]) -> str:
 def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """The language model's config, whose BOS is its tokenizer's: old LLaMA folders disagree."""
     try:
-        text_config = AutoConfig.from_pretrained(llm)
+        text_config = load_pretrained(AutoConfig, llm)
     except (ValueError, OSError) as error:
         raise DitLoraError(f"cannot read the language model's config in {llm}: {error}") from error
     if text_config.model_type != MODEL_TYPES[kind]:

@@ -136,7 +136,9 @@ def test_a_commit_that_fails_once_is_tried_again(
     line, said = pushed(run_dir)
     assert line.startswith("pushed")
     assert waits == [7.0]
-    assert told(said)[1].startswith(f"hub: the Hub answered {status}: injected; trying again in 7 s")
+    assert told(said)[1].startswith(
+        f"hub: the Hub answered {status}: injected; trying again in 7 s"
+    )
     assert commits(hub) == 1
 
 
