@@ -18,6 +18,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.parsing import read_json
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHARDS = "transformer/diffusion_pytorch_model.safetensors.index.json"
 _WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")  # of no variant
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -47,8 +48,8 @@ def write_merged(
     source = base / "transformer"
     stored = read_json(source / "config.json")
     files = _require_mergeable(source, stored, updates, weights)
-    copy_own(base, out, lambda name: not name.startswith("transformer/"))
-    (out / "transformer").mkdir()
+    copy_own(base, out, lambda name: not name.startswith("transformer/") or name == _SHARDS)
+    (out / "transformer").mkdir(exist_ok=True)
     _write_json(out / "transformer" / "config.json", {**stored, **config})
     model_index = read_json(base / "model_index.json")
     _write_json(out / "model_index.json", {**model_index, **index})

@@ -73,8 +73,12 @@ def _components(folder: Path) -> list[str]:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a folder of a model is a part of it, such as a further tokenizer."""
-    return _PLAIN.fullmatch(path.name) is not None and any(path.glob("*config.json"))
+    """Whether a folder within a model's is a part of it, such as a further tokenizer."""
+    return (
+        _PLAIN.fullmatch(path.name) is not None
+        and path.is_dir()
+        and any(_READ.fullmatch(inner.name) for inner in path.iterdir())
+    )
 
 
 def _hidden(path: Path, folder: Path) -> bool:

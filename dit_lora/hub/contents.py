@@ -1,7 +1,7 @@
 """What of a run is published, and which runs are not."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,9 @@ def collect(run_dir: Path) -> Contents:
     if run.verification:
         record = {**run.verification, "adapter": main.name, "base_model": base}
         files[VERIFICATION] = clean_json(record).encode()
-    return Contents(run, facts, made, kind, files, tuple(shown))
+    told = ("config", "environment", "events", "quarantine", "status")
+    public = replace(run, **{name: redacted(getattr(run, name)) for name in told})
+    return Contents(public, facts, made, kind, files, tuple(shown))
 
 
 def _result(run: RunFiles) -> tuple[Path, str]:

@@ -150,5 +150,5 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
 
     monkeypatch.chdir(tmp_path)
     for source in (Path("model/tokenizer"), "model/tokenizer", tmp_path / "model"):
-        with pytest.raises(DitLoraError, match="no folder .*model"):
+        with pytest.raises(DitLoraError, match=r"no folder .*model"):
             load_pretrained(AutoTokenizer, source)
