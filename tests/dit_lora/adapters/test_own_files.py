@@ -80,7 +80,9 @@ def test_a_link_to_outside_is_refused_by_its_name(checkpoint: Path, link: str) -
         (checkpoint / "vae").symlink_to(secret)
     else:
         (checkpoint / link).symlink_to(secret / "config.json")
-    with pytest.raises(DitLoraError, match="links to outside of it, which are not followed") as failed:
+    with pytest.raises(
+        DitLoraError, match="links to outside of it, which are not followed"
+    ) as failed:
         own_files(checkpoint)
     assert f"- {link}" in str(failed.value)
 

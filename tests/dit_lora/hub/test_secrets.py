@@ -82,7 +82,13 @@ def told(run: Path) -> None:
     verdict = {"cause": "data", "words": words, "module": SEEDS[0], "evidence": SEEDS}
     event = {"step": 1, "kind": words, "action": SEEDS[3], "sample_ids": SEEDS, "verdict": verdict}
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
-    left_out = {"sample_id": words, "from_epoch": 0, "to_epoch": None, "cause": words, "reason": words}
+    left_out = {
+        "sample_id": words,
+        "from_epoch": 0,
+        "to_epoch": None,
+        "cause": words,
+        "reason": words,
+    }
     (run / "quarantine.jsonl").write_text(json.dumps(left_out) + "\n")
     (run / "adapter" / ".env").write_text(words)
     (run / "adapter" / "notes.json").write_text(json.dumps(words))
