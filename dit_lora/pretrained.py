@@ -3,11 +3,11 @@
 Transformers asks on standard input whether to run the code that a config names, unless it is told before.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import read_json
 from dit_lora.remedies import hub_name
 
 
@@ -58,7 +58,7 @@ def _refuse_kernels(folder: Path) -> None:
     """Raise if a config names an attention that Transformers would fetch from the Hub as code."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        config = read_json(file) if file.is_file() else {}
     except (OSError, ValueError):
         return  # what reads it will say so
     parts = [config, *config.values()] if isinstance(config, dict) else []

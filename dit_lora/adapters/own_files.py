@@ -1,13 +1,12 @@
 """Which files of a checkpoint's folder are the checkpoint: no others are copied into a result or published."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.parsing import read_json
 
 INDEX = "model_index.json"
 # What `from_pretrained` reads of a component: configs, safetensors, and what tokenizers are made of.
@@ -61,8 +60,7 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
 def _components(folder: Path) -> list[str]:
     """Names of the components that the pipeline has."""
     try:
-        index: Any = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        named = dict(index)
+        named = dict(read_json(folder / INDEX))
     except (OSError, ValueError, TypeError) as error:
         raise DitLoraError(f"cannot read {folder / INDEX}: {error}") from error
     return [
