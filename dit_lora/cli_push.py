@@ -12,8 +12,12 @@ from dit_lora.terminal import echo
 def push(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if it is not there.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="A repository that is made is private.")
+    public: Annotated[
+        bool,
+        typer.Option(
+            "--public/--private",
+            help="Everybody may see it; without, a repository that is made is private, and a public one is refused.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Send nothing: list the files, and write the card.")
@@ -32,7 +36,7 @@ def push(
             echo(line)
         echo(f"nothing was sent; the card is in {run / 'README.md'}")
         return
-    echo(run_push(run, repo_id, private=private, say=lambda line: echo(line, err=True)))
+    echo(run_push(run, repo_id, private=not public, say=lambda line: echo(line, err=True)))
 
 
 def register(app: typer.Typer) -> None:

@@ -16,7 +16,8 @@ class ModelConfig(Section):
     family: str
     """A name that `dit-lora families` lists, for instance `cogvideox`."""
     path: str
-    """A local Diffusers folder, or a Hub id such as `THUDM/CogVideoX-5b`."""
+    """A local Diffusers folder, or a Hub id such as `THUDM/CogVideoX-5b`; what reads as a folder (`models/x`) is one,
+    and `hub:OWNER/NAME` is always the Hub's."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -199,7 +200,7 @@ class HubConfig(Section):
     repo_id: str | None = None
     """OWNER/NAME of the repository, which is made if it is not there."""
     private: bool = True
-    """A repository that is made is private: nobody has looked at the result yet."""
+    """A repository that is made is private: nobody has looked at the result yet. `false` makes it public."""
 
     @field_validator("repo_id")
     @classmethod

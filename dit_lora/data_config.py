@@ -94,7 +94,7 @@ class DataConfig(Section):
     path: str | None = None
     """A folder: metadata.jsonl, .csv or .parquet, prompts.txt + videos.txt, clips or images each with a .txt,
     one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or image
-    column (`save_to_disk`, or a name on the Hub). For chat models: a .json or .jsonl file of conversations."""
+    column (`save_to_disk`, or a name on the Hub, with `hub:` before it where it reads as a folder). For chat models: a .json or .jsonl file of conversations."""
     media: str | None = None
     """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by default
     the list's own."""

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 the thing checked is wrong, 2 bad usage or input, 3 the gu
 """
 
 import errno
-import logging
 import os
 import sys
 import time
@@ -84,8 +83,6 @@ def show(error: DitLoraError) -> None:
 @contextmanager
 def reported_errors() -> Iterator[None]:
     """Turn a `DitLoraError`, or a disk that cannot be written, into a message on stderr and an exit code."""
-    # At its import it says that an inference kernel for CPUs is missing, wherever PEFT finds it installed.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         yield
     except DitLoraError as error:

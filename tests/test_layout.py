@@ -24,6 +24,8 @@ LAYERS = (
         "dit_lora.files",
         "dit_lora.parsing",
         "dit_lora.run_lock",
+        "dit_lora.redact",
+        "dit_lora.pretrained",
         "dit_lora.section",
         "dit_lora.data_config",
         "dit_lora.chat_config",
@@ -63,6 +65,8 @@ LAYERS = (
         "dit_lora.__main__",
     ),
 )
+# Classes whose `from_pretrained` takes tensors or an adapter, and `kind`, to which from_configs gives another.
+_NO_CODE = ("PeftModel", "PeftConfig", "Embedding", "kind")
 # Packages of one layer that do not know each other.
 STRANGERS = {
     ("dit_lora.adapters", "dit_lora.data"),
@@ -152,6 +156,23 @@ def test_only_fuse_imports_our_kernels_and_they_import_nothing_of_ours() -> None
             assert not [t for t in targets if t.split(".")[0] == "dit_lora"], path
         elif not module_name(path).startswith(("dit_lora.fuse", "dit_lora.doctor")):
             assert not [t for t in targets if t.startswith("dit_lora_kernels")], path
+
+
+def test_whatever_a_checkpoint_holds_is_loaded_where_none_of_its_code_can_run() -> None:
+    """`from_pretrained` and Auto classes ask on standard input unless they are told; PEFT's read no code."""
+    wrong = []
+    for path in [*library_files(), *(ROOT / "recipes").rglob("*.py")]:
+        if module_name(path) == "dit_lora.pretrained":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config"):
+                of = ast.unparse(node.value)
+                loads = node.attr == "from_pretrained" and of.rpartition(".")[2] not in _NO_CODE
+                if loads or of.startswith("Auto"):
+                    wrong.append(f"{module_name(path)}:{node.lineno}: {of}.{node.attr}")
+            elif isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                wrong.append(f"{module_name(path)}:{node.value.lineno}: trust_remote_code")
+    assert not wrong
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:

@@ -5,15 +5,24 @@ from pathlib import Path
 
 from dit_lora.config import repo_id_problem
 from dit_lora.errors import DitLoraError
+from dit_lora.remedies import HUB, hub_hint, hub_name
 
 
 def fetched(target: str | Path, files: Sequence[str]) -> Path:
-    """The target itself if it is there or cannot be a repository's name, else a folder with its files from the Hub.
+    """The target itself if it is there or can be no repository, else a folder with its files from the Hub.
 
-    `files` are patterns of what is wanted. Raises `DitLoraError` if the Hub does not give any of them.
+    `files` are patterns of what is wanted. Raises `DitLoraError` for what looks like a mistyped folder, and if the
+    Hub does not give any of the files.
     """
-    name, path = str(target), Path(target)
-    if path.exists() or repo_id_problem(name):
+    name, path = hub_name(str(target)), Path(target)
+    if path.exists():
+        return path
+    if name is None and hub_hint(str(target)):
+        raise DitLoraError(f"no file or folder {target}{hub_hint(str(target))}")
+    problem = repo_id_problem(name) if name else None
+    if problem and str(target).startswith(HUB):
+        raise DitLoraError(f"{target}: {problem}")
+    if name is None or problem:
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

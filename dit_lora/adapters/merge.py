@@ -14,13 +14,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from dit_lora.adapters.attach import ADAPTER_NAME, tied_layers
 from dit_lora.adapters.chat_store import load_chat_adapter, read_chat_provenance
+from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.store import PROVENANCE_FILE
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.parsing import read_json
+from dit_lora.pretrained import load_pretrained
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "config.json")
 _SHARD = "5GB"
 
 
@@ -48,7 +49,7 @@ def merge_adapter(
     load = model_class or _class_of(base)
     dtype = _stored_dtype(base)
     on_progress(f"loading {base.name} in {str(dtype).removeprefix('torch.')}")
-    model = load.from_pretrained(base, dtype=dtype, local_files_only=True, use_safetensors=True)
+    model = load_pretrained(load, base, dtype=dtype, use_safetensors=True)
     load_chat_adapter(model, folder)
     on_progress(f"merging {_merge(model)} layers")
     staged = out.with_name(f".{out.name}.partial")
@@ -90,8 +91,7 @@ def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
         # Published generation configs may be such as Transformers reads and refuses to write; theirs is copied.
         model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(staged, max_shard_size=_SHARD)
-    ignored = shutil.ignore_patterns(*_WEIGHTS, ".*", "digests.json")
-    shutil.copytree(base, staged, dirs_exist_ok=True, ignore=ignored)
+    copy_own(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
 
 
 def _class_of(base: Path) -> type[PreTrainedModel]:

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dit_lora.adapters.own_files import copy_own
 from dit_lora.adapters.store import PROVENANCE_FILE, Tensors
 from dit_lora.adapters.terms import Updates, update
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.parsing import read_json
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.onnx*")
-_NOT_COPIED = ("transformer", ".*", "digests.json")
+_SHARDS = "transformer/diffusion_pytorch_model.safetensors.index.json"
 _WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")  # of no variant
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -49,14 +48,8 @@ def write_merged(
     source = base / "transformer"
     stored = read_json(source / "config.json")
     files = _require_mergeable(source, stored, updates, weights)
-    shutil.copytree(base, out, ignore=shutil.ignore_patterns(*_NOT_COPIED))
-    shutil.copytree(
-        source,
-        out / "transformer",
-        ignore=shutil.ignore_patterns(
-            "*.safetensors", "*.index.*.json", *_OTHER_WEIGHTS, ".*", "digests.json"
-        ),
-    )
+    copy_own(base, out, lambda name: not name.startswith("transformer/") or name == _SHARDS)
+    (out / "transformer").mkdir(exist_ok=True)
     _write_json(out / "transformer" / "config.json", {**stored, **config})
     model_index = read_json(base / "model_index.json")
     _write_json(out / "model_index.json", {**model_index, **index})

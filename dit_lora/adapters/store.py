@@ -20,6 +20,7 @@ from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
 from dit_lora.adapters.fetch import fetched
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.loader import lora_pipeline_class, with_lora
+from dit_lora.adapters.own_files import copy_own
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.numerics.shards import stock_class
 from dit_lora.parsing import parse_json, read_json
@@ -83,17 +84,15 @@ def save_pipeline(
 ) -> Path:
     """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own.
 
-    `index` goes over the base's model_index.json. Written aside and renamed; refused if not finite. `weights` as
-    in `save_adapter`.
+    Of the base the components that its model_index.json names are copied, over which `index` goes, and nothing
+    else that lies there. Written aside and renamed; refused if not finite. `weights` as in `save_adapter`.
     """
     if weights is not None:
         transformer = _holding(transformer, weights)
     require_sound({}, dict(transformer.named_parameters()))
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
-    shutil.copytree(
-        base, staged, ignore=shutil.ignore_patterns("transformer", ".*", "digests.json")
-    )
+    copy_own(base, staged, lambda name: not name.startswith("transformer/"))
     transformer.save_pretrained(staged / "transformer", safe_serialization=True)
     model_index = read_json(base / "model_index.json")
     (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")

@@ -25,6 +25,7 @@ from dit_lora.data.media import (
 from dit_lora.data.tables import caption_columns
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.remedies import HUB, hub_name
 
 # What `save_to_disk` writes: a dataset, or one a split.
 _SAVED = ("state.json", "dataset_dict.json")
@@ -61,11 +62,9 @@ def is_saved_dataset(root: Path) -> bool:
     return any((root / name).is_file() for name in _SAVED)
 
 
-def is_hub_name(source: SourceConfig) -> bool:
-    """Whether a path that is no folder reads like `owner/dataset`, and is none to be generated."""
-    name = source.path
-    is_relative = not name.startswith((".", "/", "~"))
-    return source.generate is None and is_relative and name.count("/") == 1 and all(name.split("/"))
+def name_on_hub(source: SourceConfig) -> str | None:
+    """The `owner/dataset` that a source means; None of what is here, looks like it, or is to be generated."""
+    return None if source.generate is not None else hub_name(source.path)
 
 
 def read_dataset(source: SourceConfig) -> Scan:
@@ -76,7 +75,7 @@ def read_dataset(source: SourceConfig) -> Scan:
     rows = _load(source.path)
     media, image, caption = _columns(source, rows)
     found = Gathered(source.caption)
-    from_hub = is_hub_name(source) and not Path(source.path).expanduser().exists()
+    from_hub = name_on_hub(source) is not None
     cells = _cells(source.path, rows, media, from_hub)
     images = _cells(source.path, rows, image, from_hub) if image else repeat(_Cell(""), len(rows))
     captions: Sequence[object] = [None] * len(rows)
@@ -112,7 +111,11 @@ def _load(path: str) -> Any:
         ) from error
     root = Path(path).expanduser()
     try:
-        found = datasets.load_from_disk(root) if root.is_dir() else datasets.load_dataset(path)
+        found = (
+            datasets.load_from_disk(root)
+            if root.is_dir()
+            else datasets.load_dataset(path.removeprefix(HUB))
+        )
     except (DatasetsError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(

@@ -13,6 +13,7 @@ from dit_lora.data.tables import TABLES, ListedFiles, read_table, read_text
 from dit_lora.data.webdataset import PACKED_SUFFIXES, read_tars
 from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.remedies import hub_hint
 
 _MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
@@ -27,7 +28,7 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
     if not root.is_dir():
         raise DitLoraError(
             f"no folder {source.path}; put your clips there, or name their folder in data.path; "
-            f"to try things on: dit-lora shapes {source.path}"
+            f"to try things on: dit-lora shapes {source.path}{hub_hint(source.path)}"
         )
     layout, found = _read_layout(root, source, memo)
     if not found.clips and not found.problems:

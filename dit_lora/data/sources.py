@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from dit_lora.config import DataConfig
 from dit_lora.data.clips import Clip, Problem, Scan
-from dit_lora.data.datasets_source import is_hub_name, is_saved_dataset, read_dataset
+from dit_lora.data.datasets_source import is_saved_dataset, name_on_hub, read_dataset
 from dit_lora.data.folders import class_name, read_folder
 from dit_lora.data.webdataset import is_tar, read_tar
 from dit_lora.data_config import SourceConfig
@@ -65,7 +65,7 @@ def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
 
 def _read(source: SourceConfig, memo: Path | None) -> Scan:
     root = Path(source.path).expanduser()
-    is_dataset = is_saved_dataset(root) or (not root.exists() and is_hub_name(source))
+    is_dataset = is_saved_dataset(root) or name_on_hub(source) is not None
     if source.media is not None and (is_tar(root) or is_dataset):
         raise DitLoraError(
             f"data.media is for lists of files; {source.path} holds its media itself"

@@ -4,6 +4,9 @@ import importlib
 from typing import Any
 
 from dit_lora.errors import DitLoraError
+from dit_lora.families.no_hub_kernel import keep_from_hub
+
+keep_from_hub()  # before any family, and with it Diffusers and PEFT, is imported
 
 DIFFUSION_FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",

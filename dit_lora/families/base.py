@@ -24,7 +24,8 @@ from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 from dit_lora.parsing import parse_json
-from dit_lora.remedies import hub_remedy, looks_local, missing_folder
+from dit_lora.pretrained import load_pretrained
+from dit_lora.remedies import hub_name, hub_remedy, missing_folder
 
 Tensors = dict[str, torch.Tensor]
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
@@ -167,16 +168,17 @@ def local_checkpoint(model: ModelConfig) -> Path:
     path = Path(model.path).expanduser()
     if path.is_dir():
         return path
-    if looks_local(model.path):
+    name = hub_name(model.path)
+    if name is None:
         raise DitLoraError(missing_folder(model.path))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=files))
+        return Path(snapshot_download(name, revision=model.revision, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        remedy = hub_remedy(model.path, error)
+        remedy = hub_remedy(name, error)
         raise DitLoraError(
             f"model.path: no local folder {model.path}, and the Hub did not give it: {remedy}"
         ) from error
@@ -206,7 +208,7 @@ def text_limit(path: Path, max_tokens: int | None = None) -> TextLimit:
     """The tokenizer of a checkpoint; without `max_tokens`, its own limit."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
+    tokenizer = load_pretrained(AutoTokenizer, path / "tokenizer")
     return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)
 
 
@@ -224,8 +226,8 @@ def load_or_init(
     """
     if scratch is None:
         # dtype= and not .to(): .to() would round position tables as well.
-        return model_class.from_pretrained(
-            path, subfolder="transformer", dtype=dtype, use_safetensors=True
+        return load_pretrained(
+            model_class, path, subfolder="transformer", dtype=dtype, use_safetensors=True
         ).requires_grad_(False)
     known = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
     unknown = sorted(set(scratch) - set(known))

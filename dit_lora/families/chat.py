@@ -35,6 +35,7 @@ from dit_lora.families.chat_qwen import QwenLayout
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 from dit_lora.parsing import parse_json, read_json
+from dit_lora.pretrained import load_pretrained
 
 _FRAMES = 8  # where no recipe says how many
 LAYOUTS: Mapping[str, Callable[[Any, Path, Any], Layout]] = {
@@ -164,9 +165,7 @@ class VideoTextCheckpoint:
         return TimedRendered(pieces, seconds=tuple(seconds) if video else ())
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        model = self.model_class.from_pretrained(
-            self.path, dtype=dtype, use_safetensors=True, local_files_only=True
-        )
+        model = load_pretrained(self.model_class, self.path, dtype=dtype, use_safetensors=True)
         if self.config.model_type == "smolvlm":
             _name_dtype(model.model)
         return with_answer_losses(model.requires_grad_(False))
@@ -254,8 +253,8 @@ class VideoTextFamily:
             raise DitLoraError(
                 f"model.path: {model.path} holds a {found} model; the family chat trains {', '.join(LAYOUTS)}"
             )
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = load_pretrained(AutoConfig, path)
+        tokenizer = load_pretrained(AutoTokenizer, path)
         layout = LAYOUTS[found](config, path, tokenizer)
         how = Viewing(_FRAMES, layout.native, layout.native)
         return VideoTextCheckpoint(path, config, tokenizer, layout, how, layout.fit)

@@ -34,6 +34,7 @@ from dit_lora.families.base import (
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams, integers, moved, normal
 from dit_lora.objectives import LossOutput, VPrediction, mean_squared_error
+from dit_lora.pretrained import load_pretrained
 
 # Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
 VIDEO_TRANSFORM = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
@@ -140,8 +141,13 @@ class CogVideoXCheckpoint:
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """T5 as the pipeline uses it: padded to `max_text_seq_length`, no attention mask."""
-        pipeline = self.pipeline_class.from_pretrained(
-            self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+        pipeline = load_pretrained(
+            self.pipeline_class,
+            self.path,
+            transformer=None,
+            vae=None,
+            dtype=dtype,
+            use_safetensors=True,
         ).to(device)
 
         @torch.no_grad()
@@ -169,8 +175,8 @@ class CogVideoXCheckpoint:
         return encode
 
     def _load_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
-        return AutoencoderKLCogVideoX.from_pretrained(
-            self.path, subfolder="vae", dtype=dtype, use_safetensors=True
+        return load_pretrained(
+            AutoencoderKLCogVideoX, self.path, subfolder="vae", dtype=dtype, use_safetensors=True
         ).to(device)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
@@ -259,8 +265,8 @@ class CogVideoXCheckpoint:
         given: dict[str, Any] = {} if transformer is None else {"transformer": transformer}
         if not text:
             given |= {"text_encoder": None, "tokenizer": None}
-        return self.pipeline_class.from_pretrained(
-            self.path, dtype=dtype, use_safetensors=True, **given
+        return load_pretrained(
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **given
         )
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:

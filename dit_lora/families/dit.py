@@ -56,6 +56,7 @@ from dit_lora.families.tiny_dit import build_dit
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import EpsilonPrediction, LossOutput
+from dit_lora.pretrained import load_pretrained
 
 # Raised when pixels would be encoded otherwise; part of each image's cache key.
 IMAGE_TRANSFORM = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
@@ -146,8 +147,8 @@ class DiTCheckpoint:
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, H, W), so that each epoch draws afresh; the VAE is fp32."""
-        vae: Any = AutoencoderKL.from_pretrained(
-            self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
+        vae: Any = load_pretrained(
+            AutoencoderKL, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
         ).to(device)
         memory.set(vae)
 
@@ -202,7 +203,8 @@ class DiTCheckpoint:
     ) -> Any:
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return self.pipeline_class.from_pretrained(
+        return load_pretrained(
+            self.pipeline_class,
             self.path,
             dtype=dtype,
             use_safetensors=True,

@@ -49,6 +49,7 @@ from dit_lora.families.tiny_video_dit import build_latte
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import EpsilonPrediction, LossOutput
+from dit_lora.pretrained import load_pretrained
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 MASKED = -10000.0  # latte_transformer_3d.py, forward: the bias of a token to leave out
@@ -117,8 +118,8 @@ class LatteCheckpoint:
         Captions are taken as they are, in lower case: the pipeline's `clean_caption` does something only
         where ftfy and bs4 are installed.
         """
-        pipeline: Any = LattePipeline.from_pretrained(
-            self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+        pipeline: Any = load_pretrained(
+            LattePipeline, self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
         ).to(device)
 
         @torch.no_grad()
@@ -197,7 +198,7 @@ class LatteCheckpoint:
         given: dict[str, Any] = {} if transformer is None else {"transformer": transformer}
         if not text:
             given |= {"text_encoder": None, "tokenizer": None}
-        return LattePipeline.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **given)
+        return load_pretrained(LattePipeline, self.path, dtype=dtype, use_safetensors=True, **given)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         """As the pipeline: the text's own tokens, and as many of the empty prompt, padding too."""

@@ -17,6 +17,7 @@ from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.streams import Streams, integers, moved, normal
 from dit_lora.objectives import EpsilonPrediction, LossOutput, mean_squared_error
+from dit_lora.pretrained import load_pretrained
 
 # Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
 VIDEO_TRANSFORM = "frames-1: pixels / 127.5 - 1, posterior mean and logvar of each frame, fp32"
@@ -34,8 +35,8 @@ def scaling_factor(vae_config: Mapping[str, Any]) -> float:
 
 def load_frame_encoder(path: Path, device: torch.device, memory: VaeMemory) -> VideoEncoder:
     """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh; the VAE is fp32."""
-    vae: Any = AutoencoderKL.from_pretrained(
-        path, subfolder="vae", dtype=torch.float32, use_safetensors=True
+    vae: Any = load_pretrained(
+        AutoencoderKL, path, subfolder="vae", dtype=torch.float32, use_safetensors=True
     ).to(device)
     memory.set(vae)
 

@@ -54,6 +54,7 @@ from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.preflight import stored_dtype
 from dit_lora.numerics.streams import Streams, moved, normal
 from dit_lora.objectives import FlowMatching, LossOutput, mean_squared_error
+from dit_lora.pretrained import load_pretrained
 
 # Changes whenever the same pixels would be encoded otherwise; part of each image's cache key.
 IMAGE_TRANSFORM = "sana-1: pixels / 127.5 - 1, latent"
@@ -132,8 +133,8 @@ class SanaCheckpoint:
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the latent, (C, H, W): DC-AE has no posterior. It encodes in fp32 whatever `dtype` is."""
-        vae: Any = AutoencoderDC.from_pretrained(
-            self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
+        vae: Any = load_pretrained(
+            AutoencoderDC, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
         ).to(device)
         memory.set(vae)
 
@@ -322,7 +323,7 @@ def stock_pipeline(
     if not text:
         given |= {"text_encoder": None, "tokenizer": None}
     dtypes = {"vae": torch.float32, "default": dtype}
-    return pipeline_class.from_pretrained(path, dtype=dtypes, use_safetensors=True, **given)
+    return load_pretrained(pipeline_class, path, dtype=dtypes, use_safetensors=True, **given)
 
 
 def wrong_sides(shape: VideoShape, step: int) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, text_limit
+from dit_lora.pretrained import load_pretrained
 
 
 def gemma_facts(path: Path, pipeline_class: Any) -> dict[str, Any]:
@@ -39,8 +40,8 @@ def gemma_encoder(
 
     "" is encoded as the pipeline encodes its negative prompt, without the instruction.
     """
-    pipeline = pipeline_class.from_pretrained(
-        path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+    pipeline = load_pretrained(
+        pipeline_class, path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
     ).to(device)
     defaults = _prompt_defaults(pipeline_class)
 

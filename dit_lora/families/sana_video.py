@@ -50,6 +50,7 @@ from dit_lora.families.tiny_sana import build_sana_video
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams, moved, normal
 from dit_lora.objectives import FlowMatching, LossOutput
+from dit_lora.pretrained import load_pretrained
 
 # Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
 VIDEO_TRANSFORM = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
@@ -120,8 +121,8 @@ class SanaVideoCheckpoint:
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, F, H, W). It encodes in fp32 whatever `dtype` is."""
-        vae: Any = AutoencoderKLWan.from_pretrained(
-            self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
+        vae: Any = load_pretrained(
+            AutoencoderKLWan, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
         ).to(device)
         memory.set(vae)
 

@@ -29,6 +29,7 @@ from dit_lora.families.chat_layouts import (
     IMAGENET_MEAN,
     IMAGENET_STD,
 )
+from dit_lora.pretrained import built_from
 
 _CONTEXT = 2048
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
@@ -85,7 +86,7 @@ def build_tiny_chat(variant: str, out: Path, seed: int) -> None:
     config = made.config(of, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForImageTextToText.from_config(config).eval()
+        model: Any = built_from(AutoModelForImageTextToText, config).eval()
         # A trained model's biases are not zeros, nor its norms' weights ones.
         with torch.no_grad():
             for parameter in model.parameters():

@@ -51,6 +51,7 @@ from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import EpsilonPrediction, LossOutput
+from dit_lora.pretrained import load_pretrained
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,13 @@ class VideoDiTCheckpoint:
         """Names of classes to rows of the label table, int64 (B,), or texts to what CLIP pools, (B, D)."""
         if self.classes is not None:
             return lambda names: {"class_labels": torch.tensor([self._row(n) for n in names])}
-        pipeline = VideoDiTPipeline.from_pretrained(
-            self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+        pipeline = load_pretrained(
+            VideoDiTPipeline,
+            self.path,
+            transformer=None,
+            vae=None,
+            dtype=dtype,
+            use_safetensors=True,
         ).to(device)
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
 
@@ -204,8 +210,8 @@ class VideoDiTCheckpoint:
             given |= {"text_encoder": None, "tokenizer": None}
         if self.classes is not None:
             given["id2label"] = self.classes.labels()
-        return VideoDiTPipeline.from_pretrained(
-            self.path, dtype=dtype, use_safetensors=True, **given
+        return load_pretrained(
+            VideoDiTPipeline, self.path, dtype=dtype, use_safetensors=True, **given
         )
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:

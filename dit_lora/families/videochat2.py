@@ -28,6 +28,7 @@ from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
+from dit_lora.pretrained import load_pretrained
 
 # ImageNet's, as the original normalises (dataset/__init__.py).
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -88,7 +89,7 @@ class VideoChat2Checkpoint:
     def qformer_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path / "qformer_tokenizer")
+        return load_pretrained(AutoTokenizer, self.path / "qformer_tokenizer")
 
     @property
     def prompt_format(self) -> FormatName:
@@ -145,9 +146,7 @@ class VideoChat2Checkpoint:
         return replace(rendered, instruction=tuple(ids))
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        model = self.model_class.from_pretrained(
-            self.path, dtype=dtype, use_safetensors=True, local_files_only=True
-        )
+        model = load_pretrained(self.model_class, self.path, dtype=dtype, use_safetensors=True)
         return with_answer_losses(model.requires_grad_(False))
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -240,10 +239,13 @@ class VideoChat2Family:
                 f"model.path: {model.path} holds a {found} model, not a videochat2; make one of the released files "
                 "with dit-lora convert videochat2"
             )
-        config = VideoChat2Config.from_pretrained(path)
+        config = load_pretrained(VideoChat2Config, path)
         size = config.vision_config["image_size"]
         how = Viewing(config.vision_config["num_frames"], size, size)
-        return VideoChat2Checkpoint(path, config, how).viewing(how)
+        checkpoint = VideoChat2Checkpoint(path, config, how).viewing(how)
+        # Now: what is wrong with them would else be told of samples.
+        _ = checkpoint.tokenizer, checkpoint.qformer_tokenizer
+        return checkpoint
 
     def build_tiny(self, variant: str, out: Path, seed: int) -> None:
         from dit_lora.families.tiny_videochat2 import build_tiny

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 
 from dit_lora.errors import DitLoraError
-from dit_lora.hub.cleaning import without_tokens
+from dit_lora.redact import without_tokens
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def _require_no_public(repo_id: str) -> None:
     if not found.private:
         raise HubError(
             f"{api.endpoint}/{repo_id} is there and public, which `private` does not change: make it private in "
-            "its settings, push to another name, or leave `private` out (hub.private=false)"
+            "its settings, push to another name, or say that everybody may see it: --public (hub.private=false)"
         )
 
 

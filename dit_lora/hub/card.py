@@ -10,10 +10,10 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dit_lora.hub.cleaning import clean_text, without_tokens
 from dit_lora.hub.contents import VERIFICATION, Contents
 from dit_lora.hub.licenses import license_of
 from dit_lora.hub.usage import install_line, needs_ours, sample_line, usage_code
+from dit_lora.redact import redacted_words, without_tokens
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 # huggingface.js, packages/tasks/src/pipelines.ts; what has classes in place of prompts has no task there.
@@ -60,7 +60,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
 
 def plain(text: object) -> str:
     """Text on one line that Markdown shows as it is, in a paragraph and in a table."""
-    return _SPECIAL.sub(r"\\\1", without_tokens(_one_line(str(text))))
+    return _SPECIAL.sub(r"\\\1", redacted_words(_one_line(str(text))))
 
 
 def _one_line(text: str) -> str:
@@ -311,7 +311,7 @@ def _checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
     record = contents.files.get(VERIFICATION)
     checks = json.loads(record)["checks"] if isinstance(record, bytes) else {}
     for name, one in checks.items():
-        words = plain(clean_text(str(one.get("words", ""))))
+        words = plain(str(one.get("words", "")))
         yield plain(name), "passed" if one.get("passed") else "failed", words
 
 

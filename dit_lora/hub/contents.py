@@ -1,7 +1,7 @@
 """What of a run is published, and which runs are not."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dit_lora.adapters.chat_store import CHAT_ADAPTER_FILE
+from dit_lora.adapters.own_files import INDEX, own_files, require_inside
 from dit_lora.adapters.store import (
     ADAPTER_FILE,
     BASE_FILE,
@@ -19,6 +20,7 @@ from dit_lora.adapters.store import (
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.hub.cleaning import clean_config, clean_json
 from dit_lora.parsing import parse_json, read_json
+from dit_lora.redact import redacted, redacted_words
 from dit_lora.report.run_files import RunFiles, RunReader
 from dit_lora.training.facts import FACTS_FILE
 
@@ -72,17 +74,20 @@ def collect(run_dir: Path) -> Contents:
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # base weights alone have trained
     _require_sound(run_dir, result, kind)
-    made = read_json(main) if kind == "pipeline" else read_provenance(main)
+    made = redacted(read_json(main) if kind == "pipeline" else read_provenance(main))
     files = dict(_result_files(result, kind))
     shown = _shown(run, files)
     facts = _facts(run)
+    require_inside(run.folder, [path for path in files.values() if isinstance(path, Path)])
     base = str(made.get("base_model") or "path/to/base")
     datasets = facts["data"]["datasets"]
     files["config.yaml"] = clean_config(run.config, base, datasets).encode()
     if run.verification:
         record = {**run.verification, "adapter": main.name, "base_model": base}
         files[VERIFICATION] = clean_json(record).encode()
-    return Contents(run, facts, made, kind, files, tuple(shown))
+    told = ("config", "environment", "events", "quarantine", "status")
+    public = replace(run, **{name: redacted(getattr(run, name)) for name in told})
+    return Contents(public, facts, made, kind, files, tuple(shown))
 
 
 def _result(run: RunFiles) -> tuple[Path, str]:
@@ -138,7 +143,8 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
 def _facts(run: RunFiles) -> dict[str, Any]:
     file = run.folder / FACTS_FILE
     try:
-        return parse_json(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = redacted(parse_json(file.read_text(encoding="utf-8")))
+        return found
     except (OSError, ValueError) as error:
         raise DitLoraError(
             f"{run.folder} is not pushed: {FACTS_FILE} is missing or torn, which the model card is written from. "
@@ -147,24 +153,22 @@ def _facts(run: RunFiles) -> dict[str, Any]:
 
 
 def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
-    """The result's files at the repository's root; configs without the folder that they were loaded from."""
-    for path in sorted(result.rglob("*")):
-        name = path.relative_to(result).as_posix()
-        published = name in OURS if kind != "pipeline" else not f"/{name}".count("/.")
-        if not path.is_file() or not published:
+    """The result's files at the repository's root; configs as others may read them."""
+    wanted = [*own_files(result), PROVENANCE_FILE] if kind == "pipeline" else OURS
+    for name in sorted(wanted):
+        path = result / name
+        if not path.is_file():
             continue
-        text = path.read_text(encoding="utf-8") if path.suffix == ".json" else ""
-        if "_name_or_path" in text:
-            values = parse_json(text)
-            values.pop("_name_or_path", None)
-            yield name, clean_json(values).encode()
-        else:
-            yield name, path
+        is_config = name.endswith(("config.json", INDEX, PROVENANCE_FILE))
+        values = read_json(path) if is_config else {}
+        public = {key: one for key, one in values.items() if key != "_name_or_path"}
+        yield name, path if redacted(public) == values else clean_json(public).encode()
 
 
 def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[Shown]:
     """Samples and answers to the validation prompts, before and after; sample files are added to `files`."""
-    prompts = [str(one) for one in (run.config.get("validation") or {}).get("prompts") or ()]
+    given = (run.config.get("validation") or {}).get("prompts") or ()
+    prompts = [redacted_words(str(one)) for one in given]
     steps = sorted((run.folder / "samples").glob("step_*"))
     if not steps:
         return []
@@ -187,7 +191,7 @@ def _answers(ends: Mapping[str, Path]) -> list[Shown]:
     found: dict[str, list[dict[str, Any]]] = {"before": []}
     for when, folder in ends.items():
         file = folder / "answers.json"
-        found[when] = read_json(file) if file.is_file() else []
+        found[when] = redacted(read_json(file)) if file.is_file() else []
     return [
         Shown(
             str(one.get("prompt", "")),

@@ -48,15 +48,17 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
     """Upload a run to a repository, made if it is not there, and return what was done in one line.
 
     Files that are missing there or differ are sent, those of an earlier push that this run has not are removed,
-    in one commit. An error is a `DitLoraError` with the command that goes on; what was sent by then is not sent
-    again. `private` makes a new repository private; a public one is then refused.
+    in one commit; all are listed before. An error is a `DitLoraError` with the command that goes on; what was sent
+    by then is not sent again. `private` makes a new repository private; a public one is then refused.
     """
     publication = prepare(run_dir, repo_id)
+    for line in listing(publication):
+        say(line)
     try:
         check_account(repo_id, private=private)
         return _upload(publication, private=private, say=say)
     except HubError as error:
-        again = f"dit-lora push {run_dir} {repo_id}{' --private' if private else ''}"
+        again = f"dit-lora push {run_dir} {repo_id}{'' if private else ' --public'}"
         raise DitLoraError(f"{error}. Nothing is lost; go on with: {again}") from error
 
 
@@ -78,7 +80,8 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
     if not new and not gone:
         return f"nothing to do: {url} has all {len(files)} files as they are here"
     size = sum(publication.sizes()[name] for name in new)
-    say(f"hub: {len(new)} of {len(files)} files to {url} ({_size(size)})")
+    seen = "private" if head.private else "public"
+    say(f"hub: {len(new)} of {len(files)} files to {url}, which is {seen} ({_size(size)})")
     adds = [CommitOperationAdd(name, _content(files[name])) for name in new]
     removes = [CommitOperationDelete(name) for name in gone]
     made = publication.contents.made

@@ -23,6 +23,7 @@ from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 from dit_lora.models.videochat2.released import read_released
 from dit_lora.parsing import read_json
+from dit_lora.pretrained import load_pretrained
 
 VAE, TEXT_ENCODER = "stabilityai/sd-vae-ft-ema", "openai/clip-vit-base-patch32"
 """OpenDiT's own."""
@@ -48,8 +49,8 @@ def write_base(
         raise DitLoraError(f"{out} exists; choose another folder")
     encoder = tokenizer = None
     if text_encoder is not None:
-        encoder = CLIPTextModel.from_pretrained(text_encoder, use_safetensors=True)
-        tokenizer = CLIPTokenizer.from_pretrained(text_encoder)
+        encoder = load_pretrained(CLIPTextModel, text_encoder, use_safetensors=True)
+        tokenizer = load_pretrained(CLIPTokenizer, text_encoder)
     # How many classes there are is the data's to say.
     condition = {"text_dim": encoder.config.hidden_size} if encoder else {"num_classes": 1}
     with torch.device("meta"):
@@ -57,7 +58,7 @@ def write_base(
     weights = convert_opendit(state_dict, model.config).transformer if state_dict else None
     pipeline: Any = VideoDiTPipeline(
         transformer=None,  # type: ignore[arg-type]
-        vae=AutoencoderKL.from_pretrained(vae, use_safetensors=True),
+        vae=load_pretrained(AutoencoderKL, vae, use_safetensors=True),
         # iDDPM's, as OpenDiT's create_diffusion has it.
         scheduler=DDIMScheduler(
             beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False

@@ -5,8 +5,7 @@ environment. The samples themselves are in it, encoded, because without them the
 """
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,10 @@ from safetensors.torch import load, save
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
+from dit_lora.redact import redacted
 
 _FACTS, _SAMPLES, _WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
 FORMAT = 1
-
-# An absolute path, on POSIX or Windows: what is kept of it is the last part.
-_ROOT = r"(?:(?<![\w.])~[\w.-]*[/\\]|(?<![\w.~])/+|\b[A-Za-z]:[/\\]|\\\\)"
-_ABSOLUTE = re.compile(_ROOT + r"(?:[^:;,'\"()\n/\\]+[/\\]+)*([^\s:;,'\"()/\\]+)")
-# Hugging Face, OpenAI, GitHub, Weights & Biases (new keys, then old ones).
-_SECRET = re.compile(
-    r"\b(?:(?:hf_|sk-|gh[pousr]_|github_pat_|wandb_v\d+_)[A-Za-z0-9_-]{8,}|[0-9a-f]{40}\b)"
-)
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ def write_bundle(
     for name, tensors in contents.items():
         kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         write_whole(folder / name, save(kept))
-    public = scrubbed({**facts, "format": FORMAT, "left_out": left_out})
+    public = redacted({**facts, "format": FORMAT, "left_out": left_out})
     write_whole(folder / _FACTS, json.dumps(public, indent=2, sort_keys=True) + "\n")
     return left_out
 
@@ -89,14 +81,3 @@ def read_bundle(folder: Path) -> Bundle:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DitLoraError(f"{folder} is not a whole bundle: {error}") from error
     return Bundle(facts, samples, weights)
-
-
-def scrubbed(value: Any) -> Any:
-    """The value with absolute paths cut to their last part and tokens blanked, in every string."""
-    if isinstance(value, str):
-        return _SECRET.sub("[token]", _ABSOLUTE.sub(r"\1", value))
-    if isinstance(value, Mapping):
-        return {scrubbed(key): scrubbed(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [scrubbed(item) for item in value]
-    return value

@@ -6,13 +6,16 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from dit_lora.redact import redactor
+
+_EMBEDDED = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
 _HEADERS = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
 
 
 def render(
     template: str, *, script: str = "", sources: str = "img-src data:", **values: Any
 ) -> str:
-    """The page of a template beside this module, escaped throughout.
+    """The page of a template beside this module, escaped throughout, with no token and no absolute path.
 
     `script` names the one file whose text runs in it, and `sources` are the policy's further directives.
     """
@@ -21,16 +24,24 @@ def render(
     if text:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         policy += f"; script-src 'sha256-{digest}'"
-    return _environment().get_template(template).render(policy=policy, script=text, **values)
+    page = _environment().get_template(template)
+    return str(page.render(policy=policy, script=text, clean=redactor(), **values))
 
 
 @cache
 def _environment() -> Any:
     import jinja2
 
+    @jinja2.pass_context
+    def shown(context: jinja2.runtime.Context, value: Any) -> Any:
+        """Text as others may read it; markup of ours and embedded samples as they are."""
+        as_is = not isinstance(value, str) or hasattr(value, "__html__")
+        return value if as_is or value.startswith(_EMBEDDED) else context["clean"](value)
+
     return jinja2.Environment(
         loader=jinja2.FunctionLoader(_read),
         autoescape=True,
+        finalize=shown,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
+from dit_lora.redact import redactor
 from dit_lora.report.heat_map import heat_maps
 from dit_lora.report.history import mapping
 from dit_lora.report.pages import render
@@ -49,6 +51,7 @@ def write_page(reader: RunReader, *, state: State | None = None, embed: bool = T
 
 def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
     """The page; `live` is the fingerprint that a served page compares with the server's."""
+    run = _public(run)
     prompts = mapping(run.config.get("validation")).get("prompts")
     sampled = find_sampled(
         run.folder, [str(one) for one in prompts] if isinstance(prompts, list) else [], embed=embed
@@ -89,6 +92,14 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
         machine=list(flat(machine)) if machine else [],
         packages=list(flat(packages)) if packages else [],
     )
+
+
+def _public(run: RunFiles) -> RunFiles:
+    """The run's files as others may read them, for what is drawn in charts too."""
+    names = ("config", "environment", "events", "quarantine", "status", "data", "facts", "audit")
+    clean = redactor()
+    changed = {name: clean(getattr(run, name)) for name in (*names, "verification")}
+    return replace(run, **changed)
 
 
 def _recipe_file(run: RunFiles) -> str | None:

@@ -19,7 +19,8 @@ from transformers import AutoConfig, PreTrainedModel
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.remedies import hub_remedy, looks_local, missing_folder
+from dit_lora.pretrained import load_pretrained
+from dit_lora.remedies import hub_name, hub_remedy, missing_folder
 
 _WEIGHTS = ("transformer", "vae", "text_encoder")
 _CONFIGS = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -60,15 +61,16 @@ def _lacking(folder: Path) -> list[str]:
 
 
 def _from_hub(model: ModelConfig) -> Path:
-    if looks_local(model.path):
+    name = hub_name(model.path)
+    if name is None:
         raise DitLoraError(missing_folder(model.path))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=_CONFIGS))
+        return Path(snapshot_download(name, revision=model.revision, allow_patterns=_CONFIGS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        remedy = hub_remedy(model.path, error)
+        remedy = hub_remedy(name, error)
         raise DitLoraError(
             f"model.path: no local folder {model.path}, and the Hub did not give its configs: {remedy}"
         ) from error
@@ -86,7 +88,7 @@ def from_configs() -> Iterator[list[nn.Module]]:
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     def of_transformers(cls: Any, path: Any, *, dtype: Any = None, **_: Any) -> Any:
-        model = cls._from_config(cls.config_class.from_pretrained(path))
+        model = cls._from_config(load_pretrained(cls.config_class, path))
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
     given: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
@@ -120,7 +122,7 @@ def text_encoder(path: Path, dtype: torch.dtype) -> nn.Module | None:
 
     if not (path / "text_encoder" / "config.json").is_file():
         return None
-    config = AutoConfig.from_pretrained(path / "text_encoder")
+    config = load_pretrained(AutoConfig, path / "text_encoder")
     model = getattr(transformers, config.architectures[0])._from_config(config)
     return _as_loaded(model, dtype, [], [])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dit_lora.adapters.own_files import own_files
 from dit_lora.adapters.store import save_adapter, save_pipeline
 from dit_lora.config import Recipe
 from dit_lora.data.digest import Digests
@@ -31,6 +32,10 @@ class DiffusionTask:
     """The `Task` of every family with the contract of `families.base`."""
 
     def prepare_data(self, runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
+        if runtime.recipe.train.mode == "full":
+            own_files(
+                checkpoint.path
+            )  # which the result copies: what it refuses is told before training
         return precompute(runtime, checkpoint)
 
     def load_trainable(

@@ -17,7 +17,7 @@ from PIL import Image
 
 from dit_lora.data.chat.conversation import Conversation
 from dit_lora.data.clips import Clip
-from dit_lora.data.datasets_source import is_hub_name
+from dit_lora.data.datasets_source import name_on_hub
 from dit_lora.data.sources import scan
 from dit_lora.data.video import VideoHeader
 from dit_lora.data_config import VideoShape
@@ -117,11 +117,7 @@ def _usual(word: str) -> bool:
 def _facts(run: "Run") -> dict[str, Any]:
     recipe = run.recipe
     data = recipe.data
-    named = {
-        source.path
-        for source in data.all_sources
-        if is_hub_name(source) and not Path(source.path).expanduser().exists()
-    }
+    named = {name for source in data.all_sources if (name := name_on_hub(source)) is not None}
     common = {"datasets": sorted(named), "left_out": len(run.data.rejected)}
     if recipe.model.family in CHAT_FAMILIES:
         model = stock_class(run.transformer)

@@ -19,6 +19,8 @@ from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, PositionSampler
 from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
+from dit_lora.redact import redacted
+from dit_lora.remedies import HUB
 from dit_lora.training.best import note_best
 from dit_lora.training.compiled import compile_blocks
 from dit_lora.training.context import share_context
@@ -244,10 +246,10 @@ def finish(run: Run) -> Path | None:
 def provenance(run: Run) -> dict[str, Any]:
     """What the adapter's header says of its making; a local checkpoint is named without its folders."""
     recipe, path = run.recipe, Path(run.recipe.model.path).expanduser()
-    return {
+    made = {
         "version": dit_lora.__version__,
         "family": recipe.model.family,
-        "base_model": path.resolve().name if path.is_dir() else recipe.model.path,
+        "base_model": path.resolve().name if path.is_dir() else recipe.model.path.removeprefix(HUB),
         "revision": recipe.model.revision,
         "transformer_digest": run.data.transformer_digest,
         **_lora_facts(recipe),
@@ -257,6 +259,7 @@ def provenance(run: Run) -> dict[str, Any]:
         **run.task.provenance(run),
         "packages": dict(probe_environment().versions),
     }
+    return dict(redacted(made))
 
 
 def _lora_facts(recipe: Recipe) -> dict[str, Any]:

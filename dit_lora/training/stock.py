@@ -18,6 +18,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, read_component_config
 from dit_lora.numerics.narrow import NarrowLinear
 from dit_lora.numerics.streams import Streams, generator
+from dit_lora.pretrained import load_pretrained
 from dit_lora.training.budget_model import from_configs
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ class DiffusionStock:
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 given[name] = {int(row): label for row, label in value.items()}
-        return self.checkpoint.pipeline_class.from_pretrained(
-            self.checkpoint.path, transformer=model, **given
+        return load_pretrained(
+            self.checkpoint.pipeline_class, self.checkpoint.path, transformer=model, **given
         )
 
 

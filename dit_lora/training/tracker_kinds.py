@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from dit_lora.data.media import MediaFile
 from dit_lora.data.opened import open_media, open_picture
-from dit_lora.numerics.bundle import scrubbed
+from dit_lora.redact import redacted
 
 Failures = tuple[type[Exception], ...]
 
@@ -67,7 +67,7 @@ class Event:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> "Event":
-        public = scrubbed(line)
+        public = redacted(line)
         verdict = public.get("verdict") or {}
         return cls(
             step=public["step"],

@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases and Trackio, started by Accelerate: scalars, samples and guard events of a run.
 
 A tracker is told, never asked: what it fails at is said once, it is left out from there, and training goes on.
-What it gets holds no absolute path and no token (`numerics.bundle.scrubbed`).
+What it gets holds no absolute path and no token (`dit_lora.redact`).
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
-from dit_lora.numerics.bundle import scrubbed
+from dit_lora.redact import redacted
 from dit_lora.training import tracker_kinds
 from dit_lora.training.tracker_kinds import Event, Sample, Tracker, load_wandb
 
@@ -79,7 +79,7 @@ class Trackers:
             folder=self._folder,
             name=f"{self._folder.resolve().name}-{run_id}",
             id=run_id,
-            config=scrubbed(config),
+            config=redacted(config),
             again_from=None if known is None else start_step + 1 if start_step else 0,
         )
         for name in self._names:
@@ -104,7 +104,7 @@ class Trackers:
             return
         folder = self._folder / "samples" / f"step_{step:06d}"
         found = [
-            Sample(path, scrubbed(_prompt_of(path, prompts)))
+            Sample(path, redacted(_prompt_of(path, prompts)))
             for path in sorted(folder.glob("prompt_*.*"))
             if path.suffix in (".mp4", ".png")
         ]
@@ -112,7 +112,7 @@ class Trackers:
             self._each(lambda one: one.samples(found, step))
         answers = folder / "answers.json"
         if answers.is_file():
-            said = scrubbed(json.loads(answers.read_text(encoding="utf-8")))
+            said = redacted(json.loads(answers.read_text(encoding="utf-8")))
             self._each(lambda one: one.answers(said, step))
 
     def event(self, event: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import Viewing
 from dit_lora.parsing import parse_json, read_json
+from dit_lora.remedies import HUB
 from dit_lora.training.chat.answering import find_origin
 from dit_lora.training.chat.stock import ChatStock
 from dit_lora.training.origin import base_of, family_of, find_adapter, whole_pipeline
@@ -43,7 +44,7 @@ class Target:
     def base_name(self) -> str:
         """Without folders, as it may be published."""
         path = Path(self.model.path).expanduser()
-        return path.resolve().name if path.is_dir() else self.model.path
+        return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB)
 
     def stock(self) -> Stock:
         """Opens the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""

@@ -40,6 +40,7 @@ from dit_lora.models.videochat2.released import (
     read_released,
 )
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
+from dit_lora.pretrained import load_pretrained
 
 EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"
@@ -200,7 +201,7 @@ def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
     """The language model's, which pads as the original does, and the Q-Former's with [DEC] (blip2.py)."""
     try:
         tokenizer = load_tokenizer(llm)
-        reader = AutoTokenizer.from_pretrained(qformer_tokenizer, truncation_side="left")
+        reader = load_pretrained(AutoTokenizer, qformer_tokenizer, truncation_side="left")
     except (ValueError, OSError) as error:
         raise DitLoraError(
             f"cannot load a tokenizer of {llm} or {qformer_tokenizer}: {error}"
@@ -229,7 +230,7 @@ def _language_model(files: Sequence[ReleasedFile]) -> str:
 def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """The language model's config, whose BOS is its tokenizer's: old LLaMA folders disagree."""
     try:
-        text_config = AutoConfig.from_pretrained(llm)
+        text_config = load_pretrained(AutoConfig, llm)
     except (ValueError, OSError) as error:
         raise DitLoraError(f"cannot read the language model's config in {llm}: {error}") from error
     if text_config.model_type != MODEL_TYPES[kind]:

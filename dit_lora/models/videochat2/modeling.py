@@ -24,6 +24,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.qformer import VideoChat2QFormer
 from dit_lora.models.videochat2.vision import VideoChat2Vision, VideoChat2VisionAttention
+from dit_lora.pretrained import built_from
 
 QUERY_STD = (
     0.02  # blip2.py: BERT's initializer_range; the original leaves the extra queries at zero
@@ -78,8 +79,8 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         self.qformer = VideoChat2QFormer(config.qformer_config, vision_width, config.layer_norm_eps)
         self.projection = nn.Linear(width, config.text_config.hidden_size)
         # text_config remembers the dtype that the language model was saved in; all of VideoChat2 has one.
-        self.language_model = AutoModel.from_config(
-            config.text_config, dtype=torch.get_default_dtype()
+        self.language_model = built_from(
+            AutoModel, config.text_config, dtype=torch.get_default_dtype()
         )
         self.post_init()
 

@@ -6,6 +6,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from dit_lora.pretrained import load_pretrained
+
 _PROBE = (
     "{bos} [INST] a  b [/INST] c {eos} [INST] d\ne [/INST] f {eos} ###Human: g ###Assistant: h ###"
 )
@@ -18,9 +20,7 @@ def load_tokenizer(folder: Path) -> Any:
     type that it knows to be otherwise; what tokenizer.json says of spaces is then lost, and after each </s> a token
     is missing that the language model was trained with. Such a folder is read by its tokenizer.json alone.
     """
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True
-    )
+    tokenizer: Any = load_pretrained(AutoTokenizer, folder)
     stored = Path(folder) / "tokenizer.json"
     if not stored.is_file():
         return tokenizer
@@ -29,5 +29,4 @@ def load_tokenizer(folder: Path) -> Any:
     own = tokenizer(text, add_special_tokens=False).input_ids
     if own == backend.encode(text, add_special_tokens=False).ids:
         return tokenizer
-    kind: Any = PreTrainedTokenizerFast
-    return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return load_pretrained(PreTrainedTokenizerFast, folder)

@@ -15,6 +15,7 @@ from dit_lora.adapters.store import BASE_FILE
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.numerics.streams import generator
+from dit_lora.pretrained import load_pretrained
 from dit_lora.training.budget_model import from_configs
 from dit_lora.training.stock import Inputs, as_constructed
 
@@ -60,8 +61,8 @@ class ChatStock:
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Of Transformers alone: nothing of ours is put around its forward."""
-        model: nn.Module = self.checkpoint.model_class.from_pretrained(
-            self.checkpoint.path, dtype=dtype, use_safetensors=True, local_files_only=True
+        model: nn.Module = load_pretrained(
+            self.checkpoint.model_class, self.checkpoint.path, dtype=dtype, use_safetensors=True
         )
         return model.requires_grad_(False).eval()
 

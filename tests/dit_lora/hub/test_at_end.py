@@ -177,7 +177,7 @@ def test_a_push_that_fails_loses_nothing_of_the_run(
     run = tmp_path / "run"
     assert failed.value.exit_code == 2
     assert str(failed.value).startswith(f"the run is whole in {run}, but it was not pushed: ")
-    assert str(failed.value).endswith(f"go on with: dit-lora push {run} {REPO}")
+    assert str(failed.value).endswith(f"go on with: dit-lora push {run} {REPO} --public")
     assert "warning: hub.push: the Hub answered 503" in capfd.readouterr().err
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     before = load_file(adapter)

@@ -33,10 +33,15 @@ FILES = {
 }
 
 
-def pushed(run_dir: Path, *, private: bool = False) -> tuple[str, list[str]]:
+def pushed(run_dir: Path, *, private: bool = True) -> tuple[str, list[str]]:
     """The last line of a push, and those before."""
     said: list[str] = []
     return push(run_dir, REPO, private=private, say=said.append), said
+
+
+def told(said: list[str]) -> list[str]:
+    """What was said beside the list of files."""
+    return [line for line in said if line.startswith("hub: ")]
 
 
 def uploads(hub: FakeHub) -> list[str]:
@@ -54,7 +59,7 @@ def test_a_run_is_one_commit_of_adapter_card_samples_and_a_recipe_that_loads(
     assert line == f"pushed 6 of 6 files to {hub.url}/{REPO}"
     assert set(hub.repos[REPO].files) == FILES
     assert commits(hub) == 1
-    assert not hub.repos[REPO].private
+    assert hub.repos[REPO].private
     assert hub.read(REPO, ADAPTER) == (run_dir / "adapter" / ADAPTER).read_bytes()
     samples = run_dir / "samples"
     first, last = (sorted(samples.glob("step_*"))[index] for index in (0, -1))
@@ -97,7 +102,7 @@ def test_a_second_push_has_nothing_to_do_and_a_third_sends_what_changed(
 
 def test_what_others_put_there_stays(hub: FakeHub, run_dir: Path) -> None:
     hub.add(REPO, {"notes.txt": b"mine", "base_weights.safetensors": b"of an earlier run"})
-    pushed(run_dir)
+    pushed(run_dir, private=False)
     assert set(hub.repos[REPO].files) == FILES | {"notes.txt"}
 
 
@@ -131,7 +136,9 @@ def test_a_commit_that_fails_once_is_tried_again(
     line, said = pushed(run_dir)
     assert line.startswith("pushed")
     assert waits == [7.0]
-    assert said[1].startswith(f"hub: the Hub answered {status}: injected; trying again in 7 s")
+    assert told(said)[1].startswith(
+        f"hub: the Hub answered {status}: injected; trying again in 7 s"
+    )
     assert commits(hub) == 1
 
 
@@ -219,12 +226,28 @@ def test_who_may_not_push_is_told_so_at_once(
 
 
 def test_private_means_private(hub: FakeHub, run_dir: Path) -> None:
-    pushed(run_dir, private=True)
+    """Also for the command, which nobody asks whether it is at a terminal; `--public` says otherwise."""
+    pushed(run_dir)
     assert hub.repos[REPO].private
-    assert pushed(run_dir)[0].startswith("nothing to do")  # and stays so
+    assert pushed(run_dir, private=False)[0].startswith("nothing to do")
+    assert hub.repos[REPO].private  # and stays so
     hub.repos[REPO].private = False
     with pytest.raises(DitLoraError, match="is there and public, which `private` does not change"):
-        pushed(run_dir, private=True)
+        pushed(run_dir)
+    result = CliRunner().invoke(app, ["push", str(run_dir), REPO], input="y\n")
+    assert "say that everybody may see it: --public" in str(result.exception)
+    for name, more in (("me/a", []), ("me/b", ["--private"]), ("me/c", ["--public"])):
+        result = CliRunner().invoke(app, ["push", str(run_dir), name, *more], input="y\n")
+        assert result.exit_code == 0
+        assert hub.repos[name].private == (more != ["--public"])
+        seen = "private" if hub.repos[name].private else "public"
+        assert f"files to {hub.url}/{name}, which is {seen} (" in result.stderr
+
+
+def test_every_file_is_listed_before_it_is_sent(hub: FakeHub, run_dir: Path) -> None:
+    _, said = pushed(run_dir)
+    listed = said[: next(n for n, line in enumerate(said) if line.startswith("hub: "))]
+    assert {line.split()[-1] for line in listed} == FILES
 
 
 def test_the_command_lists_first_and_pushes_then(hub: FakeHub, run_dir: Path) -> None:

@@ -1,0 +1,278 @@
+"""What of a text others may read: no token, no absolute path, and everything else as it was.
+
+One scrubber for all that may leave the machine: bundles, model cards and what is published beside them, reports,
+trackers. Of a path its last part stays; a token becomes `[token]`, and a home folder `[home]`. Hex digits are taken
+for a key where a word says so: the 40 of a commit and the 64 of a digest stay.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+TOKEN, HOME = "[token]", "[home]"
+
+WORDS = frozenset(
+    {
+        "answer",
+        "caption",
+        "caption_prefix",
+        "chat_template",
+        "classes",
+        "id2label",
+        "prompt",
+        "prompts",
+        "system",
+    }
+)
+"""Keys below which text is words for a model or of one, and mostly no path."""
+
+KINDS: Mapping[str, str] = {
+    "Hugging Face": r"(?:hf|api_org)_[A-Za-z0-9]{10,}",
+    "Weights & Biases": r"wandb_v\d+_\w{8,}|local-[0-9a-f]{40}",
+    "OpenAI, Anthropic and others": r"sk-(?:[A-Za-z]{1,12}\d{0,3}-){0,3}(?:(?=\w*\d)\w{8,}|[A-Za-z0-9]{20,})[\w-]*",
+    "GitHub": r"gh[opusr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}",
+    "GitLab": r"(?:gl(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas|ffct)-|GR1348941)[\w-]{10,}",
+    # With a secret behind it, as in two lines of a credentials file or a row of a table.
+    "AWS": r"(?:A3T[A-Z0-9]|A[BCGIKNRS][A-Z]A)[A-Z0-9]{16}(?:[\s,:;/|]{1,3}[\w+/]{40}(?![\w+/=]))?",
+    "Google": r"AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|1//0[\w-]{20,}",
+    "Slack": r"xox[a-z](?:\.xox[a-z])?-[\w-]{8,}|xapp-\d-[\w-]{8,}|hooks\.slack\.com/\w+/[\w/+-]+",
+    "Stripe": r"[rsp]k_(?:live|test)_[A-Za-z0-9]{8,}|whsec_[\w+/=]{16,}",
+    "npm": r"npm_[A-Za-z0-9]{20,}",
+    "PyPI": r"pypi-A[\w-]{15,}",
+    "JWT": r"eyJ[\w=-]{8,}(?:\.[\w=-]+)*",
+    "private key": r"-{0,5}BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[\s\S]*?(?:END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-{0,5}|\Z)",
+    "PuTTY": r"PuTTY-User-Key-File-\d[\s\S]*",
+    "age": r"AGE-SECRET-KEY-1[0-9A-Z]{40,}",
+    "SendGrid": r"SG\.[\w-]{16,}\.[\w-]{16,}",
+    "Twilio": r"(?:AC|SK)[0-9a-z]{32}(?![0-9a-z])",
+    "Telegram": r"\d{8,10}:[\w-]{35}(?![\w-])",
+    "Discord": r"[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,38}|discord(?:app)?\.com/api/webhooks/[\w/-]+",
+    "Mailgun": r"(?:pub)?key-[0-9a-z]{32}(?![0-9a-z])",
+    "Mailchimp": r"[0-9a-f]{32}-us\d{1,2}",
+    "Square": r"sq0[a-z]{3}-[\w-]{20,}|EAAA[\w-]{56,}",
+    "Azure": r"[\w~.-]{3}[78]Q~[\w~.-]{31,34}",
+    "DigitalOcean": r"do[opr]_v1_[0-9a-f]{32,}",
+    "Shopify": r"shp(?:at|ca|pa|ss|rt)_[0-9A-Fa-f]{32}",
+    "Databricks": r"dapi[0-9a-f]{32}(?:-\d)?",
+    "Vault": r"hv[brs]\.[\w-]{20,}",
+    "Terraform": r"[A-Za-z0-9]{14}\.atlasv1\.[\w-]{40,}",
+    "Groq": r"gsk_[A-Za-z0-9]{20,}",
+    "xAI": r"xai-[A-Za-z0-9]{20,}",
+    "Perplexity": r"pplx-[A-Za-z0-9]{20,}",
+    "Replicate": r"r8_[A-Za-z0-9]{20,}",
+    "NVIDIA": r"nvapi-[\w-]{20,}",
+    "LangSmith": r"lsv2_(?:pt|sk)_[0-9a-f]{32}_\w+",
+    "Kaggle": r"KGAT_[0-9a-f]{32}",
+    "Linear": r"lin_(?:api|oauth)_[A-Za-z0-9]{20,}",
+    "Notion": r"(?:secret|ntn)_[A-Za-z0-9]{30,}",
+    "Postman": r"PMAK-[\w-]{20,}",
+    "New Relic": r"NR(?:AK|JS|II|RA)-[\w-]{16,}",
+    "Grafana": r"gl(?:sa|c)_[\w+/=-]{20,}",
+    "Docker": r"dckr_(?:pat|oat)_[\w-]{16,}",
+    "RubyGems": r"rubygems_[0-9a-f]{32,}",
+    "crates.io": r"cio[A-Za-z0-9]{32}(?![A-Za-z0-9])",
+    "Artifactory": r"AKC[A-Za-z0-9]{10,}|AP[\dA-F](?=[A-Za-z]*\d)[A-Za-z0-9]{8,}",
+    "Sentry": r"sntry[su]_[\w+/=-]{20,}",
+    "Atlassian": r"AT[AC]TT3[\w=-]{20,}",
+    "Facebook": r"EAACEdEose0cBA[A-Za-z0-9]+",
+    "Doppler": r"dp\.(?:pt|st|ct|sa|scim|audit)\.[A-Za-z0-9]{20,}",
+    "Pulumi": r"pul-[0-9a-f]{40}",
+    "Supabase": r"sbp_[0-9a-f]{40}",
+    "PlanetScale": r"pscale_(?:tkn|pw|oauth)_[\w=.-]{20,}",
+    "Figma": r"fig[dou]_[\w-]{20,}",
+    "Dropbox": r"sl\.(?:u\.)?[\w-]{60,}",
+    "Heroku": r"HRKU-[\w-]{20,}",
+    "Fly": r"fm[12][ar]?_[\w+/=-]{20,}",
+    "SoftLayer": r"api\.softlayer\.com/soap/v3(?:\.1)?/[a-z0-9]{64}",
+}
+"""Tokens that are known by their own look: the issuer, and a regular expression."""
+
+_KNOWN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(KINDS.values()) + ")")
+
+# What a key is called. Of `secret` and `token` in prose, which are words as well, the value must look like one.
+_OWNER = (
+    "access|account|api|app|auth|client|consumer|database|db|deploy|encryption|key|master|priv|private|secret|"
+    "service|shared[ _-]?access|signing|storage|subscription|wandb|signature"
+)
+_STRONG = (
+    rf"(?:(?:{_OWNER})[ _-]?(?:key|secret|pass|token)|passw(?:or)?d|passphrase|contrase[nñ]a|"
+    r"(?<![a-z])pwd)[\w-]{0,40}"
+)
+_WEAK = r"(?<!\[)(?:secret|token|credential)s?(?:[_-]\w{1,40})?"
+_GIVEN = r"""["'`\]]{0,2}\s{0,3}(?::=|=>|!=|={1,3}|:)\s{0,3}"""
+_VALUE = r"""(?:"[^"\n]+"|'[^'\n]+'|`[^`\n]+`|[^\s"'`,;&|<>(){}]+)"""
+_LIKE_ONE = r"""["'`]?(?=[\w+/=~.-]*\d)(?=[\d+/=~.-]*[A-Za-z])[\w+/=~-]{12,}[\w+/=~.-]*["'`]?"""
+_NAMED = tuple(
+    re.compile(rf"(?P<name>{name})(?!\[token\]){value}", re.IGNORECASE)
+    for name, value in (
+        (r"[a-z][\w+.-]{0,20}://", r"[^\s/?#\"'<>`]+(?=@)"),  # a user and a password in an address
+        (
+            r"[?&;][\w.-]{0,40}(?:token|sig|signature|key|secret|credential|auth|pass(?:word)?|code)=",
+            r"[^\s&\"'<>`]+",
+        ),
+        (r"authorization[\"']?\s*[:=]\s*[\"']?", r"(?!\s)[^\"'\n]+"),
+        (r"cookie[\"']?\s*[:=]\s*[\"']?(?=[^\s=]+=)", r"[^\"'\n]+"),
+        (r"\bbearer\s+", r"(?:(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{20,})"),
+        (r"(?<![\w-])--?(?:[a-z]{1,40}-)?(?:api-?key|token|password|secret)[ =]", r"(?!-)\S+"),
+        (_STRONG + _GIVEN, _VALUE),
+        (_STRONG + r"\s+is\s+", r"(?=\S*\d)[^\s,;]{4,}"),
+        (_WEAK + _GIVEN, _LIKE_ONE),
+        (r"\b(?:password|passwd|login)\s+", r"(?=\S*\d)(?=\S*[a-z])[^\s,;]{8,}"),
+        (r"(?<!cache )(?<!digest )\b(?:wandb|key)\W{1,4}", r"[0-9a-f]{40}\b"),
+    )
+)
+# In upper case, as of the environment: whatever it is.
+_VARIABLE = re.compile(
+    r"(?P<name>\b[A-Z][A-Z0-9_]*_(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS)=)"
+    rf"(?!\[token\]){_VALUE}"
+)
+_SHORTEST = 6
+_NAMING = re.compile(r"[:=]|key|passw|login|wandb|bearer|secret|token|pwd", re.IGNORECASE)
+"""What every name of a secret has."""
+_STRONG_KEY = re.compile(rf"(?:[\w-]*{_STRONG}|authorization|cookie)", re.IGNORECASE)
+_WEAK_KEY = re.compile(rf"[\w-]*{_WEAK}", re.IGNORECASE)
+_SHAPED = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=~.-]{12,}")
+_SECRET_VARIABLE = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS?)$")
+
+# A folder's name may have spaces, where no file name has ended before.
+_BAD = r"\s/\\:;,'\"`()<>|"
+_ENDED = "".join(rf"(?<!\.\w{{{length}}})" for length in (2, 3, 4, 5))
+_FOLDER = rf"[^{_BAD}]+(?:{_ENDED} [^{_BAD}]+){{0,3}}[/\\]+"
+_LAST = rf"[^{_BAD}]+[/\\]*"
+_DRIVE = r"(?<![A-Za-z0-9])/{0,3}[A-Za-z]:[/\\]+"
+_UNC = r"(?<!\\)\\{2,}(?:[?.]\\+(?:[A-Za-z]:\\+)?)?(?=[^\s\\]+\\)"
+_USER = r"(?<![\w.~/\\])~(?:[A-Za-z_][\w.-]*)?[/\\]+"
+_OPTION = r"(?<=[\s'\"=]-[A-Z])|(?<=^-[A-Z])"
+_POSIX = rf"(?:(?<![\w.~/)\]}}])|{_OPTION})/+"
+_PLACES = (
+    "home|users|root|mnt|media|tmp|var|opt|etc|srv|usr|proc|private|volumes|scratch|gpfs|lustre|nfs|data|datasets|"
+    "workspaces?|work|content|kaggle|storage|export|net|mount|cluster|app|build|library|applications|dev|run"
+)
+_SURE = rf"(?:(?<![A-Za-z0-9_.~/)\]}}])|{_OPTION})/+(?=(?:{_PLACES})/)"
+_ADDRESS = r"(?P<address>(?<![A-Za-z0-9])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{1,20})://(?=[^\s/])[^\s\"'<>`]*)"
+_LOCAL = frozenset(
+    {"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"}
+)
+"""Schemes of addresses that are paths of some machine."""
+
+
+def _paths(posix: str, parts: str) -> re.Pattern[str]:
+    """Addresses, which mostly stay, and absolute paths in text; `posix` is how those of POSIX begin."""
+    certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_SURE})(?:{_FOLDER})*{_LAST}"
+    whole = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
+    quoted = rf"(?P<quote>[\"'`])(?P<inside>{whole})(?P=quote)"
+    return re.compile(
+        rf"{_ADDRESS}|{quoted}|{certain}|{posix}(?:{_FOLDER}){parts}{_LAST}", re.IGNORECASE
+    )
+
+
+_IN_TEXT = _paths(_POSIX, "+")
+_IN_WORDS = _paths(_SURE, "*")
+_ALONE = re.compile(
+    rf"(?:{_DRIVE}|{_UNC}|{_USER}|/+)[^\s/\\](?:(?!\s(?:/|~|[A-Za-z]:[/\\]|\\\\))[^\"'`\n:;,|<>])*"
+)
+
+
+def redacted(value: Any) -> Any:
+    """The value with tokens and absolute paths taken out of every string in it, keys of mappings as well.
+
+    What a key's name says to be a secret goes, whatever it looks like; what is below one of `WORDS` is taken as by
+    `redacted_words`. Sequences become lists.
+    """
+    return redactor()(value)
+
+
+def redactor() -> Callable[[Any], Any]:
+    """Return `redacted` for many values: the environment is read once."""
+    held = _environment()
+    return lambda value: _nested(value, held, _IN_TEXT)
+
+
+def redacted_words(text: str) -> str:
+    """As `redacted` of words for a model: only what is certain to be a path counts as one, and `/imagine` is none."""
+    return _clean(text, _environment(), _IN_WORDS)
+
+
+def without_tokens(text: str) -> str:
+    """Text in which every token is `[token]`, and so is what this process's environment holds as one."""
+    return _without_tokens(text, _environment())
+
+
+def _without_tokens(text: str, held: Sequence[str]) -> str:
+    if len(text) < _SHORTEST:
+        return text
+    for value in held:
+        text = text.replace(value, TOKEN)
+    text = _KNOWN.sub(TOKEN, text)
+    for pattern in (*_NAMED, _VARIABLE) if _NAMING.search(text) else ():
+        text = pattern.sub(_hidden, text)
+    return text
+
+
+def _hidden(found: re.Match[str]) -> str:
+    """The name, and the value's quotes around what stands for it."""
+    given = found[0][len(found["name"]) :]
+    quote = given[0] if given[0] in "\"'`" and given[-1] == given[0] and len(given) > 1 else ""
+    return f"{found['name']}{quote}{TOKEN}{quote}"
+
+
+def _clean(text: str, held: Sequence[str], paths: re.Pattern[str]) -> str:
+    text = _without_tokens(text, held)
+    if "/" not in text and "\\" not in text:
+        return text
+    if paths is _IN_TEXT and _ALONE.fullmatch(text):
+        return _last(text)
+    return paths.sub(_cut, text)
+
+
+def _nested(value: Any, held: Sequence[str], paths: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return _clean(value, held, paths)
+    if isinstance(value, Mapping):
+        return {
+            _nested(key, held, paths): TOKEN
+            if _is_secret(str(key), one)
+            else _nested(one, held, _IN_WORDS if key in WORDS else paths)
+            for key, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_nested(one, held, paths) for one in value]
+    return value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    """Whether a mapping's key says so; of a `token`, which is a word's part as well, the value must look like one."""
+    if not isinstance(value, str) or not value:
+        return False
+    named = _STRONG_KEY.fullmatch(key) is not None
+    return named or bool(_WEAK_KEY.fullmatch(key) and _SHAPED.fullmatch(value))
+
+
+def _environment() -> list[str]:
+    """What variables named as secrets hold, the longest first; short values and mere words are none."""
+    held = {
+        value
+        for name, value in os.environ.items()
+        if _SECRET_VARIABLE.search(name.upper())
+        and len(value) >= 12
+        and not _ALONE.fullmatch(value)
+        and (len(value) >= 20 or any(letter.isdigit() for letter in value))
+    }
+    return sorted(held, key=len, reverse=True)
+
+
+def _cut(found: re.Match[str]) -> str:
+    if found["address"]:
+        is_local = found["scheme"].lower() in _LOCAL
+        return f"{found['scheme']}:{_last(found['address'])}" if is_local else found["address"]
+    if found["quote"]:
+        return f"{found['quote']}{_last(found['inside'])}{found['quote']}"
+    return _last(found[0])
+
+
+def _last(path: str) -> str:
+    """The last part of a path; of a user's own folder, which is called as its user is, that it is one."""
+    parts = [part for part in re.split(r"[/\\]+", path) if part]
+    is_home = len(parts) > 1 and parts[-2].lower() in ("home", "users")
+    return HOME if is_home and len(parts) <= 3 else parts[-1]

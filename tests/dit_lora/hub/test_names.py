@@ -1,0 +1,103 @@
+"""A name that reads as a folder is asked of nobody; `hub:` before it says that it is the Hub's."""
+
+from pathlib import Path
+
+import datasets.config
+import pytest
+from fake_hub import FakeHub
+from typer.testing import CliRunner
+
+from dit_lora.adapters.fetch import fetched
+from dit_lora.cli import app
+from dit_lora.config import ModelConfig
+from dit_lora.data.sources import scan
+from dit_lora.data_config import DataConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import local_checkpoint
+from dit_lora.remedies import hub_name, looks_local
+from dit_lora.training.chat.answering import find_origin
+
+MISTYPED = ("clips/kitten", "runs/kiten", "models/base", "here/kitten", "Data/cats", "me/cats.tar")
+
+
+@pytest.fixture(autouse=True)
+def beside(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working folder with one folder, `here`; datasets asks the fake Hub as well."""
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+
+
+def refusals(name: str, tmp_path: Path) -> list[str]:
+    """What every verb and section that takes a name says of one."""
+    commands = [
+        ["audit", name],
+        ["sample", name, "--prompt", "x"],
+        ["export", name, "--to", "peft", "--out", "out"],
+        ["verify", name],
+        ["chat", name, "-q", "x"],
+        ["push", name, "me/x"],
+    ]
+    said = []
+    for command in commands:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code in (1, 2), (command, result.output)
+        said.append(f"{result.exception}{result.output}")
+    tries = (
+        lambda: scan(DataConfig(path=name, height=1, width=1)),
+        lambda: local_checkpoint(ModelConfig(family="cogvideox", path=name)),
+        lambda: fetched(name, ("*.safetensors",)),
+        lambda: find_origin(Path(name), None),
+    )
+    for one in tries:
+        with pytest.raises(DitLoraError) as refused:
+            one()
+        said.append(str(refused.value))
+    return said
+
+
+@pytest.mark.parametrize("name", MISTYPED)
+def test_a_mistyped_folder_is_asked_of_nobody(name: str, hub: FakeHub, tmp_path: Path) -> None:
+    assert refusals(name, tmp_path)
+    assert hub.requests == []
+
+
+def test_the_error_says_how_to_mean_the_hub(hub: FakeHub) -> None:
+    for command in (["audit", "clips/kitten"], ["sample", "runs/kiten", "--prompt", "x"]):
+        result = CliRunner().invoke(app, command)
+        assert f"if you mean the Hub's, write hub:{command[1]}" in str(result.exception)
+    with pytest.raises(DitLoraError, match="if you mean the Hub's, write hub:models/base"):
+        local_checkpoint(ModelConfig(family="cogvideox", path="models/base"))
+
+
+def test_what_is_called_as_the_hub_has_it_is_asked_there(hub: FakeHub) -> None:
+    for name in ("acme/kitten", "hub:acme/kitten", "hub:clips/kitten"):
+        asked = name.removeprefix("hub:")
+        hub.requests.clear()
+        with pytest.raises(DitLoraError, match="the Hub did not give it"):
+            local_checkpoint(ModelConfig(family="cogvideox", path=name))
+        assert any(asked in request for request in hub.requests)
+        hub.requests.clear()
+        result = CliRunner().invoke(app, ["sample", name, "--prompt", "x"])
+        assert "the Hub did not give it" in str(result.exception)
+        assert any(asked in request for request in hub.requests)
+        hub.requests.clear()
+        with pytest.raises(DitLoraError, match="as a dataset it cannot be read"):
+            scan(DataConfig(path=name, height=1, width=1))
+        assert any(f"datasets/{asked}" in request for request in hub.requests)
+
+
+def test_what_is_here_comes_first(tmp_path: Path, hub: FakeHub) -> None:
+    Path("acme/kitten").mkdir(parents=True)
+    assert hub_name("acme/kitten") is None
+    assert local_checkpoint(ModelConfig(family="cogvideox", path="acme/kitten")).is_dir()
+    assert hub.requests == []
+
+
+def test_published_names_are_the_hubs() -> None:
+    for name in ("THUDM/CogVideoX-5b", "zai-org/CogVideoX1.5-5B", "facebook/DiT-XL-2-256"):
+        assert hub_name(name) == name
+    for name in ("/a/b", "./b", "~/b", "~a/b", "a", "a/b/c", r"a\b/c", "a/", "tiny/cogvideox-2b"):
+        assert looks_local(name)
+        assert hub_name(name) is None
