@@ -14,13 +14,9 @@ from torch.utils._pytree import tree_leaves
 from dit_lora.numerics.replay import cuda_devices
 from dit_lora.numerics.shards import is_sharded, local, needs_all_ranks, whole
 from dit_lora.numerics.switches import Switch, in_fp32
+from dit_lora.numerics.tolerances import GRADIENT, KERNEL, OUTPUT
 from dit_lora.numerics.whole import called_modules
 
-# Relative root mean squares. In fp32 two correct orders of the same sums are 1e-5 apart. In bf16 they were up to 0.015 in 24
-# blocks of CogVideoX, and 0.12 in the gradient of a query before ReLU, where another sample's scale made 0.04 to 0.14:
-# there only gross errors can be told, and the comparison in fp32 finds the others.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-_GRADIENT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 # Of the largest gradient in the same block: a gradient that is exactly zero (a key's bias) has rounding errors alone.
 _FLOOR = 0.05
 
@@ -115,7 +111,7 @@ def _compare(
 
 def _first_apart(switch: Switch, references: Values, fused: Values) -> Difference | None:
     # Computed in, whatever a value is kept in: gradients of fp32 adapters, norms under autocast.
-    lowest = max((x.dtype for x in references.values()), key=lambda dtype: _TOLERANCE.get(dtype, 0))
+    lowest = max((x.dtype for x in references.values()), key=lambda dtype: OUTPUT.get(dtype, 0))
     largest = _largest_gradients(references)
     for name, expected in references.items():  # outputs in order of execution, then gradients
         # A module that the kernel takes the place of, or that is called with its heads in another order.
@@ -126,7 +122,7 @@ def _first_apart(switch: Switch, references: Values, fused: Values) -> Differenc
         is_gradient = name.startswith(_GRADIENT)
         floor = _FLOOR * largest[_block_of(name)] if is_gradient else 0.0
         error = _error(fused[name], expected, floor)
-        limit = (_GRADIENT_TOLERANCE if is_gradient else _TOLERANCE).get(lowest, 1e-3)
+        limit = (GRADIENT if is_gradient else OUTPUT).get(lowest, KERNEL)
         if not error <= limit:  # NaN differs too
             return Difference(switch.name, name, error)
     return None
