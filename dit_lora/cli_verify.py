@@ -16,12 +16,16 @@ def verify(
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the run's.")
     ] = None,
+    allow_extreme_update: Annotated[
+        bool,
+        typer.Option(help="Let an update pass that is more than ten times its weight."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.training.verify import verify_adapter
 
-    found = verify_adapter(target, model)
+    found = verify_adapter(target, model, allow_extreme_update=allow_extreme_update)
     typer.echo(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
     if not found.passed:
         raise typer.Exit(CheckFailedError.exit_code)

@@ -151,6 +151,8 @@ class GuardConfig(LadderConfig):
     """Check model, precision, attention and gradient flow before the first step; a result is remembered."""
     quarantine: str | None = None
     """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
+    allow_extreme_update: bool = False
+    """Let a result pass its verification whose update is more than ten times the weight that it is added to."""
     bundles: Annotated[int, Field(ge=0)] = 5
     """Events of which a bundle for `dit-lora replay` is kept, per process."""
     bundle_mib: Positive = 512

@@ -32,6 +32,7 @@ from dit_lora.training.checkpoint import find_checkpoint, is_whole
 from dit_lora.training.run import Run, finish, fit, prepare
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
 from dit_lora.training.task import task_of
+from dit_lora.training.verify import require_verified
 
 STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
@@ -255,6 +256,7 @@ class World:
                 arm(stage)
             fit(run)
             finish(run)
+            require_verified(run)
 
     def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
         """A copy of the good data, changed; written by one rank, once."""

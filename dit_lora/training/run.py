@@ -20,6 +20,7 @@ from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, PositionSampler
 from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
+from dit_lora.training.base_output import BaseOutput, check_kernels, keep_base, note_base
 from dit_lora.training.best import note_best
 from dit_lora.training.compiled import compile_blocks
 from dit_lora.training.context import share_context
@@ -70,6 +71,7 @@ class Run:
     ema: TrainedEMA | None = field(init=False, default=None)
     verification: Verification | None = field(init=False, default=None)
     """Of the result, once it is written; on the main process alone."""
+    base: BaseOutput = field(init=False)
     guard: RunRecovery = field(init=False)
     watcher: StepWatcher = field(init=False)
 
@@ -117,6 +119,7 @@ def prepare(
     run = Run(runtime, family, checkpoint, data, engine, start_step=0, journal=None)
     if recipe.train.ema is not None:
         run.ema = TrainedEMA(run.transformer, recipe.train.ema)
+    run.base = note_base(run, resume_from)
     changed: dict[str, Any] = {}
     if resume_from is not None:
         changed = resume(run, resume_from)
@@ -130,6 +133,7 @@ def prepare(
     run.guard, run.watcher = build_guard(run, changed, lambda step: save(run, step, wait=True))
     choose_checkpointing(run)
     open_run_folder(runtime)
+    keep_base(run)
     if runtime.is_main and run.guard.quarantine.records:
         run.guard.quarantine.save()
     if runtime.is_main:
@@ -152,7 +156,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
-        for event in preflight(run):
+        for event in [*preflight(run), *check_kernels(run)]:
             runtime.say(f"guard: {event['verdict']['words']}")
             if run.journal is not None:
                 run.journal.event(event)
