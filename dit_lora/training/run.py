@@ -20,6 +20,7 @@ from dit_lora.config import Recipe
 from dit_lora.data.loader import Batch, PositionSampler
 from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
+from dit_lora.training.agreement import AverageBounds, note_averages, require_agreement
 from dit_lora.training.base_output import BaseOutput, check_kernels, keep_base, note_base
 from dit_lora.training.best import note_best
 from dit_lora.training.compiled import compile_blocks
@@ -69,6 +70,7 @@ class Run:
     """On the main process alone."""
     saver: Saver = field(init=False, default_factory=Saver)
     ema: TrainedEMA | None = field(init=False, default=None)
+    bounds: AverageBounds = field(init=False, default_factory=AverageBounds)
     verification: Verification | None = field(init=False, default=None)
     """Of the result, once it is written; on the main process alone."""
     base: BaseOutput = field(init=False)
@@ -160,6 +162,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
             runtime.say(f"guard: {event['verdict']['words']}")
             if run.journal is not None:
                 run.journal.event(event)
+    note_averages(run)
     run.guard.snapshots.take(run.start_step)
     on_checkpoint()
     shown = [recipe.train.save_every, recipe.validation.every]
@@ -335,6 +338,7 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     last, snapshots = step == recipe.train.steps, run.guard.snapshots
     to_save = step % recipe.train.save_every == 0 or last or bool(result.stop_code)
     if to_save or snapshots.due(step):
+        require_agreement(run, step)  # first: a rank that is lost alone is not a learning rate
         require_not_lost(run.engine, run.guard.suspects.start_peak, step)
         require_finite_everywhere(run.runtime.accelerator, own_state(run), step)
         require_unaltered(run.runtime.accelerator, run.guard.suspects, step, frozen=to_save)
