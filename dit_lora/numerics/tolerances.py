@@ -1,8 +1,8 @@
 """How far two right computations of the same thing may be apart: one scale, for what is compared before a run and after it.
 
 All are relative to the reference: of root mean squares or norms. `parity` compares a kernel's modules and gradients
-with their reference before the first step (and in the run); the run's end compares the model's output with its kernels
-and without; `verify` compares outputs that have no kernel in them on either side, and so allows rounding alone.
+with their reference before the first step (and in the run); a run's start and end compare the model's output with its
+kernels and without; `verify` compares outputs that have no kernel in them on either side, and so allows rounding alone.
 """
 
 import math
@@ -20,7 +20,7 @@ GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 KERNEL = OUTPUT[torch.float32]
 """What a kernel may be wrong by in itself, whatever the dtype: the rest of a difference has to be rounding."""
 LATER = 2.0
-"""What parity has passed may be so many times as far at the run's end: inputs and trained weights are others there."""
+"""What was passed at a run's start may be so many times as far at its end: its weights are others then."""
 
 # Of one operation. fp32 sums of thousands of terms lose some bits, and cuDNN's convolutions take TF32.
 _UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-19}

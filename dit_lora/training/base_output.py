@@ -59,6 +59,8 @@ class BaseOutput:
     """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
     since: int = 0
     """The step at which it was noted: later than the first of a run from before there was a record."""
+    kernels: float = 0.0
+    """How far the kernels in use made the model's output another than its own code did, when this process started."""
 
 
 def note_base(run: "Run", resume_from: Path | None) -> BaseOutput:
@@ -137,20 +139,23 @@ def base_fault(run: "Run") -> str | None:
     return f"{words}: {cause}, and {_TRAINED_ON_IT}"
 
 
-def kernel_fault(run: "Run", inputs: Inputs) -> str | None:
+def kernel_fault(run: "Run", noted: Mapping[str, Any]) -> str | None:
     """Which kernels make the trained model's output another than its own code does; None if none. For the run's end.
 
-    Collective where a forward pass is.
+    `noted` is that of its own code. Allowed is twice what it was at the start, of what the adapter changes twice what
+    parity allows a kernel, and rounding. Collective where a forward pass is.
     """
-    found = _kernels_apart(run, inputs, LATER)
+    effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
+    allowed = LATER * (run.base.kernels + KERNEL * effect)
+    found, _ = _kernels_apart(run, noted["inputs"], allowed)
     if not found:
         return None
     which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in found.items())
     off = " ".join(_off(switch) for switch in found)
     return (
-        f"kernels went wrong in the run: with them the model's output is not that of its own code with the same "
-        f"weights: {which}; up to {percent(LATER * KERNEL)} and rounding is a kernel's own. From some step on the "
-        f"adapter was trained with that: go on from an earlier checkpoint (train.resume=PATH in another run.dir) with {off}"
+        f"kernels went wrong in the run: with them the model's output is not what its own code makes of the same "
+        f"weights: {which}, and {percent(run.base.kernels)} at the start. From some step on the adapter was trained "
+        f"with that; go on from an earlier checkpoint (train.resume=PATH in another run.dir) with {off}"
     )
 
 
@@ -164,9 +169,9 @@ def check_kernels(run: "Run") -> list[dict[str, Any]]:
     if noted is not None and NOT_RECORDED in noted:
         return []
     inputs = noted["inputs"] if noted else run.task.stock(run.checkpoint).inputs(run)
-    own = {switch.name: away for switch, away in _kernels_apart(run, inputs, 1.0).items()}
+    found, run.base.kernels = _kernels_apart(run, inputs, KERNEL)
     worst: dict[str, float] = {}
-    for name, away in gather_object([*own.items()]):
+    for name, away in gather_object([(switch.name, away) for switch, away in found.items()]):
         worst[name] = max(away, worst.get(name, 0.0))
     events = []
     for switch in model_switches(run.transformer):
@@ -179,6 +184,7 @@ def check_kernels(run: "Run") -> list[dict[str, Any]]:
         events.append(_event(f"{words}; switched off for this run", switch))
     if events:
         choose_checkpointing(run)  # without the kernel, more is kept for backward
+        _, run.base.kernels = _kernels_apart(run, inputs, KERNEL)
     return events
 
 
@@ -278,18 +284,18 @@ def _is_whole(run: "Run", base: BaseOutput, limit: float) -> bool:
 
 
 @torch.no_grad()
-def _kernels_apart(run: "Run", inputs: Inputs, times: float) -> dict[Switch, float]:
-    """The kernels that alone make the output another than the model's own code does, and by how much.
+def _kernels_apart(run: "Run", inputs: Inputs, allowed: float) -> tuple[dict[Switch, float], float]:
+    """The kernels that alone make the output another than the model's own code does, by more than that and rounding.
 
-    One of several that are wrong together stands for all. `times` of what a kernel may be wrong by are allowed.
+    One of several that are wrong together only stands for all. With it, how far all of them are from it together.
     """
     model, dtype = run.transformer, run.runtime.precision.dtype
     kernels, stock = kernels_of(model), run.task.stock(run.checkpoint)
     if not kernels:
-        return {}
+        return {}, 0.0
     with without_kernels(model):
         expected = output_now(stock, model, inputs, dtype)
-    limit = tolerance(expected, model, dtype) + times * KERNEL
+    limit = tolerance(expected, model, dtype) + allowed
 
     def away() -> float:
         found = [distance(output_now(stock, model, inputs, dtype), expected)]
@@ -299,7 +305,7 @@ def _kernels_apart(run: "Run", inputs: Inputs, times: float) -> dict[Switch, flo
 
     together = away() if is_finite(expected) else 0.0  # else there is nothing to compare with
     if together <= limit:
-        return {}
+        return {}, together
     parts = [one for one in model_switches(model) if one.name != COMPILE]
     wholes = {one.part_of for one in parts}
     wrong: dict[str, float] = {}
@@ -311,7 +317,7 @@ def _kernels_apart(run: "Run", inputs: Inputs, times: float) -> dict[Switch, flo
         if alone > limit:
             wrong[switch.name] = alone
     wrong = wrong or {kernels[0].name: together}
-    return {one: wrong[one.name] for one in parts if one.name in wrong}
+    return {one: wrong[one.name] for one in parts if one.name in wrong}, together
 
 
 def _amount(away: float) -> str:

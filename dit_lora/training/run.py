@@ -157,11 +157,10 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     recipe, runtime = run.recipe, run.runtime
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
-    if recipe.guard.preflight:
-        for event in [*preflight(run), *check_kernels(run)]:
-            runtime.say(f"guard: {event['verdict']['words']}")
-            if run.journal is not None:
-                run.journal.event(event)
+    for event in [*(preflight(run) if recipe.guard.preflight else ()), *check_kernels(run)]:
+        runtime.say(f"guard: {event['verdict']['words']}")
+        if run.journal is not None:
+            run.journal.event(event)
     note_averages(run)
     run.guard.snapshots.take(run.start_step)
     on_checkpoint()

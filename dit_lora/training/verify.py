@@ -193,7 +193,7 @@ def noted_output(run: "Run") -> dict[str, Any]:
         inputs = stock.inputs(run)
         noted = note_output(stock, run.transformer, inputs, run.runtime.precision.dtype)
         if wrong is None and NOT_RECORDED not in noted:
-            wrong = kernel_fault(run, inputs)
+            wrong = kernel_fault(run, noted)
     except torch.OutOfMemoryError:
         noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
     return {**noted, WRONG: wrong} if wrong else noted
