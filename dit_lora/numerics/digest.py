@@ -1,56 +1,37 @@
-"""A digest of tensors' bits in 64 bits, computed where they are: equal bits have equal digests.
-
-A single element that differs always changes it; of several, one in 2^64 sets goes unseen. What adds up is exact, so
-that neither the device nor the order of sums shows in it.
-"""
+"""One digest of many tensors' bits, computed where they are: equal bits in equal order have equal digests."""
 
 from collections.abc import Iterable
 
 import torch
 
-_CHUNK = 2**20
-"""Elements that are widened at a time: 32 MiB beside the tensors, whatever their size."""
-_MIX = -7046029254386353131  # 2^64 over the golden ratio, as a signed number
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from dit_lora.numerics.frozen import tensor_digest
+
+_BATCH = 1 << 23
+"""Bytes that are put together: adapters have hundreds of small tensors, and a GPU waits for each launch."""
 
 
 @torch.no_grad()
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """The digest of these tensors in this order, a signed integer of 64 bits; one read of each device."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    """The digest of all, a signed integer of 64 bits; one read of each device. Any one altered element changes it."""
+    totals: dict[torch.device, torch.Tensor] = {}
+    waiting: dict[torch.device, list[torch.Tensor]] = {}
+
+    def count(device: torch.device) -> None:
+        parts = waiting.pop(device)
+        one = tensor_digest(torch.cat(parts) if len(parts) > 1 else parts[0])
+        totals[device] = totals[device] * 3 + one if device in totals else one
+
     for tensor in tensors:
-        bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
-        kinds.setdefault((bits.device, bits.dtype), []).append(bits)
-    sums = [_sum(parts) for parts in kinds.values()]
-    total = sum(int(one.item()) * (2 * place + 1) for place, one in enumerate(sums))
+        if not tensor.numel():
+            continue
+        raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+        parts = waiting.get(raw.device, [])
+        if parts and sum(map(len, parts)) + len(raw) > _BATCH:
+            count(raw.device)
+        waiting.setdefault(raw.device, []).append(raw)
+    for device in list(waiting):
+        count(device)
+    total = 0
+    for one in totals.values():
+        total = total * 3 + int(one.item())
     return (total + 2**63) % 2**64 - 2**63
-
-
-def _sum(flat: list[torch.Tensor]) -> torch.Tensor:
-    """Of each element's bits times an odd number of its place, modulo 2^64."""
-    total = torch.zeros((), dtype=torch.int64, device=flat[0].device)
-    place, batch = 0, _Batch()
-    for tensor in flat:
-        for part in tensor.split(_CHUNK):
-            if batch.count + len(part) > _CHUNK:
-                total += batch.sum(place)
-                place, batch = place + batch.count, _Batch()
-            batch.add(part)
-    return total + batch.sum(place) if batch.count else total
-
-
-class _Batch:
-    """Parts of tensors that are summed in one go: adapters have hundreds of small ones."""
-
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []
-        self.count = 0
-
-    def add(self, part: torch.Tensor) -> None:
-        self.parts.append(part)
-        self.count += len(part)
-
-    def sum(self, first: int) -> torch.Tensor:
-        values = torch.cat(self.parts).long()
-        places = torch.arange(first, first + self.count, device=values.device)
-        return (values * (places * _MIX | 1)).sum()

@@ -16,12 +16,12 @@ def values(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", [1 << 20, 16])
+@pytest.mark.parametrize("batch", [1 << 23, 32])
 def test_any_bit_changes_it(
-    dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first and last element of each tensor, lowest and highest bit, within a chunk and across chunks."""
-    monkeypatch.setattr(module, "_CHUNK", chunk)
+    """In the first and last element of each tensor, lowest and highest bit, together and apart."""
+    monkeypatch.setattr(module, "_BATCH", batch)
     before = digest(values(dtype))
     assert digest(values(dtype)) == before
     for number in (0, 1, 3, 4):
@@ -40,3 +40,4 @@ def test_order_and_layout() -> None:
     mixed = [one, torch.arange(3), one.bfloat16()]
     assert digest(mixed) == digest([t.clone() for t in mixed])
     assert digest([torch.zeros(3), torch.tensor(-0.0)]) != digest([torch.zeros(3), torch.zeros(())])
+    assert digest([]) == digest([torch.zeros(0)])

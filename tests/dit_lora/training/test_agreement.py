@@ -55,7 +55,7 @@ def test_a_rank_with_other_weights_is_named_and_undone(
     def case(name: str, engine: Engine, fault: Fault | None, *more: str) -> Case:
         common = (
             f"model.path={tiny_checkpoints['cogvideox-5b']}",
-            "train.steps=6",
+            "train.steps=4",
             "train.save_every=2",
             "train.keep=9",
             "train.ema=0.9",
@@ -71,7 +71,7 @@ def test_a_rank_with_other_weights_is_named_and_undone(
         "zero_clean": case("zero_clean", "zero2", None),
         # Later it would be written over: every step gathers weights anew.
         "zero": case("zero", "zero2", Fault("weight", 4, 1, adds=0.5, kept=True)),
-        "frozen": case("frozen", "ddp", Fault("frozen", 2, 1, adds=5.0)),
+        "frozen": case("frozen", "ddp", Fault("frozen", 4, 1, adds=5.0)),
         "stop": case("stop", "ddp", Fault("weight", 2, 1, adds=0.5), "guard.max_rollbacks=0"),
     }
     ranks = on_ranks(2, run_all, list(cases.values()), timeout=240)
