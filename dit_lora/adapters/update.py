@@ -97,10 +97,33 @@ def module_updates(
         if {f"{name}.lora_A.weight", f"{name}.lora_B.weight"} <= tensors.keys()
     }
     roots = {name: math.sqrt(len(b) * a[0].numel()) for name, (a, b) in pairs.items()}
-    usual = median([norms[name] / roots[name] for name in pairs if name in norms] or [0.0])
+    changes = {
+        name: abs(layers[name].scaling) * product_norm(b, a) for name, (a, b) in pairs.items()
+    }
+    return _compared(changes, norms, roots)
+
+
+def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
+    """How far base weights that trained are from those of the same name and shape in the checkpoint's `files`."""
+    changes, norms, roots = {}, {}, {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in tensors.keys() & set(opened.keys()):
+                before, now = opened.get_tensor(name).double(), tensors[name].double()
+                if before.shape == now.shape:
+                    changes[name] = torch.linalg.vector_norm(now.cpu() - before).item()
+                    norms[name] = torch.linalg.vector_norm(before).item()
+                    roots[name] = math.sqrt(before.numel())
+    return _compared(dict(sorted(changes.items())), norms, roots)
+
+
+def _compared(
+    changes: Mapping[str, float], norms: Mapping[str, float], roots: Mapping[str, float]
+) -> list[ModuleUpdate]:
+    """Norms of changes against those of what they change, of which `roots` are the roots of the sizes."""
+    usual = median([norms[name] / roots[name] for name in changes if name in norms] or [0.0])
     found = []
-    for name, (a, b) in pairs.items():
-        norm = abs(layers[name].scaling) * product_norm(b, a)
+    for name, norm in changes.items():
         own = norms.get(name)
         base = max(own, usual * roots[name]) if own is not None else 0.0
         relative, share = (norm / weight if weight else None for weight in (own, base))

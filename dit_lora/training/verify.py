@@ -24,6 +24,7 @@ from dit_lora.adapters.store import BASE_FILE
 from dit_lora.adapters.update import (
     LoadedLayer,
     ModuleUpdate,
+    base_updates,
     loaded_layers,
     module_updates,
     weight_norms,
@@ -289,7 +290,8 @@ def _adapter(result: Result, fresh: nn.Module) -> Verification:
     if layers or not stored:
         norms = weight_norms(fresh, result.stock.weight_files())
         updates = module_updates(stored, layers, norms)
-        told = effect(updates, [*base], allow_extreme=result.allow_extreme)
+        changes = base_updates(base, result.stock.weight_files())
+        told = effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
     if held.passed:
         output = result.output(fresh, result.dtype)
     checks = {

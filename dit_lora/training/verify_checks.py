@@ -1,5 +1,6 @@
 """The checks of an adapter: each of what a file holds and what its own library made of it, in words."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,9 +78,20 @@ def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
 
 
 def effect(
-    updates: Sequence[ModuleUpdate], base: Sequence[str], *, allow_extreme: bool = False
+    updates: Sequence[ModuleUpdate],
+    base: Sequence[str],
+    changes: Sequence[ModuleUpdate] = (),
+    *,
+    allow_extreme: bool = False,
 ) -> Check:
-    """At least one update is more than zero, and none far beyond its weight; which are zero, and which as large."""
+    """At least one update is more than zero, and none far beyond its weight; which are zero, and which as large.
+
+    `base` names the base weights that trained, and `changes` are theirs.
+    """
+    # One that is not finite is told by `finite`.
+    extreme = [one for one in (*updates, *changes) if EXTREME < (one.share or 0) < math.inf]
+    if extreme and not allow_extreme:
+        return _extreme(extreme)
     if not updates:
         return no_adapter(base)
     dead = [one.name for one in updates if one.norm == 0]
@@ -93,14 +105,6 @@ def effect(
     notes = []
     if dead:
         notes.append(listed("dead, their update is zero:", dead))
-    extreme = [one for one in updates if one.share is not None and one.share > EXTREME]
-    if extreme and not allow_extreme:
-        summary = (
-            f"{words}; extreme, their update is more than {EXTREME:g} times the weight that it is added to: next to "
-            "nothing of the base is left, as after a learning rate that is too high; take an earlier checkpoint, or let "
-            "it pass with guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
-        )
-        return Check(False, listed(summary, _relative(extreme)))
     strong = [one for one in updates if one.relative is not None and one.relative > STRONG]
     if strong:
         summary = (
@@ -109,6 +113,15 @@ def effect(
         )
         notes.append(listed(summary, _relative(strong)))
     return Check(True, "\n".join([words, *notes]))
+
+
+def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
+    summary = (
+        f"extreme, an update of more than {EXTREME:g} times the weight that it is added to: next to nothing of the base "
+        "is left, as after a learning rate that is too high; take an earlier checkpoint, or let it pass with "
+        "guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
+    )
+    return Check(False, listed(summary, _relative(updates)))
 
 
 def _relative(updates: Sequence[ModuleUpdate]) -> list[str]:

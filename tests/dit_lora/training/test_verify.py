@@ -141,6 +141,10 @@ def one_strong(tensors: Tensors, _header: dict[str, str]) -> None:
     tensors[f"{BLOCK}.lora_B.weight"] *= 1000
 
 
+def one_extreme(tensors: Tensors, _header: dict[str, str]) -> None:
+    tensors[f"{BLOCK}.lora_B.weight"] *= 1e5
+
+
 def alpha(_tensors: Tensors, header: dict[str, str]) -> None:
     config = json.loads(header["lora_adapter_metadata"]) | {"transformer.lora_alpha": 16}
     header["lora_adapter_metadata"] = json.dumps(config)
@@ -176,6 +180,7 @@ DIFFUSION: dict[Change, tuple[set[str], str]] = {
     zero_b: ({"effect", "output"}, "the updates of all 8 modules are zero"),
     one_dead: ({"output"}, "dead, their update is zero:\n  - transformer_blocks.1.attn1.to_q"),
     one_strong: ({"output"}, "over-strong, their update is larger than the weight"),
+    one_extreme: ({"effect", "output"}, "extreme, an update of more than 10 times the weight"),
     alpha: ({"scale", "output"}, "alpha 16 in the header, and 8 was trained"),
     alpha_everywhere: ({"output"}, "the adapter does not act as trained: the base's output is as"),
     no_alpha: ({"scale", "output"}, "the header does not say rank and alpha: loaders take alpha 4"),
@@ -194,6 +199,33 @@ def test_what_is_wrong_with_a_diffusion_adapter_is_named(
     assert failing(found) == failed, found.lines()
     assert any(words in check.words for check in found.checks.values()), found.lines()
     assert not found.passed
+
+
+def test_an_extreme_update_passes_where_it_is_meant(
+    lora_main: Main, tiny_checkpoints: dict[str, Path], shape_clips: Path, run: Path, tmp_path: Path
+) -> None:
+    """A learning rate of 10: weights that no limit on values shows. By the recipe, and by the command."""
+
+    def trained(name: str, *more: str) -> None:
+        args = quick(
+            shape_clips,
+            tmp_path,
+            f"model.path={tiny_checkpoints['cogvideox-2b']}",
+            "optim.groups.adapter.lr=10",
+            *more,
+        )
+        own = (f"data.cache={run.parent / 'cache'}", f"run.dir={tmp_path / name}")
+        lora_main([str(SMOKES / "cogvideox.yaml"), *args, *own])
+
+    with pytest.raises(DitLoraError) as caught:
+        trained("refused")
+    assert caught.value.exit_code == 1
+    assert "effect: extreme, an update of more than 10 times" in str(caught.value)
+    trained("meant", "guard.allow_extreme_update=true")
+    assert json.loads((tmp_path / "meant" / VERIFICATION_FILE).read_text())["passed"]
+    for more, code in (([], 1), (["--allow-extreme-update"], 0)):
+        told = CliRunner().invoke(app, ["verify", str(tmp_path / "refused"), *more])
+        assert told.exit_code == code, told.output
 
 
 def test_the_command_exits_1_where_a_check_fails(
