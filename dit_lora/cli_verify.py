@@ -18,12 +18,16 @@ def verify(
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the run's.")
     ] = None,
+    allow_extreme_update: Annotated[
+        bool,
+        typer.Option(help="Let an update pass that is more than ten times its weight."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.training.verify import verify_adapter
 
-    found = verify_adapter(target, model)
+    found = verify_adapter(target, model, allow_extreme_update=allow_extreme_update)
     if as_json:
         print_json(context, found.record())
     else:

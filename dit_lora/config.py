@@ -158,6 +158,8 @@ class GuardConfig(LadderConfig):
     once more after the last step; 0 for none. What differs is off, and training goes back to the comparison before."""
     quarantine: str | None = None
     """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
+    allow_extreme_update: bool = False
+    """Let a result pass its verification whose update is more than ten times the weight that it is added to."""
     bundles: Annotated[int, Field(ge=0)] = 5
     """Events of which a bundle for `dit-lora replay` is kept, per process."""
     bundle_mib: Positive = 512

@@ -5,6 +5,7 @@ A `Case` is one run. Faults are put into one rank alone, between two steps.
 
 import contextlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,11 +33,14 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One NaN in what one rank holds, after the healthy step `after`, once."""
+    """One value of what one rank holds, changed after the healthy step `after`, once: by default to NaN."""
 
     where: Literal["frozen", "moment", "weight"]
     after: int
     rank: int
+    adds: float = math.nan
+    kept: bool = False
+    """Whether that is before the state of the step is kept."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,15 @@ def _fault(fault: Fault | None) -> Iterator[None]:
     after, pending = running._after_step, [True]
 
     def then(run: Run, bar: Any, result: StepResult) -> None:
-        after(run, bar, result)
-        if result.step == fault.after and pending:
+        is_now = result.step == fault.after and bool(pending)
+        is_own = run.runtime.accelerator.process_index == fault.rank
+        if is_now:
             pending.clear()
-            if run.runtime.accelerator.process_index == fault.rank:
-                _spoil(run, fault)
+        if is_now and is_own and fault.kept:
+            _spoil(run, fault)
+        after(run, bar, result)
+        if is_now and is_own and not fault.kept:
+            _spoil(run, fault)
 
     running._after_step = then
     try:
@@ -161,7 +169,7 @@ def _spoil(run: Run, fault: Fault) -> None:
     values = next(
         one for one in (local(t.detach()) for t in tensors[fault.where]) if one.numel() > 1
     )
-    values.view(-1)[values.numel() // 2] = torch.nan
+    values.view(-1)[values.numel() // 2] += fault.adds
 
 
 _LOADED: list[Any] = []

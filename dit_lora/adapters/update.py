@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from dit_lora.numerics.narrow import NarrowLinear
 
 STRONG = 1.0
 """An update as large as its weight: beyond it a layer is more adapter than base."""
+EXTREME = 10.0
+"""Beyond it less than a tenth of what a layer computes is its base: no fine-tune of it, but a run that blew up."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class ModuleUpdate:
     """Frobenius norm of scaling * B @ A."""
     relative: float | None
     """Over that of the layer's own weight; None where the weight is not known."""
+    share: float | None = None
+    """Likewise, but over a weight of the usual size of this adapter's layers where the layer's own is smaller: a layer
+    that begins at zero, as modulations and last layers do, is no reason for an alarm."""
 
     def record(self) -> dict[str, Any]:
         return {"name": self.name, "norm": self.norm, "relative": self.relative}
@@ -85,14 +91,43 @@ def module_updates(
     norms: Mapping[str, float],
 ) -> list[ModuleUpdate]:
     """One for each layer whose two matrices are among `tensors`, in the order of names."""
+    pairs = {
+        name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
+        for name in sorted(layers)
+        if {f"{name}.lora_A.weight", f"{name}.lora_B.weight"} <= tensors.keys()
+    }
+    roots = {name: math.sqrt(len(b) * a[0].numel()) for name, (a, b) in pairs.items()}
+    changes = {
+        name: abs(layers[name].scaling) * product_norm(b, a) for name, (a, b) in pairs.items()
+    }
+    return _compared(changes, norms, roots)
+
+
+def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
+    """How far base weights that trained are from those of the same name and shape in the checkpoint's `files`."""
+    changes, norms, roots = {}, {}, {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in tensors.keys() & set(opened.keys()):
+                before, now = opened.get_tensor(name).double(), tensors[name].double()
+                if before.shape == now.shape:
+                    changes[name] = torch.linalg.vector_norm(now.cpu() - before).item()
+                    norms[name] = torch.linalg.vector_norm(before).item()
+                    roots[name] = math.sqrt(before.numel())
+    return _compared(dict(sorted(changes.items())), norms, roots)
+
+
+def _compared(
+    changes: Mapping[str, float], norms: Mapping[str, float], roots: Mapping[str, float]
+) -> list[ModuleUpdate]:
+    """Norms of changes against those of what they change, of which `roots` are the roots of the sizes."""
+    usual = median([norms[name] / roots[name] for name in changes if name in norms] or [0.0])
     found = []
-    for name, layer in sorted(layers.items()):
-        a, b = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
-        if a is None or b is None:
-            continue
-        norm = abs(layer.scaling) * product_norm(b, a)
+    for name, norm in changes.items():
         own = norms.get(name)
-        found.append(ModuleUpdate(name, norm, norm / own if own else None))
+        base = max(own, usual * roots[name]) if own is not None else 0.0
+        relative, share = (norm / weight if weight else None for weight in (own, base))
+        found.append(ModuleUpdate(name, norm, relative, share))
     return found
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.shards import local
+from dit_lora.numerics.verdict import Verdict
 
 
 class NonFiniteError(DitLoraError):
@@ -35,10 +36,12 @@ class PoisonedStateError(DitLoraError):
     exit_code = 3
     collective = True
 
-    def __init__(self, message: str, kind: str) -> None:
+    def __init__(self, message: str, kind: str, verdict: Verdict | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         """Of the `Trip` that it makes."""
+        self.verdict = verdict
+        """What is known of it already, equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class Trip:
 
     step: int
     kind: str
-    """`non_finite_loss`, `bad_data`, `non_finite_gradient`, `zero_gradient`, `non_finite_weights` or
-    `diverged_weights`."""
+    """`non_finite_loss`, `bad_data`, `non_finite_gradient`, `zero_gradient`, `non_finite_weights`,
+    `diverged_weights`, `diverged_averages` or `ranks_differ`."""
     micro_batches: tuple[tuple[int, int], ...] = ()
     """(rank, micro-step) of those whose loss or data was bad; empty where the step as a whole was."""
+    verdict: Verdict | None = None
+    """Where what found it knows the cause: then nothing is replayed."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from dit_lora.numerics import tolerances
 from dit_lora.numerics.shards import local
 
 Values = dict[str, torch.Tensor]
@@ -27,16 +28,11 @@ class Limits(NamedTuple):
     """Of the largest gradient beside it: one that is exactly zero (a key's bias) has rounding errors alone."""
 
 
-# A whole model. In fp32 two correct orders of the same sums are 1e-5 apart. In bf16 they were up to 0.015 in 24
-# blocks of CogVideoX, and 0.12 in the gradient of a query before ReLU, where another sample's scale made 0.04 to 0.14:
-# there only gross errors can be told, and the comparison in fp32 finds the others.
 WHOLE = {
-    torch.float32: Limits(1e-3, 1e-3, 0.05),
-    torch.bfloat16: Limits(6e-2, 0.3, 0.05),
-    torch.float16: Limits(1e-2, 0.05, 0.05),
+    dtype: Limits(output, tolerances.GRADIENT[dtype], 0.05)
+    for dtype, output in tolerances.OUTPUT.items()
 }
-# One block on equal inputs. In fp32 an error of 0.1 % in one op is 1e-3 of what the block adds to its input.
-BLOCK = {**WHOLE, torch.float32: Limits(2e-4, 2e-4, 0.01)}
+BLOCK = {**WHOLE, torch.float32: Limits(tolerances.BLOCK, tolerances.BLOCK, 0.01)}
 _ADDED = 0.01
 """The least of an output that counts as added to the input: rounding is relative to the output."""
 _OF_ROUNDING = 2.0

@@ -101,6 +101,8 @@ class Policy:
             return "no snapshot helps: lower optim.weight_decay, or the learning rate that it is multiplied by"
         # Steps repeat bit for bit, so what comes back at the same step is no accident of the memory.
         again = step == self.last_rollback_step
+        if again and any(v.evidence.get("ranks") for v in verdicts):
+            return "the ranks differ again after a rollback: leave that machine out"
         return Action(
             "rollback", lower_lr=again or any(v.cause == "learning_rate" for v in verdicts)
         )

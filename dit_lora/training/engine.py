@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.fuse.norms import Norms
@@ -86,6 +87,9 @@ class Engine(Protocol):
     def own_moments(self) -> dict[str, torch.Tensor]:
         """The optimizer's state among it, named as in `moments`."""
 
+    def alike(self) -> dict[str, torch.Tensor]:
+        """What of it every rank has, and has to have to the same bits."""
+
     def put_numbers(self, state: Tensors) -> None:
         """Write back what of `own_state` is no live tensor: numbers that the optimizer keeps."""
 
@@ -157,6 +161,9 @@ class Replicated:
 
     def own_moments(self) -> dict[str, torch.Tensor]:
         return optimizer_state(self.optimizer)
+
+    def alike(self) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in self.own_state().items() if not isinstance(t, DTensor)}
 
     def put_numbers(self, state: Tensors) -> None:
         put_numbers(self.optimizer, state)

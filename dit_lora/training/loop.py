@@ -159,7 +159,7 @@ def train(
                 on_step(outcome)
             except PoisonedStateError as error:
                 # The step was healthy, and what it led to is not worth keeping.
-                trip = Trip(number, error.kind)
+                trip = Trip(number, error.kind, verdict=error.verdict)
                 done = loop.recovery.recover(trip, step.micro_batches, control)
                 break
             except WentBackError as back:

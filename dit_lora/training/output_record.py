@@ -2,12 +2,12 @@
 
 Inputs come from generators on the CPU by one seed, and need neither data nor encoders. Noted are the output's norm
 and values at fixed positions, with the adapter and without it: so a wrong base is told apart from an adapter that
-does not act as it was trained.
+does not act as it was trained. No fused kernel has a part in them, as none has where they are compared.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from dit_lora.numerics.switches import eager
+from dit_lora.numerics.switches import COMPILE, Switch, eager, model_switches
+from dit_lora.numerics.tolerances import rounding
 from dit_lora.training.blocks import repeated_blocks
 from dit_lora.training.stock import Inputs, tuner_layers
 from dit_lora.training.validation import evaluating
@@ -28,12 +29,11 @@ SEED = 1255
 """Of which the draw that may leave out a first image (`data.image_dropout`) keeps it, at any share below 0.9999."""
 VALUES = 128
 NOT_RECORDED = "not_recorded"
-_FACTOR = 4.0
+WRONG = "wrong"
+"""What the run that noted an output found wrong with it: then no result is sound that has this output."""
+_OTHER_CODE = "though both hold the same weights and no kernel is on: something else was put into it, a hook or another forward"
 _FAR, _WANTED, _MOST = 10.0, 0.5, 1000.0
 """An effect below so many tolerances is also noted where it is about a half, at no more than a thousand times."""
-# Of one operation. fp32 sums of thousands of terms lose some bits, and cuDNN's convolutions take TF32.
-_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-19}
-_TF32 = 2.0**-11
 
 
 class Stock(Protocol):
@@ -76,8 +76,32 @@ def note_output(
     Where the adapter's effect is not far beyond rounding, also the output at a multiple of its scale. Collective
     where a forward pass needs all ranks. If it is not finite, that is noted in place of values.
     """
+    with without_kernels(model):
+        noted = output_now(stock, model, inputs, dtype)
+        if tuner_layers(model):
+            with adapters_off(model):
+                noted["base"] = _sampled(_output(stock, model, inputs, SEED, dtype))
+        if not is_finite(noted) or not is_finite(noted.get("base", noted)):
+            without = "base" in noted and is_finite(noted["base"])
+            why = "the model's output of made-up inputs is not finite"
+            return {NOT_RECORDED: why + (", without the adapter it is" if without else "")}
+        effect = distance(noted, noted["base"]) if "base" in noted else 1.0
+        if effect < _FAR * tolerance(noted, model, dtype):
+            times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
+            with _scaled(model, times):
+                louder = _sampled(_output(stock, model, inputs, SEED, dtype))
+            if is_finite(louder):
+                noted["louder"] = {"times": times, **louder}
+    return noted
+
+
+@torch.no_grad()
+def output_now(
+    stock: Stock, model: nn.Module, inputs: Inputs, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The model's output as it is, with what it takes to compute it again; JSON."""
     whole = _output(stock, model, inputs, SEED, dtype)
-    noted = {
+    return {
         "seed": SEED,
         "dtype": _name(dtype),
         "device": next(model.parameters()).device.type,
@@ -86,61 +110,75 @@ def note_output(
         "shape": list(whole.shape),
         **_sampled(whole),
     }
-    if tuner_layers(model):
-        with _adapters_off(model):
-            noted["base"] = _sampled(_output(stock, model, inputs, SEED, dtype))
-    if not _is_finite(noted) or not _is_finite(noted.get("base", noted)):
-        return {NOT_RECORDED: "the model's output of random inputs is not finite"}
-    effect = _distance(noted, noted["base"]) if "base" in noted else 1.0
-    if effect < _FAR * _tolerance(noted, model, dtype):
-        times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
-        with _scaled(model, times):
-            louder = _sampled(_output(stock, model, inputs, SEED, dtype))
-        if _is_finite(louder):
-            noted["louder"] = {"times": times, **louder}
-    return noted
+
+
+def kernels_of(model: nn.Module) -> list[Switch]:
+    """What was put into this model in place of its own code, without the parts that a whole has; compiled code apart."""
+    return [one for one in model_switches(model) if one.part_of is None and one.name != COMPILE]
+
+
+@contextmanager
+def without_kernels(model: nn.Module, but: Switch | None = None) -> Iterator[None]:
+    """Within it the model computes by its own code; or all but one part of its kernels is off."""
+    off = kernels_of(model)
+    if but is not None:
+        parts = [one for one in model_switches(model) if but.part_of and one.part_of == but.part_of]
+        on = (but.name, but.part_of)
+        off = [one for one in (*off, *parts) if one.name not in on]
+    with ExitStack() as stack:
+        for switch in off:
+            stack.enter_context(switch.off())
+        yield
 
 
 @torch.no_grad()
 def compare_output(
-    stock: Stock, model: nn.Module, noted: Mapping[str, Any], dtype: torch.dtype, made: str
+    stock: Stock,
+    model: nn.Module,
+    noted: Mapping[str, Any],
+    dtype: torch.dtype,
+    made: str,
+    *,
+    own: bool = False,
 ) -> Check:
     """Compare a loaded model's output with the one that was noted; `made` names the base of then.
 
-    The tolerance is four times u sqrt(blocks), where u is what the coarser of the two dtypes rounds by:
-    docs/verify.md has what was measured.
+    `own`: the model holds the very weights of the run that noted it. What that run could not record, or found wrong,
+    is a failure. The tolerance is `tolerances.rounding`: docs/verify.md has what was measured.
     """
+    if WRONG in noted:
+        return Check(False, noted[WRONG])
     if NOT_RECORDED in noted:
-        return Check(True, f"not recorded at training's end: {noted[NOT_RECORDED]}")
+        return Check(False, f"not recorded at training's end: {noted[NOT_RECORDED]}")
     inputs, seed = noted["inputs"], noted["seed"]
     whole = _output(stock, model, inputs, seed, dtype)
     now = _sampled(whole)
-    if not _is_finite(now):
+    if not is_finite(now):
         return Check(False, "the output of the model with the adapter is not finite")
     if list(whole.shape) != noted["shape"]:
         shapes = f"{list(whole.shape)}, and was {noted['shape']}"
         return Check(False, f"the output has the shape {shapes}: the base is not {made}")
-    limit = _tolerance(noted, model, dtype)
-    rounding = f"{_where(noted, model, dtype)}; up to {percent(limit)} is rounding"
-    away = _distance(now, noted)
+    limit = tolerance(noted, model, dtype)
+    allowed = f"{_where(noted, model, dtype)}; up to {percent(limit)} is rounding"
+    away = distance(now, noted)
     if "base" not in noted or not tuner_layers(model):
-        return _alone(away, limit, rounding, made)
-    with _adapters_off(model):
-        base = _distance(_sampled(_output(stock, model, inputs, seed, dtype)), noted["base"])
-    if base > limit:
-        return Check(
-            False,
-            f"the base differs: without the adapter its output is {percent(base)} from the one recorded at training's "
-            f"end ({rounding}); give the checkpoint that it was trained on, {made}, with --model",
-        )
-    words = f"{percent(away)} from the one recorded at training's end ({rounding}); the adapter changes this output by "
-    words += percent(_distance(noted, noted["base"]))
+        return _alone(away, limit, allowed, made)
+    with adapters_off(model):
+        base = distance(_sampled(_output(stock, model, inputs, seed, dtype)), noted["base"])
+    if not base <= limit:
+        words = f"without the adapter its output is {percent(base)} from the one recorded at training's end ({allowed})"
+        if own:
+            return Check(False, f"the run's model is not the stock model: {words}, {_OTHER_CODE}")
+        remedy = f"give the checkpoint that it was trained on, {made}, with --model"
+        return Check(False, f"the base differs: {words}; {remedy}")
+    words = f"{percent(away)} from the one recorded at training's end ({allowed}); the adapter changes this output by "
+    words += percent(distance(noted, noted["base"]))
     if "louder" in noted:
         louder = noted["louder"]
         with _scaled(model, louder["times"]):
-            there = _distance(_sampled(_output(stock, model, inputs, seed, dtype)), louder)
+            there = distance(_sampled(_output(stock, model, inputs, seed, dtype)), louder)
         away = max(away, there)
-        effect = percent(_distance(louder, noted["base"]))
+        effect = percent(distance(louder, noted["base"]))
         words += f"; at {louder['times']:g} times its scale, by {effect}, and is {percent(there)} from that"
     if away > limit:
         return Check(
@@ -153,9 +191,9 @@ def compare_output(
     return Check(True, f"as trained: {words}")
 
 
-def _alone(away: float, limit: float, rounding: str, made: str) -> Check:
+def _alone(away: float, limit: float, allowed: str, made: str) -> Check:
     """Of a result without an adapter, whose base is in no model that could be asked."""
-    words = f"{percent(away)} from the one recorded at training's end ({rounding})"
+    words = f"{percent(away)} from the one recorded at training's end ({allowed})"
     if away <= limit:
         return Check(True, f"as trained: {words}")
     return Check(
@@ -167,7 +205,7 @@ def _alone(away: float, limit: float, rounding: str, made: str) -> Check:
 
 def _tells(noted: Mapping[str, Any], limit: float) -> bool:
     """Whether an adapter that does not act would be further from what was noted than rounding can be."""
-    return any(_distance(one, noted["base"]) > limit for one in (noted, noted.get("louder", noted)))
+    return any(distance(one, noted["base"]) > limit for one in (noted, noted.get("louder", noted)))
 
 
 def _output(
@@ -191,13 +229,14 @@ def _scaled(model: nn.Module, times: float) -> Iterator[None]:
             layer.scaling.update(scaling)
 
 
-def _is_finite(sampled: Mapping[str, Any]) -> bool:
+def is_finite(sampled: Mapping[str, Any]) -> bool:
     """Of all of an output: its norm is not finite where a value is not."""
     return math.isfinite(sampled["norm"])
 
 
 @contextmanager
-def _adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within it no adapter acts."""
     layers = tuner_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
@@ -221,19 +260,19 @@ def _sampled(output: torch.Tensor) -> dict[str, Any]:
     return {"values": values, "norm": float(f"{torch.linalg.vector_norm(flat).item():.7g}")}
 
 
-def _distance(now: Mapping[str, Any], noted: Mapping[str, Any]) -> float:
-    """Relative to what was noted: of the values, or of the norm, whichever is further."""
+def distance(now: Mapping[str, Any], noted: Mapping[str, Any]) -> float:
+    """Relative to what was noted: of the values, or of the norm, whichever is further; infinite if one is not finite."""
+    if not (is_finite(now) and is_finite(noted)):
+        return math.inf
     values = math.dist(now["values"], noted["values"]) / (math.hypot(*noted["values"]) or 1.0)
     norm = abs(now["norm"] - noted["norm"]) / (noted["norm"] or 1.0)
     return max(values, norm)
 
 
-def _tolerance(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> float:
-    unit = max(_ROUNDING[noted["dtype"]], _ROUNDING[_name(dtype)])
+def tolerance(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> float:
+    """How far this model's output, in this dtype, may be from the one noted by rounding alone."""
     devices = {noted["device"], next(model.parameters()).device.type}
-    if devices != {"cpu"}:
-        unit = max(unit, _TF32)
-    return _FACTOR * unit * math.sqrt(max(1, noted["blocks"]))
+    return rounding({getattr(torch, noted["dtype"]), dtype}, devices, noted["blocks"])
 
 
 def _where(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> str:

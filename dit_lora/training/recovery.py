@@ -23,7 +23,13 @@ from dit_lora.numerics.verdict import Verdict
 from dit_lora.training.checkpoint import checkpoint_path
 from dit_lora.training.swap import tried_elsewhere
 
-_OF_WEIGHTS = ("non_finite_weights", "diverged_weights", "altered_state")
+_OF_WEIGHTS = (
+    "non_finite_weights",
+    "diverged_weights",
+    "altered_state",
+    "diverged_averages",
+    "ranks_differ",
+)
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _DONE = {
     "retry": "taken again",
@@ -94,12 +100,14 @@ class RunRecovery:
     ) -> int:
         """The step after which to go on; raises `NonFiniteError` on every rank where no rung fits."""
         began = time.perf_counter()
-        own = self._diagnose(trip, micro_batches, control)
-        own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
+        own = []
+        if trip.verdict is None:
+            own = self._diagnose(trip, micro_batches, control)
+            own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
         verdicts = [verdict for _, verdict in own]
         if not self.suspects.lockstep:
             verdicts = gather_object(verdicts)
-        verdicts = _telling(trip, verdicts)
+        verdicts = [trip.verdict] if trip.verdict is not None else _telling(trip, verdicts)
         skipped = [v.sample_id for v in self.quarantine.records]
         action = self.policy.choose(trip.step, verdicts, skipped)
         action, target = self._feasible(action, trip.step)

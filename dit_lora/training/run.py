@@ -21,6 +21,8 @@ from dit_lora.data.training_set import Reading
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.redact import redacted
 from dit_lora.remedies import HUB
+from dit_lora.training.agreement import AverageBounds, note_averages, require_agreement
+from dit_lora.training.base_output import BaseOutput, check_kernels, keep_base, note_base
 from dit_lora.training.best import note_best
 from dit_lora.training.compiled import compile_blocks
 from dit_lora.training.context import share_context
@@ -82,8 +84,10 @@ class Run:
     """On the main process alone."""
     saver: Saver = field(init=False, default_factory=Saver)
     ema: TrainedEMA | None = field(init=False, default=None)
+    bounds: AverageBounds = field(init=False, default_factory=AverageBounds)
     verification: Verification | None = field(init=False, default=None)
     """Of the result, once it is written; on the main process alone."""
+    base: BaseOutput = field(init=False)
     guard: RunRecovery = field(init=False)
     watcher: StepWatcher = field(init=False)
     parity: ParityWatch = field(init=False)
@@ -132,6 +136,7 @@ def prepare(
     run = Run(runtime, family, checkpoint, data, engine, start_step=0, journal=None)
     if recipe.train.ema is not None:
         run.ema = TrainedEMA(run.transformer, recipe.train.ema)
+    run.base = note_base(run, resume_from)
     changed: dict[str, Any] = {}
     if resume_from is not None:
         changed = resume(run, resume_from)
@@ -146,6 +151,7 @@ def prepare(
     run.parity = ParityWatch(run, passed=changed.get("parity", {}).get("passed"))
     choose_checkpointing(run)
     open_run_folder(runtime)
+    keep_base(run)
     if runtime.is_main and run.guard.quarantine.records:
         run.guard.quarantine.save()
     if runtime.is_main:
@@ -174,11 +180,10 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
-        for event in preflight(run):
-            runtime.say(f"guard: {event['verdict']['words']}")
-            if run.journal is not None:
-                run.journal.event(event)
+        _tell(run, preflight(run))
     run.parity.start(compared=recipe.guard.preflight)
+    _tell(run, check_kernels(run))
+    note_averages(run)
     run.guard.snapshots.take(run.start_step)
     on_checkpoint()
     shown = [recipe.train.save_every, recipe.validation.every]
@@ -207,6 +212,14 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 stop_asked=lambda: max(stop_asked(), trouble(run)),
                 on_step=on_step,
             )
+
+
+def _tell(run: Run, events: Iterable[dict[str, Any]]) -> None:
+    """Say and write down what was found before the first step."""
+    for event in events:
+        run.runtime.say(f"guard: {event['verdict']['words']}")
+        if run.journal is not None:
+            run.journal.event(event)
 
 
 def _was_not_measured(run: Run) -> bool:
@@ -321,6 +334,7 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     run.parity.after_step(step, last=last)
     to_save = step % recipe.train.save_every == 0 or last or bool(result.stop_code)
     if to_save or snapshots.due(step):
+        require_agreement(run, step)  # first: a rank that is lost alone is not a learning rate
         require_not_lost(run.engine, run.guard.suspects.start_peak, step)
         require_finite_everywhere(run.runtime.accelerator, own_state(run), step)
         require_unaltered(run.runtime.accelerator, run.guard.suspects, step, frozen=to_save)

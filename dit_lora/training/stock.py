@@ -17,6 +17,7 @@ from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, read_component_config
 from dit_lora.numerics.narrow import NarrowLinear
+from dit_lora.numerics.shards import is_sharded
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.pretrained import load_pretrained
 from dit_lora.training.budget_model import from_configs
@@ -156,6 +157,15 @@ def sharing_weights(
             parent, _, own_name = name.rpartition(".")
             fresh.get_submodule(parent)._buffers[own_name] = wanted.get(name, buffer)
     return fresh.requires_grad_(False).eval()
+
+
+def why_apart(live: nn.Module) -> str | None:
+    """Why a fresh model cannot compute with this one's weights."""
+    if is_sharded(live):
+        return "the run's weights are spread over ranks"
+    if len({parameter.device.type for parameter in live.parameters()}) > 1:
+        return "the run's weights are in several places (train.offload)"
+    return None
 
 
 def tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:

@@ -1,7 +1,7 @@
 """`dit-lora verify`: what was saved, loaded back by its own library, is whole, finite, effective and as trained.
 
 Five checks: `keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says what each compares. A run verifies
-its result when it ends, with the frozen weights that it already holds.
+its result when it ends, with the frozen weights that it already holds, once these are shown to be those of its start.
 """
 
 import json
@@ -24,6 +24,7 @@ from dit_lora.adapters.store import BASE_FILE
 from dit_lora.adapters.update import (
     LoadedLayer,
     ModuleUpdate,
+    base_updates,
     loaded_layers,
     module_updates,
     weight_norms,
@@ -31,11 +32,17 @@ from dit_lora.adapters.update import (
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.numerics.shards import is_sharded
 from dit_lora.parsing import parse_json, read_json
-from dit_lora.training.output_record import NOT_RECORDED, Stock, compare_output, note_output
+from dit_lora.training.base_output import base_fault, kernel_fault
+from dit_lora.training.output_record import (
+    NOT_RECORDED,
+    WRONG,
+    Stock,
+    compare_output,
+    note_output,
+)
 from dit_lora.training.runtime import agree, quiet_libraries
-from dit_lora.training.stock import sharing_weights
+from dit_lora.training.stock import sharing_weights, why_apart
 from dit_lora.training.tensor_file import header_of, tensors_of
 from dit_lora.training.verify_checks import Check, effect, finite, keys, scale
 from dit_lora.training.verify_pipeline import pipeline_checks
@@ -107,19 +114,29 @@ class Verification:
         return [name for name, one in self.checks.items() if not one.passed]
 
 
-def verify_adapter(target: Path, model: str | None = None) -> Verification:
+def verify_adapter(
+    target: Path, model: str | None = None, *, allow_extreme_update: bool = False
+) -> Verification:
     """Check a run's result, an adapter's folder or file, or a whole pipeline's folder, on its base checkpoint.
 
-    `model` is the base, by default the run's own. Raises `DitLoraError` if there is nothing to check or no base,
-    and `CheckFailedError` if a file cannot be read at all.
+    `model` is the base, by default the run's own. `allow_extreme_update` makes a note of an update that is a failure
+    otherwise. Raises `DitLoraError` if there is nothing to check or no base, and `CheckFailedError` if a file cannot
+    be read at all.
     """
     quiet_libraries()
     found = find_target(target, model)
     stock = found.stock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype
-    noted = found.made.get("output", {NOT_RECORDED: "the file says nothing of it"})
-    result = Result(found.file, found.made, found.base_name, stock, dtype, noted)
+    result = Result(
+        found.file,
+        found.made,
+        found.base_name,
+        stock,
+        dtype,
+        found.made.get("output"),
+        allow_extreme=allow_extreme_update,
+    )
     if found.kind == "pipeline":
         expected = stock.without_values(dtype).state_dict()
         checks = pipeline_checks(stock.weight_files(), expected, stock.name)
@@ -144,13 +161,16 @@ def verify_result(
         run.runtime.precision.dtype,
         run.transformer,
     )
-    apart = _why_apart(live)
+    apart = why_apart(live)
     full = run.recipe.train.mode == "full"
     fresh = stock.without_values(dtype)
     if apart is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
     later = f"{apart}; dit-lora verify {run.runtime.dir.name} does" if apart else None
-    result = Result(path, made, made["base_model"], stock, dtype, made["output"], later)
+    allow = run.recipe.guard.allow_extreme_update
+    result = Result(
+        path, made, made["base_model"], stock, dtype, made["output"], later, allow, own=True
+    )
     if full:
         files = sorted((path / "transformer").glob("*.safetensors"))
         checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
@@ -163,18 +183,22 @@ def verify_result(
 
 
 def noted_output(run: "Run") -> dict[str, Any]:
-    """What `output` compares, of the weights that the model has now; collective where a forward pass is.
+    """What `output` compares, of the weights that the model has now, and what is wrong with the model. Collective.
 
-    Elsewhere the main process alone notes it, and others return nothing.
+    Where a forward pass needs one rank, the main process alone notes it, and others return nothing.
     """
+    wrong = base_fault(run)
     if not (run.runtime.is_main or run.engine.lockstep):
         return {}
     stock = run.task.stock(run.checkpoint)
     try:
         inputs = stock.inputs(run)
-        return note_output(stock, run.transformer, inputs, run.runtime.precision.dtype)
+        noted = note_output(stock, run.transformer, inputs, run.runtime.precision.dtype)
+        if wrong is None and NOT_RECORDED not in noted:
+            wrong = kernel_fault(run, noted)
     except torch.OutOfMemoryError:
-        return {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
+        noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
+    return {**noted, WRONG: wrong} if wrong else noted
 
 
 def require_verified(run: "Run") -> None:
@@ -201,10 +225,14 @@ class Result:
     stock: Stock
     dtype: torch.dtype
     """What the fresh model computes in."""
-    noted: Mapping[str, Any]
-    """What `output` compares."""
+    noted: Mapping[str, Any] | None
+    """What `output` compares; None of a file that says nothing of it."""
     later: str | None = None
     """Why that is not done here, and what does it."""
+    allow_extreme: bool = False
+    """Whether an update far beyond its weight passes."""
+    own: bool = False
+    """Whether the fresh model holds the very weights of the run."""
 
     @property
     def base_file(self) -> Path:
@@ -227,11 +255,13 @@ class Result:
 
     def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
         """`output`, of the model with the result in it."""
-        if self.later and NOT_RECORDED not in self.noted:
+        if self.noted is None:
+            return Check(True, "not recorded at training's end: the file says nothing of it")
+        if self.later and not {NOT_RECORDED, WRONG} & self.noted.keys():
             return Check(True, f"not compared: {self.later}")
         made = self.made.get("base_model") or "the checkpoint that it was trained on"
         try:
-            return compare_output(self.stock, model, self.noted, dtype, made)
+            return compare_output(self.stock, model, self.noted, dtype, made, own=self.own)
         except torch.OutOfMemoryError:
             device = next(model.parameters()).device
             return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
@@ -261,7 +291,8 @@ def _adapter(result: Result, fresh: nn.Module) -> Verification:
     if layers or not stored:
         norms = weight_norms(fresh, result.stock.weight_files())
         updates = module_updates(stored, layers, norms)
-        told = effect(updates, [*base])
+        changes = base_updates(base, result.stock.weight_files())
+        told = effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
     if held.passed:
         output = result.output(fresh, result.dtype)
     checks = {
@@ -340,12 +371,3 @@ def _ranks(stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
         if is_a and b is not None:
             found[module] = (a.shape[0], b.shape[1])
     return found
-
-
-def _why_apart(live: nn.Module) -> str | None:
-    """Why a fresh model cannot compute with this one's weights."""
-    if is_sharded(live):
-        return "the run's weights are spread over ranks"
-    if len({parameter.device.type for parameter in live.parameters()}) > 1:
-        return "the run's weights are in several places (train.offload)"
-    return None

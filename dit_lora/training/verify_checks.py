@@ -1,12 +1,13 @@
 """The checks of an adapter: each of what a file holds and what its own library made of it, in words."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dit_lora.adapters.update import STRONG, LoadedLayer, ModuleUpdate
+from dit_lora.adapters.update import EXTREME, STRONG, LoadedLayer, ModuleUpdate
 from dit_lora.errors import listed
 from dit_lora.numerics.finite import not_finite
 
@@ -76,8 +77,21 @@ def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
     return torch.allclose(there, loaded, rtol=0, atol=0, equal_nan=True)
 
 
-def effect(updates: Sequence[ModuleUpdate], base: Sequence[str]) -> Check:
-    """At least one update is more than zero; which are zero, and which as large as their weight."""
+def effect(
+    updates: Sequence[ModuleUpdate],
+    base: Sequence[str],
+    changes: Sequence[ModuleUpdate] = (),
+    *,
+    allow_extreme: bool = False,
+) -> Check:
+    """At least one update is more than zero, and none far beyond its weight; which are zero, and which as large.
+
+    `base` names the base weights that trained, and `changes` are theirs.
+    """
+    # One that is not finite is told by `finite`.
+    extreme = [one for one in (*updates, *changes) if EXTREME < (one.share or 0) < math.inf]
+    if extreme and not allow_extreme:
+        return _extreme(extreme)
     if not updates:
         return no_adapter(base)
     dead = [one.name for one in updates if one.norm == 0]
@@ -91,18 +105,28 @@ def effect(updates: Sequence[ModuleUpdate], base: Sequence[str]) -> Check:
     notes = []
     if dead:
         notes.append(listed("dead, their update is zero:", dead))
-    strong = [
-        f"{one.name}: {percent(one.relative)}"
-        for one in updates
-        if one.relative is not None and one.relative > STRONG
-    ]
+    strong = [one for one in updates if one.relative is not None and one.relative > STRONG]
     if strong:
         summary = (
             "over-strong, their update is larger than the weight that it is added to; where samples break, lower the "
             "learning rate or load the adapter at a lower weight:"
         )
-        notes.append(listed(summary, strong))
+        notes.append(listed(summary, _relative(strong)))
     return Check(True, "\n".join([words, *notes]))
+
+
+def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
+    summary = (
+        f"extreme, an update of more than {EXTREME:g} times the weight that it is added to: next to nothing of the base "
+        "is left, as after a learning rate that is too high; take an earlier checkpoint, or let it pass with "
+        "guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
+    )
+    return Check(False, listed(summary, _relative(updates)))
+
+
+def _relative(updates: Sequence[ModuleUpdate]) -> list[str]:
+    known = [(one.name, one.share if one.relative is None else one.relative) for one in updates]
+    return [f"{name}: {percent(share)}" for name, share in known if share is not None]
 
 
 def _range(updates: Sequence[ModuleUpdate]) -> str:

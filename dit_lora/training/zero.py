@@ -207,6 +207,10 @@ class Zero2:
             for kind, flat in self.optimizer.state.get(part.tensor, {}).items()
         }
 
+    def alike(self) -> dict[str, torch.Tensor]:
+        """The weights alone: the rest is this rank's part."""
+        return trainable_state(self.bare)
+
     def put_numbers(self, state: Tensors) -> None:
         """AdamW keeps none."""
 

@@ -10,6 +10,9 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.adapters.update import (
+    EXTREME,
+    ModuleUpdate,
+    base_updates,
     loaded_layers,
     module_updates,
     product_norm,
@@ -92,3 +95,45 @@ def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
     save_file(stored, tmp_path / "model.safetensors")
     found = weight_norms(model.to("meta"), [tmp_path / "model.safetensors"])
     assert found == pytest.approx({name: expected[name] for name in ("blocks.0", "blocks.1")})
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-9])
+def test_an_update_of_a_weight_that_begins_at_nothing_is_no_extreme_one(size: float) -> None:
+    """Such as modulations of DiT: their layers' update is held against what layers of this model weigh."""
+    model = adapted()
+    model.get_parameter("blocks.0.base_layer.weight").data *= size
+
+    def updates(times: float) -> dict[str, ModuleUpdate]:
+        tensors = {
+            name.replace(".default", ""): times * p.detach()
+            for name, p in model.named_parameters()
+            if ".lora_" in name
+        }
+        found = module_updates(tensors, loaded_layers(model), weight_norms(model, []))
+        return {one.name: one for one in found}
+
+    mild = updates(0.3)["blocks.0"]
+    assert mild.relative is None if size == 0 else (mild.relative or 0) > EXTREME
+    assert 0 < (mild.share or 0) <= EXTREME
+    assert all((one.share or 0) > EXTREME for one in updates(30.0).values())
+
+
+def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
+    tmp_path: Path,
+) -> None:
+    before = {"a": draws(3, 4), "b": draws(5), "zero": torch.zeros(4), "c": draws(2)}
+    save_file(before, tmp_path / "model.safetensors")
+    now = {
+        "a": 21 * before["a"],
+        "b": before["b"],
+        "zero": torch.full((4,), 0.1),
+        "c": draws(3),
+        "d": draws(1),
+    }
+    found = {one.name: one for one in base_updates(now, [tmp_path / "model.safetensors"])}
+    assert {name: one.relative for name, one in found.items()} == {
+        "a": pytest.approx(20),
+        "b": 0,
+        "zero": None,
+    }
+    assert [name for name, one in found.items() if (one.share or 0) > EXTREME] == ["a"]

@@ -141,6 +141,10 @@ def one_strong(tensors: Tensors, _header: dict[str, str]) -> None:
     tensors[f"{BLOCK}.lora_B.weight"] *= 1000
 
 
+def one_extreme(tensors: Tensors, _header: dict[str, str]) -> None:
+    tensors[f"{BLOCK}.lora_B.weight"] *= 1e5
+
+
 def alpha(_tensors: Tensors, header: dict[str, str]) -> None:
     config = json.loads(header["lora_adapter_metadata"]) | {"transformer.lora_alpha": 16}
     header["lora_adapter_metadata"] = json.dumps(config)
@@ -176,6 +180,7 @@ DIFFUSION: dict[Change, tuple[set[str], str]] = {
     zero_b: ({"effect", "output"}, "the updates of all 8 modules are zero"),
     one_dead: ({"output"}, "dead, their update is zero:\n  - transformer_blocks.1.attn1.to_q"),
     one_strong: ({"output"}, "over-strong, their update is larger than the weight"),
+    one_extreme: ({"effect", "output"}, "extreme, an update of more than 10 times the weight"),
     alpha: ({"scale", "output"}, "alpha 16 in the header, and 8 was trained"),
     alpha_everywhere: ({"output"}, "the adapter does not act as trained: the base's output is as"),
     no_alpha: ({"scale", "output"}, "the header does not say rank and alpha: loaders take alpha 4"),

@@ -1,0 +1,42 @@
+"""How far two right computations of the same thing may be apart: one scale, for what is compared before a run and after it.
+
+All are relative to the reference: of root mean squares or norms. `parity` compares a kernel's modules and gradients
+with their reference before the first step (and in the run); a run's start and end compare the model's output with its
+kernels and without; `verify` compares outputs that have no kernel in them on either side, and so allows rounding alone.
+"""
+
+import math
+from collections.abc import Collection
+
+import torch
+
+# In fp32 two correct orders of the same sums are 1e-5 apart. In bf16 they were up to 0.015 in 24 blocks of CogVideoX,
+# and 0.12 in the gradient of a query before ReLU, where another sample's scale made 0.04 to 0.14: there only gross
+# errors can be told, and the comparison in fp32 finds the others.
+OUTPUT = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""Of a module's output with a kernel and without it, by the dtype that it computes in."""
+GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""Of a parameter's gradient likewise."""
+BLOCK = 2e-4
+"""Of one block's outputs and gradients in fp32, on equal inputs and relative to what the block adds to its input: an error of
+0.1 % in one op is 1e-3 of that. So parity refuses, block by block, what the end of a run would refuse of the whole."""
+KERNEL = OUTPUT[torch.float32]
+"""What a kernel may be wrong by in itself, whatever the dtype: the rest of a difference has to be rounding."""
+LATER = 2.0
+"""What was passed at a run's start may be so many times as far at its end: its weights are others then."""
+
+# Of one operation. fp32 sums of thousands of terms lose some bits, and cuDNN's convolutions take TF32.
+_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-19}
+_TF32 = 2.0**-11
+_FACTOR = 4.0
+
+
+def rounding(dtypes: Collection[torch.dtype], devices: Collection[str], blocks: int) -> float:
+    """How far the outputs of two right computations of a model may be apart, in these dtypes and on these devices.
+
+    Four times u sqrt(blocks), u of the coarsest dtype: docs/verify.md has what was measured.
+    """
+    unit = max(_UNIT[dtype] for dtype in dtypes)
+    if set(devices) != {"cpu"}:
+        unit = max(unit, _TF32)
+    return _FACTOR * unit * math.sqrt(max(1, blocks))

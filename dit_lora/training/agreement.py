@@ -1,0 +1,206 @@
+"""What has to hold of a run's state before it is kept, beyond being finite: replicas are equal, averages are averages.
+
+Both are looked at when a checkpoint or a snapshot is due, and in no other step.
+"""
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
+
+from dit_lora.numerics.digest import digest
+from dit_lora.numerics.gate import PoisonedStateError
+from dit_lora.numerics.shards import local
+from dit_lora.numerics.verdict import Verdict
+from dit_lora.training.checkpoint import trainable_state
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+Tensors = Mapping[str, torch.Tensor]
+_FURTHER = 2.0
+"""A rank has moved away from the others if a tensor of it is so many times as far from the snapshot as theirs."""
+_BEYOND = 10.0
+"""An average is never beyond what its weight has been; between two looks the weight may have been larger than at both."""
+
+
+def require_agreement(run: "Run", step: int) -> None:
+    """Raise `PoisonedStateError` on every rank if what ranks have alike differs, or an average is none. Collective."""
+    _require_ranks_agree(run, step)
+    _require_sound_averages(run, step)
+
+
+def _require_ranks_agree(run: "Run", step: int) -> None:
+    """Every rank takes the same steps with the same gradients: where bits differ, it is the memory of one.
+
+    No averaged gradient shows it, and each rank's loss is its own samples'.
+    """
+    accelerator = run.runtime.accelerator
+    if accelerator.num_processes == 1:
+        return
+    averages = run.ema.tensors() if run.ema else {}
+    state = run.engine.alike() | {n: t for n, t in averages.items() if not isinstance(t, DTensor)}
+    snapshots = run.guard.snapshots
+    held = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
+    verdict = differing_rank(accelerator, state, held, step)
+    if verdict is not None:
+        raise PoisonedStateError(f"step {step}: {verdict.words}", "ranks_differ", verdict)
+
+
+def differing_rank(
+    accelerator: Accelerator, state: Tensors, held: Tensors, step: int
+) -> Verdict | None:
+    """The rank whose tensors are not those of the others, equally on all ranks; None if all are the same bits. Collective.
+
+    It is the one that most others contradict; of two, the one that is further from `held`, which all had alike.
+    """
+    own = torch.tensor([digest(state.values())], device=accelerator.device)
+    everyones = accelerator.gather(own)
+    if (everyones == everyones[0]).all():
+        return None
+    digests = gather_object([{name: digest([tensor]) for name, tensor in state.items()}])
+    names = [n for n in state if len({one.get(n) for one in digests}) > 1]
+    at_fault = _contradicted(digests, names)
+    moves: list[dict[str, float]] = gather_object(
+        [{name: _moved(state[name], held.get(name)) for name in names}]
+    )
+    if not at_fault:
+        at_fault = _furthest(moves, names)
+    hosts = gather_object([socket.gethostname()])
+    evidence = {
+        "ranks": at_fault or list(range(len(hosts))),
+        "hosts": [hosts[rank] for rank in at_fault] or hosts,
+        "differs": names[:20],
+        "differing_tensors": len(names),
+        "from_the_snapshot": [max(one.values(), default=0.0) for one in moves],
+    }
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    if at_fault:
+        who = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in at_fault)
+        words = f"{names[0]}{more} of {who} is not what the other ranks have: that rank's memory"
+    else:
+        who = ", ".join(f"rank {rank} ({host})" for rank, host in enumerate(hosts))
+        words = (
+            f"{names[0]}{more} differs between {who}, none of which stands out: the memory of one"
+        )
+    return Verdict(
+        "optimizer" if all(_is_moment(name) for name in names) else "weights",
+        words,
+        step=step,
+        rank=at_fault[0] if at_fault else 0,
+        module=_module(names[0]),
+        evidence=evidence,
+    )
+
+
+def _contradicted(digests: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[int]:
+    """The ranks that have other bits than most; none without a majority."""
+    found = set()
+    for name in names:
+        values = [one.get(name) for one in digests]
+        value, count = Counter(values).most_common(1)[0]
+        if 2 * count > len(values):
+            found |= {rank for rank, own in enumerate(values) if own != value}
+    return sorted(found)
+
+
+def _furthest(moves: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[int]:
+    """The rank that alone has moved a tensor much further than the others have."""
+    found = set()
+    for name in names:
+        far = sorted((one.get(name, 0.0), rank) for rank, one in enumerate(moves))
+        if far[-1][0] > _FURTHER * far[-2][0]:
+            found.add(far[-1][1])
+    return sorted(found) if len(found) == 1 else []
+
+
+def _moved(tensor: torch.Tensor, held: torch.Tensor | None) -> float:
+    """The largest change of an element since the snapshot, or the largest value where that does not have it."""
+    values = tensor.detach().double()
+    if held is not None and held.shape == values.shape:
+        values = values - held.to(values.device).double()
+    peak = values.abs().max().item() if values.numel() else 0.0
+    return math.inf if math.isnan(peak) else peak
+
+
+@dataclass
+class AverageBounds:
+    """The largest value that each trained weight, and so its average, is known to have had; of shards, this rank's."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def note(self, weights: Tensors, averages: Tensors) -> None:
+        """What is sound now."""
+        for peaks in (_peaks(weights), _peaks(averages)):
+            for name, peak in peaks.items():
+                self.seen[name] = max(peak, self.seen.get(name, 0.0))
+
+    def beyond(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
+        """The finite averages beyond everything that their weights were: how far they reach, and the weights."""
+        now = _peaks(weights)
+        bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in now.items()}
+        return {
+            name: (peak, bounds[name])
+            for name, peak in _peaks(averages).items()
+            if math.isfinite(peak) and peak > _BEYOND * bounds[name]
+        }
+
+
+def note_averages(run: "Run") -> None:
+    """Take what the run starts from as sound."""
+    if run.ema is not None:
+        run.bounds.note(trainable_state(run.transformer), _named(run.ema.tensors()))
+
+
+def _require_sound_averages(run: "Run", step: int) -> None:
+    """An average is a mean of what its weight was, and cannot be beyond all of it."""
+    if run.ema is None:
+        return
+    weights, averages = trainable_state(run.transformer), _named(run.ema.tensors())
+    own = run.bounds.beyond(weights, averages)
+    rank, host = run.runtime.accelerator.process_index, socket.gethostname()
+    found: list[Any] = gather_object([(rank, host, own)] if own else [])
+    if not found:
+        run.bounds.note(weights, averages)
+        return
+    rank, host, own = found[0]
+    name, (peak, bound) = next(iter(own.items()))
+    more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+    words = (
+        f"the moving average ema/{name}{more} reaches {peak:.3g} on rank {rank} ({host}), and its weight was never "
+        f"beyond {bound:.3g}: it changed in memory"
+    )
+    evidence = {"beyond": {name: list(pair) for name, pair in [*own.items()][:20]}}
+    verdict = Verdict("weights", words, step, rank, module=_module(name), evidence=evidence)
+    raise PoisonedStateError(f"step {step}: {words}", "diverged_averages", verdict)
+
+
+def _named(averages: Tensors) -> dict[str, torch.Tensor]:
+    """By their weights' names."""
+    return {name.removeprefix("ema/"): tensor for name, tensor in averages.items()}
+
+
+def _peaks(tensors: Tensors) -> dict[str, float]:
+    """The largest magnitude of each, NaN if a value is; one read of the device."""
+    own = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    whole = {name: tensor for name, tensor in own.items() if tensor.numel()}
+    norms = torch._foreach_norm([*whole.values()], ord=float("inf")) if whole else []
+    values = torch.stack([norm.float() for norm in norms]).tolist() if whole else []
+    return dict.fromkeys(own, 0.0) | dict(zip(whole, values, strict=True))
+
+
+def _is_moment(name: str) -> bool:
+    return "/" in name and not name.startswith("ema/")
+
+
+def _module(name: str) -> str:
+    """Of a weight, `ema/<weight>` or `<group>/<weight>/<moment>`."""
+    parts = name.split("/")
+    return (parts[-2] if _is_moment(name) and len(parts) > 1 else parts[-1]).rpartition(".")[0]

@@ -1,0 +1,344 @@
+"""The base as it was before the first step: its output is kept, and compared when a run goes on and when it ends.
+
+At a run's end the frozen weights in memory are those that it trained on, and not always those that it loaded. So the
+output of made-up inputs (`output_record`) is noted as soon as the model is loaded, by the model's own code, into
+base_output.json. A start that resumes compares itself with the first one's.
+"""
+
+import json
+import math
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
+from dit_lora.fuse.check import refusal
+from dit_lora.numerics.shards import local
+from dit_lora.numerics.switches import COMPILE, Switch, attention_switches, model_switches
+from dit_lora.numerics.tolerances import KERNEL, LATER
+from dit_lora.training.memory import choose_checkpointing
+from dit_lora.training.output_record import (
+    NOT_RECORDED,
+    adapters_off,
+    distance,
+    is_finite,
+    kernels_of,
+    output_now,
+    tolerance,
+    without_kernels,
+)
+from dit_lora.training.runtime import agree
+from dit_lora.training.stock import Inputs, sharing_weights, why_apart
+from dit_lora.training.verify_checks import percent
+
+if TYPE_CHECKING:
+    from dit_lora.training.run import Run
+
+BASE_OUTPUT = "base_output.json"
+_TRAINED_ON_IT = (
+    "from some step on the adapter was trained on that; go on from an earlier checkpoint (train.resume=PATH in "
+    "another run.dir)"
+)
+
+
+@dataclass
+class BaseOutput:
+    """What the base made of made-up inputs at a run's first start."""
+
+    noted: dict[str, Any] | None
+    """As `output_now` gives it, or why there is none; None where every weight trains, so that there is no base."""
+    loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
+    since: int = 0
+    """The step at which it was noted: later than the first of a run from before there was a record."""
+    kernels: float = 0.0
+    """How far the kernels in use made the model's output another than its own code did, when this process started."""
+
+
+def note_base(run: "Run", resume_from: Path | None) -> BaseOutput:
+    """Note the base's output, before a checkpoint is put into the model; of a resumed run, that of its first start.
+
+    Collective. Raises `DitLoraError` on every rank if the base is another on one of them, or than at the first start.
+    """
+    model, main = run.transformer, run.runtime.is_main
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return BaseOutput(None)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
+    loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
+    given: list[Any] = [_first_record(run.runtime.dir, resume_from) if main else None]
+    broadcast_object_list(given)
+    first, stock = given[0], run.task.stock(run.checkpoint)
+    base = BaseOutput(None, loaded)
+    own = _now(run, base, first["inputs"] if first else stock.inputs(run))
+    theirs: list[Any] = [first or own]
+    broadcast_object_list(theirs)  # the main process'
+    base.noted = theirs[0]
+    agree(run.runtime.accelerator, _unlike(run, base.noted or {}, own, resumed=first is not None))
+    return base
+
+
+def keep_base(run: "Run") -> None:
+    """Write the record where it is new, into a folder that is open now; say what it cannot tell."""
+    base, file = run.base, run.runtime.dir / BASE_OUTPUT
+    if base.noted is None:
+        return
+    base.since = base.noted.setdefault("since", run.start_step)
+    if NOT_RECORDED in base.noted:
+        why = base.noted[NOT_RECORDED]
+        run.runtime.say(f"warning: the result of this run will not pass its verification: {why}")
+    elif base.since and base.since == run.start_step:
+        run.runtime.say(
+            f"guard: the first start of this run has no record of its base's output; it is compared with today's, "
+            f"and what the base was before step {base.since} is not known"
+        )
+    if run.runtime.is_main:
+        write_whole(file, json.dumps(base.noted, indent=2) + "\n")
+
+
+def base_fault(run: "Run") -> str | None:
+    """What is wrong with the base at the run's end, against its start; None if nothing is. Collective.
+
+    The model's own code is compared with itself, on every rank, with adapters off and no weight as trained.
+    """
+    base = run.base
+    if base.noted is None:
+        return None
+    if NOT_RECORDED in base.noted:
+        return f"not recorded at the run's start: {base.noted[NOT_RECORDED]}"
+    now = _now(run, base, base.noted["inputs"])
+    if NOT_RECORDED in now:
+        now = {**base.noted, "norm": math.nan}
+    limit = tolerance(base.noted, run.transformer, run.runtime.precision.dtype)
+    rank = run.runtime.accelerator.process_index
+    found = gather_object([(distance(now, base.noted), -rank, socket.gethostname())])
+    away, worst, host = max(found)
+    if away <= limit:
+        return None
+    where = f" on rank {-worst} ({host})" if run.runtime.accelerator.num_processes > 1 else ""
+    is_away = f"{percent(away)} from then" if math.isfinite(away) else "not finite"
+    start = "the run's start" if not base.since else f"step {base.since}, where its record begins"
+    words = (
+        f"the base is not what it was at {start}: with adapters and kernels off its output{where} is {is_away} "
+        f"(up to {percent(limit)} is rounding)"
+    )
+    backend = _backend_at_fault(run, base, limit)
+    if backend is not None:
+        return f"{words}; with {backend} off it is as it was: that attention backend went wrong in the run"
+    if worst == 0 and _is_whole(run, base, limit):
+        cause = "the stock model with the same weights is as it was: a hook or another forward changes the run's"
+    else:
+        cause = "its frozen weights or buffers have changed in memory"
+    return f"{words}: {cause}, and {_TRAINED_ON_IT}"
+
+
+def kernel_fault(run: "Run", noted: Mapping[str, Any]) -> str | None:
+    """Which kernels make the trained model's output another than its own code does; None if none. For the run's end.
+
+    `noted` is that of its own code. Allowed is twice what it was at the start, of what the adapter changes twice what
+    parity allows a kernel, and rounding. Collective where a forward pass is.
+    """
+    effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
+    allowed = LATER * (run.base.kernels + KERNEL * effect)
+    found, _ = _kernels_apart(run, noted["inputs"], allowed)
+    if not found:
+        return None
+    which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in found.items())
+    off = " ".join(_off(switch) for switch in found)
+    return (
+        f"kernels went wrong in the run: with them the model's output is not what its own code makes of the same "
+        f"weights: {which}, and {percent(run.base.kernels)} at the start. From some step on the adapter was trained "
+        f"with that; go on from an earlier checkpoint (train.resume=PATH in another run.dir) with {off}"
+    )
+
+
+def check_kernels(run: "Run") -> list[dict[str, Any]]:
+    """Switch off the kernels that the run's end would refuse, for all ranks; their events. Collective.
+
+    The same inputs and the same scale as then: what passes here fails there only if it changes. Raises `DitLoraError`
+    on every rank if the recipe insists on one of them.
+    """
+    noted, accelerator = run.base.noted, run.runtime.accelerator
+    if noted is not None and NOT_RECORDED in noted:
+        return []
+    inputs = noted["inputs"] if noted else run.task.stock(run.checkpoint).inputs(run)
+    found, run.base.kernels = _kernels_apart(run, inputs, KERNEL)
+    worst: dict[str, float] = {}
+    for name, away in gather_object([(switch.name, away) for switch, away in found.items()]):
+        worst[name] = max(away, worst.get(name, 0.0))
+    events = []
+    for switch in model_switches(run.transformer):
+        if switch.name not in worst:
+            continue
+        words = f"kernel {switch.name}: with it the model's output is {_amount(worst[switch.name])} from its own code's"
+        agree(accelerator, DitLoraError(refusal(switch, words)) if switch.insisted else None)
+        switch.turn_off()
+        run.guard.state.switched_off.append(switch.name)
+        events.append(_event(f"{words}; switched off for this run", switch))
+    if events:
+        choose_checkpointing(run)  # without the kernel, more is kept for backward
+        _, run.base.kernels = _kernels_apart(run, inputs, KERNEL)
+    return events
+
+
+def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | None:
+    """That of the run's first start, or of the run whose checkpoint it goes on from; None at a first start."""
+    if resume_from is None:
+        return None
+    for file in (folder / BASE_OUTPUT, resume_from.absolute().parents[1] / BASE_OUTPUT):
+        try:
+            record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if "values" in record:
+            return record
+    return None
+
+
+def _now(run: "Run", base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
+    """The base's output in this moment, as `output_now` gives it, or why there is none."""
+    model, dtype = run.transformer, run.runtime.precision.dtype
+    try:
+        with without_kernels(model), _as_loaded(model, base.loaded):
+            noted = output_now(run.task.stock(run.checkpoint), model, inputs, dtype)
+    except torch.OutOfMemoryError:
+        return {NOT_RECORDED: "a forward pass of the base does not fit the memory of its device"}
+    if is_finite(noted):
+        return noted
+    return {
+        NOT_RECORDED: "the base's output of made-up inputs is not finite, with every kernel off"
+    }
+
+
+@contextmanager
+def _as_loaded(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Within it no adapter acts, and base weights that train have the values that they were loaded with."""
+    live = {n: local(p.detach()) for n, p in model.named_parameters() if n in loaded}
+    kept = {name: tensor.clone() for name, tensor in live.items()}
+    try:
+        for name, tensor in live.items():
+            tensor.copy_(loaded[name])
+        with adapters_off(model):
+            yield
+    finally:
+        for name, tensor in live.items():
+            tensor.copy_(kept[name])
+
+
+def _unlike(
+    run: "Run", noted: Mapping[str, Any], own: Mapping[str, Any], *, resumed: bool
+) -> DitLoraError | None:
+    """Why this rank's base is not the one that was noted."""
+    if NOT_RECORDED in noted or NOT_RECORDED in own:
+        return None
+    limit = tolerance(noted, run.transformer, run.runtime.precision.dtype)
+    away = distance(own, noted)
+    if away <= limit:
+        return None
+    where = f"rank {run.runtime.accelerator.process_index} ({socket.gethostname()})"
+    told = f"{percent(away)} away, where up to {percent(limit)} is rounding"
+    if not resumed:
+        return DitLoraError(
+            f"{where} has another base than rank 0: its output of the same inputs is {told}; its files or its memory "
+            "are damaged: compare the checkpoint's files on both, or leave that machine out"
+        )
+    return DitLoraError(
+        f"the base is not what it was at this run's first start: its output of the same inputs ({BASE_OUTPUT}) is "
+        f"{told}, on {where}; restore its files and the packages' versions (environment.json), take another machine, "
+        "or start afresh with train.resume=none in another run.dir"
+    )
+
+
+def _backend_at_fault(run: "Run", base: BaseOutput, limit: float) -> str | None:
+    """The attention backend without which the base's output is as it was, on all ranks; None if there is none."""
+    assert base.noted is not None
+    for switch in attention_switches():
+        with switch.off():
+            now = _now(run, base, base.noted["inputs"])
+        as_it_was = NOT_RECORDED not in now and distance(now, base.noted) <= limit
+        if all(gather_object([as_it_was])):
+            return switch.name
+    return None
+
+
+@torch.no_grad()
+def _is_whole(run: "Run", base: BaseOutput, limit: float) -> bool:
+    """Whether a fresh stock model with this run's weights gives the base's output of the start. For the main process."""
+    live, dtype, noted = run.transformer, run.runtime.precision.dtype, base.noted
+    if not run.runtime.is_main or run.engine.lockstep or why_apart(live) is not None:
+        return False
+    assert noted is not None
+    stock = run.task.stock(run.checkpoint)
+    fresh = sharing_weights(stock.without_values(dtype), live, dtype, trained=False)
+    own = dict(fresh.named_parameters())
+    for name, values in base.loaded.items():
+        own[name.replace(".base_layer.", ".")].copy_(values)
+    return distance(output_now(stock, fresh, noted["inputs"], dtype), noted) <= limit
+
+
+@torch.no_grad()
+def _kernels_apart(run: "Run", inputs: Inputs, allowed: float) -> tuple[dict[Switch, float], float]:
+    """The kernels that alone make the output another than the model's own code does, by more than that and rounding.
+
+    One of several that are wrong together only stands for all. With it, how far all of them are from it together.
+    """
+    model, dtype = run.transformer, run.runtime.precision.dtype
+    kernels, stock = kernels_of(model), run.task.stock(run.checkpoint)
+    if not kernels:
+        return {}, 0.0
+    with without_kernels(model):
+        expected = output_now(stock, model, inputs, dtype)
+    limit = tolerance(expected, model, dtype) + allowed
+
+    def away() -> float:
+        found = [distance(output_now(stock, model, inputs, dtype), expected)]
+        if run.engine.lockstep:  # one answer for all ranks, so that none goes on alone
+            broadcast_object_list(found)
+        return found[0]
+
+    together = away() if is_finite(expected) else 0.0  # else there is nothing to compare with
+    if together <= limit:
+        return {}, together
+    parts = [one for one in model_switches(model) if one.name != COMPILE]
+    wholes = {one.part_of for one in parts}
+    wrong: dict[str, float] = {}
+    for switch in parts:
+        if switch.name in wholes:
+            continue
+        with without_kernels(model, but=switch):
+            alone = away()
+        if alone > limit:
+            wrong[switch.name] = alone
+    wrong = wrong or {kernels[0].name: together}
+    return {one: wrong[one.name] for one in parts if one.name in wrong}, together
+
+
+def _amount(away: float) -> str:
+    return percent(away) if math.isfinite(away) else "not finite"
+
+
+def _off(switch: Switch) -> str:
+    """The recipe's value that leaves a kernel out."""
+    if switch.cause == "attention_backend":
+        return "kernels.attention=auto"
+    return f"kernels.{switch.name}=off" if switch.part_of else "all of kernels off"
+
+
+def _event(words: str, switch: Switch) -> dict[str, Any]:
+    return {
+        "step": 0,
+        "micro_step": None,
+        "rank": 0,
+        "kind": "preflight",
+        "sample_ids": [],
+        "verdict": {"cause": "kernel", "words": words, "switch": switch.name, "module": ""},
+        "action": "fallback",
+        "seconds": 0.0,
+    }

@@ -1,0 +1,43 @@
+"""A digest changes with any bit, and with nothing else."""
+
+import pytest
+import torch
+
+from dit_lora.numerics import digest as module
+from dit_lora.numerics.digest import digest
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64]
+
+
+def values(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(7, 3), (), (0, 4), (5,), (40,)]
+    return [(100 * torch.rand(size, generator=generator)).to(dtype) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1 << 23, 32])
+def test_any_bit_changes_it(
+    dtype: torch.dtype, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first and last element of each tensor, lowest and highest bit, together and apart."""
+    monkeypatch.setattr(module, "_BATCH", batch)
+    before = digest(values(dtype))
+    assert digest(values(dtype)) == before
+    for number in (0, 1, 3, 4):
+        for place in (0, -1):
+            for bit in (0, 7):
+                changed = values(dtype)
+                changed[number].view(-1).view(torch.uint8)[place] ^= 1 << bit
+                assert digest(changed) != before, (number, place, bit)
+
+
+def test_order_and_layout() -> None:
+    one, other = values(torch.float32)[:2]
+    assert digest([one, other]) != digest([other, one])
+    assert digest([one.flatten().flip(0)]) != digest([one])
+    assert digest([one.T.contiguous().T]) == digest([one])
+    mixed = [one, torch.arange(3), one.bfloat16()]
+    assert digest(mixed) == digest([t.clone() for t in mixed])
+    assert digest([torch.zeros(3), torch.tensor(-0.0)]) != digest([torch.zeros(3), torch.zeros(())])
+    assert digest([]) == digest([torch.zeros(0)])
