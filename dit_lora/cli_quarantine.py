@@ -1,36 +1,42 @@
 """The verb `dit-lora quarantine`: which samples a run leaves out, on what evidence, and how to take one back."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dit_lora.cli_json import JsonFlag, print_json
 from dit_lora.errors import DitLoraError
+from dit_lora.run_lock import holder_of, is_live
 from dit_lora.terminal import echo
 
 
 def quarantine(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     release: Annotated[
         list[str] | None,
         typer.Option(help="Take this sample back into the run; repeatable.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Show the samples that a run leaves out, with why; --release takes them back for the next resume."""
     from dit_lora.data.quarantine import QUARANTINE, Quarantine
 
     if not run.is_dir():
         raise DitLoraError(f"{run} is not a folder; give a run's folder, as its recipe's run.dir")
+    if release and is_live(run):
+        raise DitLoraError(
+            f"{run} is in use by {holder_of(run)}, which writes its list anew; release samples when it has ended"
+        )
     held = Quarantine.load(run / QUARANTINE)
     released = held.release(release or [])
     if released:
         held.save()
     if as_json:
         rows = [asdict(one) for one in held.records]
-        echo(json.dumps({"left_out": rows, "released": released}, indent=2))
+        print_json(context, {"left_out": rows, "released": released})
         return
     for name in released:
         echo(f"released {name}: train.resume=auto trains on it again")

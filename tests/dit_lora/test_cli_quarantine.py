@@ -1,6 +1,7 @@
 """`dit-lora quarantine`: what a run leaves out is shown, and taken back by name."""
 
 import json
+import os
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 from dit_lora.cli import app
 from dit_lora.data.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError
+from dit_lora.run_lock import RunLock
 
 
 def invoke(*arguments: object) -> str:
@@ -57,3 +59,13 @@ def test_a_name_that_is_not_out_and_a_folder_that_is_none_are_refused(tmp_path: 
         result = CliRunner().invoke(app, ["quarantine", *map(str, arguments)])
         assert isinstance(result.exception, DitLoraError)
         assert words in str(result.exception)
+
+
+def test_nothing_is_released_under_a_run_that_goes_on(tmp_path: Path) -> None:
+    lock = RunLock(fill(tmp_path))
+    lock.acquire()
+    result = CliRunner().invoke(app, ["quarantine", str(tmp_path), "--release", "a.mp4"])
+    lock.release()
+    assert isinstance(result.exception, DitLoraError)
+    assert f"is in use by process {os.getpid()} on" in str(result.exception)
+    assert len(Quarantine.load(tmp_path / "quarantine.jsonl").records) == 2
