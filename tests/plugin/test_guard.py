@@ -18,11 +18,6 @@ from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.guard import Guard
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where a stop without a folder leaves weights
-
-
 class Loop:
     """Three samples a step through a dropout and a linear layer."""
 

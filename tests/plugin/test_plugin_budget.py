@@ -21,11 +21,6 @@ from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.guard import Guard
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Clips(Dataset[dict[str, torch.Tensor]]):
     """Clips with NaN in some of them."""
 
