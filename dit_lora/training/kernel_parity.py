@@ -189,7 +189,7 @@ def compared_batches(run: "Run") -> list[Batch]:
     if groups[0] == groups[1]:
         groups.pop()
     batches = [samples_of(run, entries, size) for entries in groups]
-    batches += [samples_of(run, entries, ROWS) for entries in kinds]
+    batches += [samples_of(run, entries, size) for entries in kinds]
     return [collate(samples) for samples in batches if samples]
 
 

@@ -192,6 +192,18 @@ def test_the_first_forward_of_a_shape_finds_a_wrong_kernel_and_goes_on_without(
     assert not fusion.stock
 
 
+def test_of_one_sample_each_block_is_given_a_second_one(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler may come later with a batch of two, for guidance."""
+    fuse(model, ON)
+    wrong_row(monkeypatch)
+    set_optional(model)
+    one = {name: tensor[:1] for name, tensor in given(2).items()}
+    with pytest.warns(UserWarning, match="kernel ada_norm differs from its reference"):
+        model(**one)
+
+
 def set_optional(model: nn.Module) -> None:
     """As if `auto` had chosen them: only a GPU makes it do so."""
     for switch in model_switches(model):
