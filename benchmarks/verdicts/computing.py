@@ -1,6 +1,7 @@
 """Places in what computes: activations, fused kernels, attention backends, the stock output."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -49,7 +50,10 @@ def _activation(draw: Draw) -> Case:
     change = _VALUES[kind]
     change = backward_of(change) if direction else change
     words = f"{when.words}, of {draw.site.named(module)}"
-    return Case(words, _of_activation(kind, when), arms.module_output(module, change, when))
+    allowed = _of_activation(kind, when)
+    if direction and not draw.site.encoded:  # no gradient goes through a frozen vision encoder
+        allowed = replace(allowed, told=False)
+    return Case(words, allowed, arms.module_output(module, change, when))
 
 
 def _of_activation(kind: str, when: When) -> Right:

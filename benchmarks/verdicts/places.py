@@ -187,6 +187,9 @@ def _gradient(draw: Draw) -> Case:
         "all x 1e-25": times(1e-25),
     }[draw.kind]
     arm = arms.gradients(change, number, when)
+    if draw.kind == "one 1e30":  # finite; what it leaves in a moment is an altered element
+        allowed = right(*_MOMENT.causes, told=False, ends=_BASE.ends, result="bounded")
+        return Case(when.words, allowed, arm)
     if "1e" in draw.kind:  # finite, and so is its norm
         return Case(when.words, right(told=False, ends=(DONE, REFUSED), result="bounded"), arm)
     return Case(when.words, of_pass(when), arm)
