@@ -58,11 +58,14 @@ def _activation(draw: Draw) -> Case:
 
 def _of_activation(kind: str, when: When) -> Right:
     if kind in ("sign", "factor"):
-        return SILENT
+        return replace(SILENT, ends=(DONE, REFUSED))  # it is there when the result is looked at
     causes = {"once": ("transient",), "at": ("step",), "from": ("unknown", "step")}[when.mode]
     causes += ("rank",) if when.rank != ALL_RANKS and when.mode != "once" else ()
     if kind == "huge":
-        return right(*causes, "precision", told=False, result="bounded")
+        # PyTorch's flash attention cannot take such values, and its others can.
+        causes += ("precision", "attention_backend")
+        ends, off = (DONE, REFUSED, STOPPED), frozenset({_FLASH})
+        return right(*causes, told=False, result="bounded", ends=ends, switches=off)
     if when.mode == "once":
         return right(*causes, ends=(DONE,))
     return right(*causes, result="bounded")

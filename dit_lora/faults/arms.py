@@ -241,7 +241,7 @@ def kernel(change: Change, when: When, name: str = "kernel:wrong_op", place: str
 
     def arm(stage: Stage) -> None:
         state = add_switch(stage, name)
-        fires = _from_the_start if when.step == 0 and when.mode == "from" else when.fires(stage)
+        fires = when.fires(stage)
 
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
             return change(output) if state["on"] and fires() else output
@@ -249,10 +249,6 @@ def kernel(change: Change, when: When, name: str = "kernel:wrong_op", place: str
         stage.transformer.get_submodule(stage.site.named(place)).register_forward_hook(hook)
 
     return arm
-
-
-def _from_the_start() -> bool:
-    return True
 
 
 def right_kernel(name: str = "kernel:right_op") -> Arm:

@@ -27,7 +27,8 @@ class When:
     """The moments at which a fault acts."""
 
     mode: Mode
-    """`once`: in one pass of its step. `from` its step on, in every pass. `at` its step, in replays of it too, as what
+    """`once`: in one pass of its step. `from` its step on, in every pass; from 0, before
+    the run too. `at` its step, in replays of it too, as what
     is drawn by the step comes back in them. `random`: from its step on, with a chance of `p` a pass."""
     step: int = 3
     rank: int = ALL_RANKS
@@ -48,7 +49,10 @@ class When:
             return lambda: False
         if self.mode == "at":
             places = step_seeds(stage, self.step)
-            return lambda: torch.initial_seed() in places
+            # The seed stays that of the last pass of training while the result is looked at.
+            return lambda: torch.is_grad_enabled() and torch.initial_seed() in places
+        if self.mode == "from" and self.step == 0:
+            return lambda: True
         armed: list[bool] = []
         stage.before_step(self.step, lambda: armed.append(True))
         if self.mode == "once":
