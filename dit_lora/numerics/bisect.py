@@ -4,7 +4,7 @@ The order is from facts to experiments: tensors that are not finite, or not what
 does not come out the same each time is `transient`, and convicts nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,12 +13,13 @@ from torch import nn
 from dit_lora.numerics.finite import describe_bad
 from dit_lora.numerics.labels import label_faults
 from dit_lora.numerics.probe import Trace
-from dit_lora.numerics.replay import MicroBatch, Outcome, traced
+from dit_lora.numerics.replay import MicroBatch, Outcome, Traced, traced
 from dit_lora.numerics.shards import is_sharded, needs_all_ranks
 from dit_lora.numerics.state import bad_state, has_run_away, others, run_away, too_high, weight_peak
 from dit_lora.numerics.suspects import Case, Suspects
 from dit_lora.numerics.trials import (
     REPLAYS,
+    ROUNDS,
     UnsteadyError,
     blamed,
     finite_in_fp32,
@@ -72,12 +73,19 @@ def _replayed(case: Case) -> Verdict:
         return _healthy_again(case)
     if (unlabelled := _unlabelled(case, outcome)) is not None:
         return unlabelled
-    if outcome.failed_on and case.suspects.lockstep and is_sharded(case.suspects.model):
-        return _of_ranks(case, outcome)
+    # Ranks that share a micro-batch's tokens have different parts of it; those that share weights alone, the same.
+    same_on_all = case.suspects.lockstep and is_sharded(case.suspects.model)
+    if outcome.failed_on and same_on_all:
+        return _of_ranks(case, outcome.failed_on, lambda: case.again().failed_on)
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
-    trace, case.rank = _trace(case)
-    case.evidence |= _evidence(outcome, trace)
-    return _located(_experiments(case), trace, outcome, case.micro_batch)
+    found = _trace(case)
+    case.rank = found.rank
+    case.evidence |= _evidence(outcome, found.trace)
+    if found.alone and same_on_all:
+        verdict = _of_ranks(case, found.alone, lambda: _trace(case).alone)
+    else:
+        verdict = _experiments(case)
+    return _located(verdict, found.trace, outcome, case.micro_batch)
 
 
 def _healthy_again(case: Case) -> Verdict:
@@ -99,16 +107,20 @@ def _unsteady(case: Case) -> Verdict:
     return case.found("transient", words)
 
 
-def _of_ranks(case: Case, outcome: Outcome) -> Verdict:
-    """Return the verdict on ranks that fail at what others compute from the same weights and samples."""
-    case.rank = outcome.failed_on[0]
-    ranks = ", ".join(map(str, outcome.failed_on))
+def _of_ranks(
+    case: Case, failing: tuple[int, ...], again: Callable[[], tuple[int, ...]]
+) -> Verdict:
+    """Return the verdict on ranks that fail, each time, at what others compute from the same weights and samples."""
+    if any(again() != failing for _ in range(ROUNDS)):
+        raise UnsteadyError
+    case.rank = failing[0]
+    ranks = ", ".join(map(str, failing))
     words = f"it fails on rank {ranks} alone: other ranks run the same micro-batch and are healthy"
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
     return case.found("rank", words)
 
 
-def _trace(case: Case) -> tuple[Trace, int]:
+def _trace(case: Case) -> Traced:
     """Return what a probe shows, and on which rank; nothing where a probed run does not fit into memory."""
     try:
         return traced(case.micro_batch, case.suspects.model)
@@ -116,7 +128,7 @@ def _trace(case: Case) -> tuple[Trace, int]:
         if case.suspects.lockstep:
             raise
         case.evidence["trace"] = "not taken: a run that is watched does not fit into memory"
-        return Trace(), case.rank
+        return Traced(Trace(), case.rank)
 
 
 def _bad_data(case: Case) -> Verdict | None:

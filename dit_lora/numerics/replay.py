@@ -116,19 +116,26 @@ def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
     return trace
 
 
-def traced(micro_batch: MicroBatch, model: nn.Module) -> tuple[Trace, int]:
-    """What `probe` shows, and on which rank: the micro-batch's, or of a sharded model one where it goes wrong.
+@dataclass(frozen=True)
+class Traced:
+    """What `probe` shows, and on which rank: the micro-batch's, or of a sharded model one where it goes wrong."""
 
-    All ranks of a model that needs them run the same micro-batch: where it goes wrong on another alone, that one's device does.
-    """
+    trace: Trace
+    rank: int
+    alone: tuple[int, ...] = ()
+    """Of a model that needs all ranks: those on which it begins, where on others it does not."""
+
+
+def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
+    """Probe a micro-batch, on all ranks of a model that needs them: all run the same one."""
     own, rank = probe(micro_batch, model), micro_batch.rank
     if not needs_all_ranks(model):
-        return own, rank
+        return Traced(own, rank)
     traces: list[Trace] = gather_object([own])
-    telling = [index for index, trace in enumerate(traces) if trace.origin or trace.hidden]
+    telling = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden)
     if telling and rank not in telling:
         rank = telling[0]
-    return traces[rank], rank
+    return Traced(traces[rank], rank, telling if len(telling) < len(traces) else ())
 
 
 def _forward_backward(micro_batch: MicroBatch) -> LossOutput:

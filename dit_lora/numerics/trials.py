@@ -18,7 +18,7 @@ from dit_lora.numerics.verdict import Cause, Verdict
 
 REPLAYS = 3
 """Runs of the micro-batch as it was, before anything is changed."""
-_ROUNDS = 8
+ROUNDS = 8
 """How often a change that helps is undone and made again. A fault that strikes with probability p, whatever is
 switched off, passes with p^11 (1 - p)^9, at most one in a million."""
 _REDRAWS = 3  # with other noise and timesteps
@@ -30,7 +30,7 @@ class UnsteadyError(Exception):
 
 
 def convicts(
-    case: Case, off: Callable[[], AbstractContextManager[None]], rounds: int = _ROUNDS
+    case: Case, off: Callable[[], AbstractContextManager[None]], rounds: int = ROUNDS
 ) -> bool:
     """Whether the micro-batch is healthy without something, and fails with it, each time; A-B-A.
 
@@ -64,7 +64,7 @@ def switch_at_fault(case: Case) -> Switch | None:
 def finite_in_fp32(case: Case) -> bool:
     """Whether fp32 weights and compute make it finite."""
     try:
-        return convicts(case, lambda: in_fp32(case.suspects.model), rounds=_ROUNDS // 2)
+        return convicts(case, lambda: in_fp32(case.suspects.model), rounds=ROUNDS // 2)
     except torch.OutOfMemoryError:
         case.evidence["fp32"] = "not tried: a second copy of the weights does not fit"
         return False
@@ -91,7 +91,7 @@ def _alone(batch: MicroBatch) -> list[MicroBatch]:
     return [batch.single(index) for index in range(len(batch.ids))]
 
 
-def _steadily(case: Case, batch: MicroBatch, rounds: int = _ROUNDS) -> bool:
+def _steadily(case: Case, batch: MicroBatch, rounds: int = ROUNDS) -> bool:
     """Whether a micro-batch is healthy, which it must be each time; raises `UnsteadyError` if runs differ."""
     first = case.healthy(batch)
     if any(case.healthy(batch) is not first for _ in range(rounds if first else 1)):

@@ -40,7 +40,15 @@ def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share)
         if is_mine:
             one, verdict = own[index]
             tried[index] = one, _on_host(_compared(verdict, outcomes), hosts)
+            if tried[index][1].cause == "rank":
+                # The rank's other micro-batches of the step failed on it too.
+                tried = [(one, _as_of(tried[index][1], verdict)) for one, verdict in tried]
     return tried
+
+
+def _as_of(found: Verdict, verdict: Verdict) -> Verdict:
+    """Return what was found of a rank for another of its micro-batches, unless facts or chance explain that one."""
+    return replace(found, micro_step=verdict.micro_step) if _is_by_replays(verdict) else verdict
 
 
 def _is_by_replays(verdict: Verdict) -> bool:
