@@ -35,8 +35,12 @@ def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> A
 def _moment(value: float, step: int, key: str, *, rank: int = -1) -> Arm:
     def arm(stage: Stage) -> None:
         def act() -> None:
-            parameter = stage.trained()[stage.site.named(_WHERE)]
-            _write(value, stage, stage.run.optimizer.state[parameter][key], rank)
+            moments = stage.run.engine.own_moments()
+            own = [moment for name, moment in moments.items() if name.endswith(f"/{key}")]
+            wanted = f"{stage.site.named(_WHERE)}/{key}"
+            # Where ranks share moments out, this one may be another rank's.
+            found = [moment for name, moment in moments.items() if name.endswith(wanted)] or own
+            _write(value, stage, found[0], rank)
 
         stage.before_step(step, act)
 
@@ -174,6 +178,7 @@ FAULTS: tuple[Fault, ...] = (
         "before step 4, rank 1",
         _ROLLED,
         _weight(torch.nan, 4, rank=1),
+        engines=("ddp", "fsdp2"),  # ZeRO-2 gathers the weights anew with every step
     ),
     Fault(
         "NaN in an adapter weight at the last step",
