@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from dit_lora.config import Recipe
 from dit_lora.data.cache import MAX_ABS
+from dit_lora.data.media import UnreadableError
 from dit_lora.data.quarantine import QUARANTINE, Quarantine
 from dit_lora.data.sources import class_names
 from dit_lora.errors import DitLoraError, listed
@@ -263,7 +264,10 @@ def _another_sample(run: "Run", wanted: MicroBatch, without: Collection[str]) ->
     place = Place(run.recipe.train.seed, wanted.step, wanted.micro_step, wanted.rank)
     candidates = [one for one in entries.values() if one.id not in out and one.shape == bucket]
     for entry in candidates[:_CANDIDATES]:
-        batch = run.data.clips.sample(entry, fold(place.seed, "control", entry.id))
+        try:
+            batch = run.data.clips.sample(entry, fold(place.seed, "control", entry.id))
+        except UnreadableError:  # another serves as well, and other ranks wait for this one
+            continue
         if not batch.faults and not describe_all(batch.tensors, MAX_ABS):
             batch = batch.to(run.runtime.accelerator.device)
             return replayable(sample_losses(run.checkpoint), run.transformer, batch, place)
