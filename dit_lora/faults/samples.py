@@ -198,7 +198,7 @@ _LATE = 900
 # Samples that are good, and something that is drawn for them or computed of them is not.
 _ALWAYS = Expected("data", "quarantine", names_target=True, same_as="without")
 _TRANSIENT = Expected("transient", "retry", same_as="clean")
-_THIS_DRAW = Expected("inputs", "skip", ("only with this noise",), names_target=True)
+_THIS_DRAW = Expected("inputs", "skip", ("with this noise",), names_target=True)
 _LATE_DRAW = Expected("inputs", "skip", ("with this noise and timestep",), module="{time_proj}")
 DRAWN: tuple[Fault, ...] = (
     Fault(

@@ -50,7 +50,7 @@ class When:
         if self.mode == "at":
             places = step_seeds(stage, self.step)
             # The seed stays that of the last pass of training while the result is looked at.
-            return lambda: torch.is_grad_enabled() and torch.initial_seed() in places
+            return lambda: stage.transformer.training and torch.initial_seed() in places
         if self.mode == "from" and self.step == 0:
             return lambda: True
         armed: list[bool] = []

@@ -1,6 +1,6 @@
 """Facts about the state of a run: weights, moments, averages and buffers that are not as training left them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from accelerate.utils import gather_object
@@ -60,11 +60,8 @@ def _not_finite(case: Case) -> Verdict | None:
         return None
     case.evidence["not_finite"] = [*moments, *weights][:20]
     if moments:
-        return case.found(
-            _owner(moments[0])[0],
-            _owner(moments[0])[1] + others(moments),
-            module=_module(moments[0]),
-        )
+        cause, words = _owner(moments[0], ())
+        return case.found(cause, words + others(moments), module=_module(moments[0]))
     bad = {name.split(" ")[0] for name in weights}
     if any(p.dtype is torch.float16 for n, p in trained.items() if n in bad):
         words = f"the trained weight {weights[0]}{others(weights)}; it is fp16, where AdamW's eps of 1e-8 is 0 "
@@ -80,12 +77,12 @@ def _not_finite(case: Case) -> Verdict | None:
     return case.found("weights", words, module=_module(weights[0]))
 
 
-def _owner(described: str) -> tuple[Cause, str]:
-    """Return the cause and the words for a tensor that is not a weight, or is one."""
+def _owner(described: str, trained: Collection[str]) -> tuple[Cause, str]:
+    """Return the cause and the words for a trained weight, an average, or else a tensor of the optimizer."""
     name = described.split(" ")[0].rstrip(":")
     if name.startswith("ema/"):
         return "weights", f"the moving average {described}"
-    if "/" in name:
+    if name not in trained:
         return "optimizer", f"the optimizer's {described}"
     return "weights", f"the trained weight {described}"
 
@@ -95,10 +92,11 @@ def _altered(case: Case) -> Verdict | None:
     found = _gathered(case, altered_state(case.suspects))
     if not found:
         return None
+    trained = {name for name, p in case.suspects.model.named_parameters() if p.requires_grad}
     # A moment that was altered takes its weight along, and no weight takes its moment.
-    found.sort(key=lambda words: _owner(words)[0] != "optimizer")
+    found.sort(key=lambda words: _owner(words, trained)[0] != "optimizer")
     case.evidence["altered"] = found[:20]
-    cause, words = _owner(found[0])
+    cause, words = _owner(found[0], trained)
     words = f"{words}{others(found)}: altered in memory, for no update moves them alone"
     return case.found(cause, words, module=_module(found[0].split(":")[0]))
 

@@ -249,8 +249,14 @@ def _spikes(run: "Run") -> SpikeDetector | None:
 
 
 def _largest_decay(groups: Sequence[Mapping[str, Any]]) -> float:
-    """The largest share of a weight that a step's weight decay takes away."""
-    return max(group["lr"] * group.get("weight_decay", 0.0) for group in groups)
+    """The largest share of a weight that a step's weight decay takes away.
+
+    A rate above 1 needs no decay to drive weights away: Adam's steps are as large as the rate.
+    """
+    return max(
+        (group["lr"] * group.get("weight_decay", 0.0) for group in groups if group["lr"] <= 1),
+        default=0.0,
+    )
 
 
 def _another_sample(run: "Run", wanted: MicroBatch, without: Collection[str]) -> MicroBatch | None:

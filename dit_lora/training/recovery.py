@@ -358,6 +358,8 @@ def _advice(events: Sequence[dict[str, Any]]) -> str:
     causes = {event["verdict"]["cause"] for event in events}
     if causes <= {"data", "transient"}:
         return "continue with train.resume=auto"
+    if any("weight_decay" in event["verdict"]["evidence"] for event in events):
+        return "start afresh, or from an earlier checkpoint, with a lower optim.weight_decay"
     if "rank" in causes:
         return "continue with train.resume=auto, without the device that is named"
     if "learning_rate" in causes:

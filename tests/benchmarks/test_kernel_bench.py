@@ -89,7 +89,8 @@ def test_ours_is_as_near_to_fp64_as_eager(tiny: tuple[str, list[dict[str, Any]]]
     for row in tiny[1][1:]:
         errors = {name: cell["error"] for name, cell in row["cells"].items()}
         assert errors["ours"] <= 1.25 * errors["eager"] + 2**-9, (row["op"], errors)
-        assert 0 < errors["ours"] < 2e-2
+        assert errors["ours"] < 2e-2
+        assert errors["ours"] > 0 or row["op"] == "finite_norms"  # which is in fp64 itself
         assert errors["compiled"] == pytest.approx(errors["eager"], rel=0.2)
 
 

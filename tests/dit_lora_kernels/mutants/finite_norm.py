@@ -23,7 +23,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("strides not looked at", "flat = tensor.contiguous()", "flat = tensor"),
     ("one dtype for all", "launched[flat.dtype, aligned]", "launched[tensors[0].dtype, aligned]"),
     ("norms added", ".square().sum(1).sqrt()", ".sum(1)"),
-    ("squared in fp32", "norms.double().square()", "norms.square()"),
+    ("squared in fp32", "norms.square()", "norms.float().square()"),
     ("gradients flow", "with torch.no_grad():", "if True:"),
     ("a negative group is taken", "if not 0 <= group < count", "if not group < count"),
     (
