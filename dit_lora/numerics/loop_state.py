@@ -8,6 +8,7 @@ from torch import nn
 
 from dit_lora.numerics.numbers import as_tensor, group_numbers, put_back
 from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.numerics.state import decay_share
 
 
 class Averages(Protocol):
@@ -91,7 +92,7 @@ class LoopState:
 
     def largest_decay(self) -> float:
         """The largest share of a weight that a step's weight decay takes away."""
-        return max(group["lr"] * group.get("weight_decay", 0.0) for group in self._groups())
+        return decay_share(self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]

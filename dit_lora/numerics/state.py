@@ -1,6 +1,7 @@
 """Facts about the state of a run: weights, moments, averages and buffers that are not as training left them."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -129,6 +130,15 @@ def diverged(case: Case) -> bool:
     peak = weight_peak(trained, finite_only=True, together=case.suspects.lockstep)
     case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
     return bool(case.suspects.start_peak) and peak > _DIVERGED * case.suspects.start_peak
+
+
+def decay_share(groups: Iterable[Mapping[str, Any]]) -> float:
+    """Return the largest share of a weight that one step's weight decay takes away.
+
+    Groups with a rate above 1 do not count: Adam's steps are as large as the rate, and drive weights away without decay.
+    """
+    shares = [group["lr"] * group.get("weight_decay", 0.0) for group in groups if group["lr"] <= 1]
+    return max(shares, default=0.0)
 
 
 def _too_high(case: Case) -> Verdict:

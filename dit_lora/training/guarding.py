@@ -27,7 +27,7 @@ from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import SpikeDetector
-from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
+from dit_lora.numerics.state import altered_state, decay_share, has_run_away, weight_peak
 from dit_lora.numerics.streams import fold
 from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import all_switches, find_switch
@@ -92,7 +92,7 @@ def build_guard(
             frozen=FrozenRecord(transformer),
             peaks=snapshots.peaks,
             switched_off=state.switched_off,
-            decay=lambda: _largest_decay(run.optimizer.param_groups),
+            decay=lambda: decay_share(run.optimizer.param_groups),
             another=lambda wanted, without: _another_sample(run, wanted, without),
         ),
         policy=Policy(config, **changed.get("policy", {})),
@@ -246,17 +246,6 @@ def _spikes(run: "Run") -> SpikeDetector | None:
     if config.spike_threshold is None:
         return None
     return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
-
-
-def _largest_decay(groups: Sequence[Mapping[str, Any]]) -> float:
-    """The largest share of a weight that a step's weight decay takes away.
-
-    A rate above 1 needs no decay to drive weights away: Adam's steps are as large as the rate.
-    """
-    return max(
-        (group["lr"] * group.get("weight_decay", 0.0) for group in groups if group["lr"] <= 1),
-        default=0.0,
-    )
 
 
 def _another_sample(run: "Run", wanted: MicroBatch, without: Collection[str]) -> MicroBatch | None:
