@@ -171,14 +171,24 @@ def load_checkpoint(
 ) -> Loaded:
     """Read a whole checkpoint and check that it is this run's; nothing is changed, nothing is collective.
 
-    Raises if it is another recipe's, listing every difference; with `place`, where this run runs, it says which
-    train.accumulate restores the samples of a step.
+    Raises what `require_same_recipe` does.
     """
-    about = read_json(path / _STATE)
-    _require_same(path, about["identity"], parse_json(json.dumps(dict(identity))), place or {})
+    about = require_same_recipe(path, identity, place)
     averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
     state = SavedState(load_file(path / _WEIGHTS), load_file(path / _OPTIMIZER), averages)
     return Loaded(path, about["step"], about["guard"], about.get("place", {}), state)
+
+
+def require_same_recipe(
+    path: Path, identity: Identity, place: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Raise if a checkpoint is another recipe's, listing every difference; what it says of itself. No weight is read.
+
+    With `place`, where this run runs, it says which train.accumulate restores the samples of a step.
+    """
+    about: dict[str, Any] = read_json(path / _STATE)
+    _require_same(path, about["identity"], parse_json(json.dumps(dict(identity))), place or {})
+    return about
 
 
 def restore(loaded: Loaded, engine: "Engine", ema: "TrainedEMA | None" = None) -> None:

@@ -15,6 +15,7 @@ from dit_lora.training.checkpoint import (
     checkpoint_steps,
     load_checkpoint,
     newest_checkpoint,
+    require_same_recipe,
     restore,
     save_checkpoint,
 )
@@ -24,6 +25,11 @@ from dit_lora.training.runtime import agree
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
+
+
+def require_own(run: "Run", path: Path) -> None:
+    """Raise `DitLoraError` if a checkpoint is another recipe's, before anything is compared or changed."""
+    require_same_recipe(path, run.identity, place_of(run.runtime))
 
 
 def resume(run: "Run", path: Path) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from dit_lora.training.journal import Journal, held_out_losses, metrics_line
 from dit_lora.training.keeping import (
     end_unread,
     kept_at,
+    require_own,
     resume,
     save,
     saved_to_the_end,
@@ -136,6 +137,8 @@ def prepare(
     run = Run(runtime, family, checkpoint, data, engine, start_step=0, journal=None)
     if recipe.train.ema is not None:
         run.ema = TrainedEMA(run.transformer, recipe.train.ema)
+    if resume_from is not None:
+        require_own(run, resume_from)  # another recipe's base is another too
     run.base = note_base(run, resume_from)
     changed: dict[str, Any] = {}
     if resume_from is not None:
