@@ -3,7 +3,7 @@
 import json
 import math
 import resource
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 STARVED, WINDOW = 0.2, 50
 """The share of the last steps' time that is too much to wait for data, and how many they are."""
+IDLE = 10
+"""Steps in a row without a gradient after which a group is told of. One is nothing: a LoRA's A has none in the first,
+as B is zero, and a vision encoder none in a step of texts."""
 LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
 """What a line of metrics.jsonl may have besides, by the kind of model."""
 
@@ -50,7 +53,7 @@ class Journal:
         self._held_out_steps: set[int] = set()
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._told = False
-        self._idle: set[str] = set()
+        self._idle: Counter[str] = Counter()
         if start_step == 0:
             (run_dir / "held_out.jsonl").unlink(missing_ok=True)  # maybe another recipe's
         for name in ("metrics.jsonl", "held_out.jsonl", "events.jsonl"):
@@ -103,12 +106,13 @@ class Journal:
         )
 
     def idle_groups(self, line: Mapping[str, Any]) -> list[str]:
-        """Once a run each: the groups without a gradient in this step."""
-        idle = [
-            n for n, norm in line["grad_norm_groups"].items() if not norm and n not in self._idle
-        ]
-        self._idle.update(idle)
-        return idle
+        """Once a run each: the groups whose gradient was zero in each of the last `IDLE` steps."""
+        for name, norm in line["grad_norm_groups"].items():
+            if self._idle[name] < IDLE:
+                self._idle[name] = 0 if norm else self._idle[name] + 1
+            else:
+                self._idle[name] = IDLE + 1  # told
+        return [name for name, steps in self._idle.items() if steps == IDLE]
 
     def held_out(self, step: int, loss: float) -> None:
         """Once a step: a finished run that is resumed computes the same again."""

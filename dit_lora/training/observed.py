@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dit_lora.numerics.spikes import Spike
+from dit_lora.training.journal import IDLE
 
 
 def spike_events(step: int, spikes: Sequence[Spike]) -> list[dict[str, Any]]:
@@ -26,15 +27,15 @@ def held_out_event(step: int) -> dict[str, Any]:
 
 
 def idle_group_events(step: int, groups: Sequence[str]) -> list[dict[str, Any]]:
-    """Groups whose gradient is zero in a step in which others have one: a step trains nothing of them."""
+    """Groups whose gradient is zero in step after step, while others have one: nothing of them is trained."""
     return [
         _event(
             step,
             "zero_gradient_group",
             {
                 "cause": "unknown",
-                "words": f"the gradient of group {name} is zero, though others have one: the step trains nothing of "
-                "it (said once)",
+                "words": f"the gradient of group {name} has been zero for {IDLE} steps, though others have one: "
+                "nothing of it is trained (said once)",
             },
         )
         for name in groups

@@ -9,7 +9,7 @@ import pytest
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training.diffusion import by_timestep
-from dit_lora.training.journal import Journal, held_out_losses, metrics_line, tracker_values
+from dit_lora.training.journal import IDLE, Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.loop import StepResult
 
 
@@ -161,10 +161,11 @@ def test_torn_lines_are_passed_over_with_a_word_and_those_after_them_are_read(
     assert [line["step"] for line in again.history()] == [1, 2]
 
 
-def test_a_group_without_a_gradient_is_told_once(tmp_path: Path) -> None:
+def test_a_group_without_a_gradient_for_some_steps_is_told_once(tmp_path: Path) -> None:
     journal = Journal(tmp_path, start_step=0)
     line = line_of(1)
     dead = {**line, "grad_norm_groups": dict.fromkeys(line["grad_norm_groups"], 0.0)}
-    assert journal.idle_groups(line) == []
-    assert journal.idle_groups(dead) == list(line["grad_norm_groups"])
-    assert journal.idle_groups(dead) == []
+    steps = [dead] * (IDLE - 1) + [line] + [dead] * (2 * IDLE) + [line] + [dead] * (2 * IDLE)
+    told = [journal.idle_groups(step) for step in steps]
+    assert told.pop(2 * IDLE - 1) == list(line["grad_norm_groups"])
+    assert not any(told)
