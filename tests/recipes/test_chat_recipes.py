@@ -1,6 +1,7 @@
 """The recipes of chat models, at the published sizes: what opens, what trains, and what their headers count."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,7 +79,11 @@ class _Tokenizer:
 
 @pytest.fixture(autouse=True)
 def _no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat.AutoTokenizer, "from_pretrained", lambda path: _Tokenizer())
+    def loaded(path: Path, *, local_files_only: bool, trust_remote_code: bool) -> _Tokenizer:
+        assert (path.is_dir(), local_files_only, trust_remote_code) == (True, True, False)
+        return _Tokenizer()
+
+    monkeypatch.setattr(chat.AutoTokenizer, "from_pretrained", loaded)
 
 
 def recipe_of(name: str) -> Recipe:
