@@ -15,6 +15,7 @@ from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import Recipe
 from dit_lora.data_config import VideoShape
 from dit_lora.families import CHAT_FAMILIES, chat, get_family
+from dit_lora.families.videochat2 import VideoChat2Checkpoint
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.recipe import load_recipe
 from dit_lora.train_config import GroupConfig, GroupsConfig
@@ -84,6 +85,7 @@ def _no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
         return _Tokenizer()
 
     monkeypatch.setattr(chat.AutoTokenizer, "from_pretrained", loaded)
+    monkeypatch.setattr(VideoChat2Checkpoint, "qformer_tokenizer", _Tokenizer())
 
 
 def recipe_of(name: str) -> Recipe:
