@@ -18,7 +18,6 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.parsing import read_yaml
 
 Severity = Literal["refuse", "warn", "handled"]
 Status = Literal["tested", "in range", "untested", "refused", "missing", "absent"]
@@ -336,6 +335,8 @@ def default_launch_config() -> Path:
 
 def read_launch_config(path: Path) -> dict[str, Any]:
     """The values of an Accelerate config file."""
+    from dit_lora.parsing import read_yaml  # which brings PyYAML
+
     try:
         values = read_yaml(path)  # reads JSON too
     except FileNotFoundError as error:

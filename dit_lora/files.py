@@ -1,10 +1,11 @@
 """Files that are whole or not there, and files that grow by whole lines."""
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from dit_lora.parsing import parse_json
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
@@ -65,7 +66,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     found, torn = [], 0
     for line in path.read_bytes().splitlines():
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             value = None
         if isinstance(value, dict):

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from dit_lora.errors import DitLoraError
+from dit_lora.parsing import read_json
 
 LOCK = "run.lock"
 BEAT, STALE = 10.0, 90.0
@@ -243,7 +244,7 @@ class RunLock:
 def holder_of(folder: Path) -> Holder | None:
     """The process that a run's lock names; None without a lock, or where it names none."""
     try:
-        found = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        found = read_json(folder / LOCK)
         return Holder(**{one.name: found[one.name] for one in fields(Holder)})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -64,7 +64,7 @@ def _record(line: str) -> LeftOut:
 def _is_torn(line: str) -> bool:
     """Whether a line began as a record, and is none: its end is not there, or the next one's beginning is."""
     try:
-        json.loads(line)
+        parse_json(line)
     except ValueError:
         return line.startswith("{")
     return False

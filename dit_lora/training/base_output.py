@@ -24,6 +24,7 @@ from dit_lora.fuse.check import refusal
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.switches import COMPILE, Switch, attention_switches, model_switches
 from dit_lora.numerics.tolerances import KERNEL, LATER
+from dit_lora.parsing import read_json
 from dit_lora.training.memory import choose_checkpointing
 from dit_lora.training.output_record import (
     NOT_RECORDED,
@@ -194,7 +195,7 @@ def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | No
         return None
     for file in (folder / BASE_OUTPUT, resume_from.absolute().parents[1] / BASE_OUTPUT):
         try:
-            record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            record: dict[str, Any] = read_json(file)
         except (OSError, ValueError):
             continue
         if "values" in record:

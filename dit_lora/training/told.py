@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dit_lora.errors import InterruptedRunError
 from dit_lora.files import write_whole
 from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.parsing import read_json
 
 if TYPE_CHECKING:
     from dit_lora.training.run import Run
@@ -79,5 +80,5 @@ def _write(run: "Run", name: str, record: dict[str, Any]) -> None:
 
 def told_to_trackers(runtime: "Runtime") -> dict[str, Any]:
     """What trackers are told of a run beside its numbers: the recipe, and what it runs on."""
-    environment = json.loads((runtime.dir / "environment.json").read_text(encoding="utf-8"))
+    environment = read_json(runtime.dir / "environment.json")
     return {**runtime.recipe.model_dump(mode="json"), "environment": environment}
