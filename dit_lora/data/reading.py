@@ -70,7 +70,10 @@ class Reader(Generic[T]):
 
 
 def _lost(error: Exception) -> UnreadableError:
-    said = str(error).partition("\n")[0] or type(error).__name__
+    said = str(error).partition("\n")[0]
+    if not _LOST.match(said):  # the connection to it broke before torch saw that it had died
+        said = getattr(error, "strerror", None) or said or type(error).__name__
+        said = f"DataLoader worker, in the middle of a batch ({said})"
     return UnreadableError(
         f"a process that reads data has ended: {said}; was it killed for want of memory? Lower data.workers or "
         "data.prefetch"

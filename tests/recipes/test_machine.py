@@ -55,7 +55,7 @@ def test_a_data_worker_that_is_killed(ended: Callable[..., str]) -> None:
         patch.setattr(TensorCache, "read", killed)
 
     said = ended(kill, "data.workers=1")
-    assert "a process that reads data has ended: DataLoader worker (pid" in said
+    assert "a process that reads data has ended: DataLoader worker" in said
     assert "Lower data.workers or data.prefetch" in said
     assert "is saved in" in said
 

@@ -1,0 +1,46 @@
+"""What a run says where its data cannot be read on."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from dit_lora.data.reading import Reader
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), r"\(pid 7\)"),
+        (ConnectionResetError(104, "Connection reset by peer"), r".*\(Connection reset by peer\)"),
+        (EOFError(), r".*\(EOFError\)"),
+    ],
+)
+def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(
+    error: Exception, said: str
+) -> None:
+    """Where a batch was on its way, its connection breaks before torch looks whether it lives."""
+
+    def batches() -> Iterator[int]:
+        yield 1
+        raise error
+
+    reader: Reader[int] = Reader()
+    reader.begin(batches())
+    assert reader.next() == (1, "")
+    last, why = reader.next()
+    assert last == 1
+    assert re.search(f"has ended: DataLoader worker,? {said}", why)
+    assert "Lower data.workers" in why
+
+
+def test_what_went_wrong_in_the_program_is_not_told_as_a_dead_worker() -> None:
+    reader: Reader[int] = Reader()
+
+    def batches() -> Iterator[int]:
+        raise RuntimeError("shapes differ")
+        yield 1
+
+    reader.begin(batches())
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        reader.next()
