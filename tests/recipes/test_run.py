@@ -19,6 +19,8 @@ from dit_lora.objectives import LossOutput
 from dit_lora.training.output_record import SEED
 
 Main = Callable[[list[str]], None]
+UNCOMPARED = ["guard.preflight=false", "guard.parity_every=0"]
+"""No forward passes but those of training and validation: kernels are compared in others, before the first step and after the last."""
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -69,7 +71,7 @@ def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own
             "train.batch_size=1",
             "lora.dropout=0.9",
             "validation.held_out_draws=3",
-            "guard.preflight=false",
+            *UNCOMPARED,
         ]
     )
     before, training, after = calls[:15], calls[15:17], calls[17:]
@@ -94,8 +96,7 @@ def test_checkpointing_and_cudnn_are_set(
     for mode in ("full", "none", "selective"):
         calls.clear()
         args = [f"run.dir={tmp_path / mode}", "train.steps=1", f"train.checkpointing={mode}"]
-        args += ["guard.preflight=false"]  # which compares kernels with full checkpointing
-        lora_main([*smoke, *args])
+        lora_main([*smoke, *UNCOMPARED, *args])
         assert {call["checkpointing"] for call in calls} == {mode != "none"}
         assert not any(call["cudnn"] for call in calls)
 
@@ -106,8 +107,7 @@ def test_caption_dropout_reaches_training(
     for share, kinds in ((1.0, 1), (0.0, 5)):
         calls.clear()
         args = [f"data.caption_dropout={share}", "train.batch_size=1", "train.steps=5"]
-        args += ["guard.preflight=false"]  # which looks at two samples too
-        lora_main([*smoke, f"run.dir={tmp_path / str(share)}", *args])
+        lora_main([*smoke, *UNCOMPARED, f"run.dir={tmp_path / str(share)}", *args])
         texts = {call["text"].numpy().tobytes() for call in calls}
         assert len(texts) == kinds
 
