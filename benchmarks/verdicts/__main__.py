@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+# Before torch is imported: two threads on busy cores can be a hundred times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from tqdm import tqdm
 
 from benchmarks.verdicts.cases import Drawn
