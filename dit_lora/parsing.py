@@ -18,11 +18,11 @@ from dit_lora.errors import DitLoraError
 MOST_LEVELS = 100
 """Lists and objects within one another. Those of recipes, annotations and checkpoints have a dozen at most."""
 MOST_NODES = 100_000
-"""Of a YAML text, an alias counted as what it stands for."""
+"""The most nodes of a YAML text, an alias counted as what it stands for."""
 MOST_YAML = 1_000_000
 """Characters of a YAML text, which PyYAML reads slowly."""
 MOST_DIGITS = 100
-"""Of a whole number: no float holds four times as many, and Python refuses to write four thousand."""
+"""The most digits of a whole number: no float holds four times as many, and Python refuses to write four thousand."""
 
 _DEEP = f"it is nested deeper than {MOST_LEVELS} levels"
 _LONG = f"it holds a whole number of more than {MOST_DIGITS} digits"
@@ -177,7 +177,7 @@ class _Open:
 def _require_few(text: str) -> None:
     """Count levels and nodes as the text's events come, before anything is built of them; raises `ParseError`."""
     known: dict[str | None, tuple[int, int]] = {}
-    """By anchor, the nodes and levels that an alias stands for."""
+    """The nodes and levels that an alias stands for, by anchor."""
     around: list[_Open] = []
     count = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):

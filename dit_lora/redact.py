@@ -190,7 +190,7 @@ def redactor() -> Callable[[Any], Any]:
 
 
 def redacted_words(text: str) -> str:
-    """As `redacted` of words for a model: only what is certain to be a path counts as one, and `/imagine` is none."""
+    """Redact words meant for a model: only what is certain to be a path counts as one, and `/imagine` is none."""
     return _clean(text, _environment(), _IN_WORDS)
 
 

@@ -38,15 +38,15 @@ class Holder:
 
     host: str
     boot: str
-    """Of this start of the host's kernel; hosts may share a name."""
+    """The id of this start of the host's kernel; hosts may share a name."""
     namespace: str
-    """Of its process ids: containers have their own."""
+    """The namespace of its process ids: containers have their own."""
     pid: int
     born: float
     """When the process began, by its host: ids come again."""
     since: str
     token: str
-    """Of this lock and no other."""
+    """A token of this lock and no other."""
     job: str = ""
     """Slurm's number of the job, if there is one."""
     restarts: int = 0
@@ -319,7 +319,7 @@ def _link(path: str) -> str:
 
 
 _held: dict[str, RunLock] = {}
-"""Of this process."""
+"""Locks that this process holds."""
 
 
 def _forget_in_child() -> None:

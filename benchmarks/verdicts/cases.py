@@ -78,7 +78,7 @@ class Draw:
         return self.chance.randint(first, STEPS)
 
     def number(self) -> int:
-        """Of a tensor or an element; taken modulo how many there are."""
+        """The number of a tensor or an element, taken modulo how many there are."""
         return self.chance.randrange(1_000_000)
 
     def rank(self) -> int:
@@ -113,7 +113,7 @@ class Drawn:
     aim: str
     """What the target's name begins with."""
     seed: str
-    """Of everything that its place draws."""
+    """What everything that its place draws is seeded with."""
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ QUESTIONS = {
 RECOVERIES = 30
 """More than every budget of a run together."""
 _BOUND = 10.0
-"""Of a trained value: far beyond what six healthy steps reach."""
+"""The largest sound trained value: far beyond what six healthy steps reach."""
 
 
 class EndlessError(RuntimeError):
@@ -69,7 +69,7 @@ class Judgement:
     kind: str
     when: str
     failures: dict[str, str] = field(default_factory=dict)
-    """By question, in words."""
+    """What failed, in words, by question."""
     told: list[str] = field(default_factory=list)
     """Each event's step, cause and action."""
     exit_code: int | None = None

@@ -196,7 +196,7 @@ def _gradient(draw: Draw) -> Case:
 
 
 def of_pass(when: When) -> Right:
-    """Of what spoils whole passes, whatever samples are in them."""
+    """Draw what spoils whole passes, whatever samples are in them."""
     if when.mode == "once":
         return _TRANSIENT
     if when.rank != ALL_RANKS:

@@ -3,9 +3,9 @@
 import re
 
 MOST_CHARACTERS = 100_000
-"""Of a caption: hundreds of times what the text encoder with the most room reads."""
+"""The longest caption: hundreds of times what the text encoder with the most room reads."""
 MOST_BYTES = 4 * MOST_CHARACTERS
-"""Of a file that holds a caption alone, as UTF-8; more is not read."""
+"""The most bytes of a file that holds a caption alone, as UTF-8; more is not read."""
 
 _LONE = re.compile("[\ud800-\udfff]")
 # Printable to Python, and blank in every font: fillers of Hangul, and Braille without a dot.
@@ -29,7 +29,7 @@ def caption_fault(caption: str) -> Fault | None:
 
 
 def too_long(length: str) -> Fault:
-    """Of a caption that is not worth counting in tokens."""
+    """Say that a caption is not worth counting in tokens."""
     return "caption_long", f"its caption has {length}, and {MOST_CHARACTERS:,} are read at most"
 
 

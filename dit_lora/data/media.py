@@ -20,7 +20,7 @@ _MAGIC = {
 }
 
 MOST_BYTES = 2**31
-"""Of a member of a tar or a cell of a dataset, which is read into memory whole."""
+"""The most bytes of a member of a tar or a cell of a dataset, which is read into memory whole."""
 _OF_THE_MACHINE = {
     getattr(errno, name)
     for name in (

@@ -13,10 +13,10 @@ from PIL import Image
 from dit_lora.data.media import Media
 
 MOST_PIXELS = 2 * 89_478_485
-"""Of one picture. Pillow takes a larger image for a decompression bomb (`Image.MAX_IMAGE_PIXELS`, twice), and a
+"""The most pixels of one picture. Pillow takes a larger image for a decompression bomb (`Image.MAX_IMAGE_PIXELS`, twice), and a
 video's frame is one no less."""
 MOST_FRAMES = 1_000_000
-"""Of one video: eleven hours at 25 a second. A few megabytes can promise more than can be decoded in a day."""
+"""The most frames of one video: eleven hours at 25 a second. A few megabytes can promise more than can be decoded in a day."""
 
 # Formats whose files hold all that they show. The others that FFmpeg knows may be texts that name what to open:
 # playlists (HLS, DASH, concat), session descriptions (SDP), patterns of file names, filter graphs, devices.

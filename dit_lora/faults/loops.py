@@ -224,7 +224,7 @@ def _overflowing_gradient(model: Toy) -> None:
 
 @contextmanager
 def _scaled(accelerator: Accelerator) -> Iterator[None]:
-    """As with mixed_precision=fp16, which Accelerate offers on a GPU only: clipping unscales first."""
+    """Scale as mixed_precision=fp16 does, which Accelerate offers on a GPU only: clipping unscales first."""
     before = accelerator.native_amp, accelerator.state._mixed_precision
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"

@@ -52,7 +52,7 @@ class Coverage:
 
 
 Learning = dict[str, tuple[bool, ...]]
-"""Of each block, which of its floating inputs have a gradient in training."""
+"""Which floating inputs of each block have a gradient in training."""
 
 
 def blocks_of(model: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
     output: float
     gradient: float
     floor: float
-    """Of the largest gradient beside it: one that is exactly zero (a key's bias) has rounding errors alone."""
+    """The share of the largest gradient beside it that counts: one that is exactly zero (a key's bias) has rounding errors alone."""
 
 
 WHOLE = {
@@ -38,7 +38,7 @@ _ADDED = 0.01
 _OF_ROUNDING = 2.0
 """How many times farther from fp32 than the reference a value in half precision may be, where that is far."""
 _OF_ALL = 1e-4
-"""Of the largest gradient of a block, what another's error is measured against at least."""
+"""The share of a block's largest gradient, what another's error is measured against at least."""
 
 
 def first_apart(
@@ -144,7 +144,7 @@ def _output_error(
 
 
 def _error(value: torch.Tensor, reference: torch.Tensor, floor: float, *, rows: bool) -> float:
-    """Of the worst row of the first dimension, where rows are samples: a mean over the batch would hide one bad sample."""
+    """Return the error of the worst row of the first dimension, where rows are samples: a mean over the batch would hide one bad sample."""
     if not reference.numel():
         return 0.0
     measure = _rows if rows else _all

@@ -55,7 +55,7 @@ class Outcome:
     gradient_is_zero: bool
     """No trained parameter got a gradient other than zero."""
     failed_on: tuple[int, ...] = ()
-    """Of a model that needs all ranks: those on which a loss is not finite, where it is finite on others."""
+    """Ranks of a model that needs all of them on which a loss is not finite, where it is finite on others."""
 
     @property
     def finite(self) -> bool:
@@ -123,7 +123,7 @@ class Traced:
     trace: Trace
     rank: int
     alone: tuple[int, ...] = ()
-    """Of a model that needs all ranks: those on which it begins, where on others it does not."""
+    """Ranks of a model that needs all of them on which it begins, where on others it does not."""
 
 
 def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:

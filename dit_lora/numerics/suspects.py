@@ -48,7 +48,7 @@ class Suspects:
     """A micro-batch of one sample that is none of those named, for comparison; None where there is none."""
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Of a model that is not diagnosed in lockstep, this rank's part."""
+        """Yield the parameters by name; this rank's part where ranks do not diagnose together."""
         return self.model.named_parameters() if self.lockstep else weight_values(self.model)
 
     def in_use(self) -> list[Switch]:

@@ -14,11 +14,11 @@ import torch
 # and 0.12 in the gradient of a query before ReLU, where another sample's scale made 0.04 to 0.14: there only gross
 # errors can be told, and the comparison in fp32 finds the others.
 OUTPUT = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""Of a module's output with a kernel and without it, by the dtype that it computes in."""
+"""The limit for a module's output with a kernel and without it, by the dtype that it computes in."""
 GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""Of a parameter's gradient likewise."""
+"""The limit for a parameter's gradient, likewise."""
 BLOCK = 2e-4
-"""Of one block's outputs and gradients in fp32, on equal inputs and relative to what the block adds to its input: an error of
+"""The limit for one block's outputs and gradients in fp32, on equal inputs and relative to what the block adds to its input: an error of
 0.1 % in one op is 1e-3 of that. So parity refuses, block by block, what the end of a run would refuse of the whole."""
 KERNEL = OUTPUT[torch.float32]
 """What a kernel may be wrong by in itself, whatever the dtype: the rest of a difference has to be rounding."""

@@ -183,7 +183,7 @@ def _require_sound_averages(run: "Run", step: int) -> None:
 
 
 def _named(averages: Tensors) -> dict[str, torch.Tensor]:
-    """By their weights' names."""
+    """Return the averages by their weights' names."""
     return {name.removeprefix("ema/"): tensor for name, tensor in averages.items()}
 
 
@@ -201,6 +201,6 @@ def _is_moment(name: str) -> bool:
 
 
 def _module(name: str) -> str:
-    """Of a weight, `ema/<weight>` or `<group>/<weight>/<moment>`."""
+    """Return the weight's name in `ema/<weight>` or `<group>/<weight>/<moment>`."""
     parts = name.split("/")
     return (parts[-2] if _is_moment(name) and len(parts) > 1 else parts[-1]).rpartition(".")[0]

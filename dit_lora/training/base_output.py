@@ -55,7 +55,7 @@ class BaseOutput:
     """What the base made of made-up inputs at a run's first start."""
 
     noted: dict[str, Any] | None
-    """As `output_now` gives it, or why there is none; None where every weight trains, so that there is no base."""
+    """Holds what `output_now` gives, or why there is none; None where every weight trains, so that there is no base."""
     loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
     since: int = 0

@@ -36,7 +36,7 @@ class KernelParity:
     only: Collection[str] | None = None
     """The blocks that are compared, where not all are."""
     coverage: Coverage = field(default_factory=Coverage)
-    """Of the last comparison, over all ranks."""
+    """What the last comparison reached, over all ranks."""
 
     @property
     def switches(self) -> list[Switch]:
@@ -48,7 +48,7 @@ class KernelParity:
 
     @property
     def blocks(self) -> list[str]:
-        """Those that hold something which a kernel replaced; all, if there is a switch of another kind."""
+        """Return those that hold something which a kernel replaced; all, if there is a switch of another kind."""
         names, places = blocks_of(self.run.transformer), [module for _, module in self._places]
         ours = {*OPS, ATTENTION, KERNELS, COMPILE}
         if any(s.name.partition(":")[0] not in ours for s in self.switches):
@@ -156,7 +156,7 @@ def micro_batch_of(run: "Run", batch: Batch) -> MicroBatch:
 
 
 def samples_of(run: "Run", entries: Sequence[Any], count: int) -> list[Batch]:
-    """As many good samples of these entries, each with a draw of its own: a clip comes again if there are too few."""
+    """Return as many good samples of these entries, each with a draw of its own: a clip comes again if there are too few."""
     good: list[tuple[Any, Batch]] = []
     for entry in entries:
         if len(good) == count:
@@ -198,7 +198,7 @@ def _most_common(counts: Counter[Any]) -> Any:
 
 
 def make_batches(run: "Run") -> list[MicroBatch]:
-    """Of `compared_batches`, equally many on every rank, and the same ones where ranks go through the model together."""
+    """Take equally many of `compared_batches` on every rank, and the same ones where ranks go through the model together."""
     given = [compared_batches(run)]
     if run.engine.lockstep:
         broadcast_object_list(given)

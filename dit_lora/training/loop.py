@@ -94,7 +94,7 @@ class _Step:
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
     bad_data: list[float] = field(default_factory=list)
-    """Of each micro-batch: whether a sample of it is bad, or `_UNREAD`."""
+    """Tells of each micro-batch whether a sample of it is bad, or `_UNREAD`."""
     unread: str = ""
     """Why this rank could not read its data."""
     data_seconds: float = 0.0

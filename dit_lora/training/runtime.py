@@ -88,7 +88,7 @@ class Runtime:
 
     @cached_property
     def lock(self) -> RunLock:
-        """Of the run's folder; `require_free_folder` takes it, on the main process."""
+        """The lock of the run's folder; `require_free_folder` takes it, on the main process."""
         return RunLock(self.dir, self.say)
 
     @property

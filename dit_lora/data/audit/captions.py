@@ -24,7 +24,7 @@ _REMEDIES = {
     "caption_not_text": "write the caption anew as UTF-8",
     "caption_long": "shorten it, or remove the clip",
 }
-"""Of captions that are rejected, by code."""
+"""What is said of captions that are rejected, by code."""
 
 
 def check_captions(

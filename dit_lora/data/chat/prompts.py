@@ -98,7 +98,7 @@ NOTEBOOK_FORMATS: dict[FormatName, PromptFormat] = {
     ),
     "phi3": PROMPT_FORMATS["phi3"],
 }
-"""As mvbench.ipynb writes them, whose `get_prompt` is not the training's: no space after its system text, and in
+"""The turns as mvbench.ipynb writes them, whose `get_prompt` is not the training's: no space after its system text, and in
 Vicuna's format lines in place of spaces and no question for the Q-Former. Mistral's is demo_mistral.ipynb's; for Phi-3 there is none, so its training's.
 """
 

@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile("<(?:image|video)>")
 _RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
 """What prompts of every model are made of; `control` has what one model's are."""
 _MOST_CHARACTERS = 10 * MOST_CHARACTERS
-"""Of all turns together; what a tokenizer should count, `chat.max_tokens` bounds."""
+"""The most characters of all turns together; what a tokenizer should count, `chat.max_tokens` bounds."""
 _ROLES = {
     "system": "system",
     "user": "user",

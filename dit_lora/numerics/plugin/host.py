@@ -60,7 +60,7 @@ class Host:
         return Path(project) if project is not None else Path("dit_lora_guard")
 
     def models(self, given: Sequence[nn.Module]) -> list[nn.Module]:
-        """Those given and those that Accelerate has prepared, bare, each once."""
+        """Return those given and those that Accelerate has prepared, bare, each once."""
         prepared = self.accelerator._models if self.accelerator is not None else []
         bare = [bare_model(model) for model in [*given, *prepared]]
         return list({id(model): model for model in bare}.values())

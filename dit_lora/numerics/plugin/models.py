@@ -9,7 +9,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.shards import stock_class
 
 Models = dict[str, nn.Module]
-"""By the prefix of their parameters' names: empty for one that is alone."""
+"""Models by the prefix of their parameters' names: empty for one that is alone."""
 
 
 def trained_models(

@@ -45,7 +45,7 @@ class Names:
 
     def __init__(self) -> None:
         self.given: tuple[str, ...] = ()
-        """Of the samples in the forward passes under way, as the loop names them."""
+        """Names of the samples in the forward passes under way, as the loop gives them."""
         self._handed_out: deque[_Batch] = deque(maxlen=_MOST)
         self._current: _Batch | None = None
         self._seen: Sequence[torch.Tensor] = ()

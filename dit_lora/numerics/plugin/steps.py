@@ -35,7 +35,7 @@ class Steps:
         self, host: Host, watched: Watched, recovery: Recovery, checks: frozenset[str]
     ) -> None:
         self.number = 1
-        """Of the optimizer step under way."""
+        """The number of the optimizer step under way."""
         self.tripped = False
         """Whether the last step was left out."""
         self._host = host

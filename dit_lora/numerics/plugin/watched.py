@@ -29,13 +29,13 @@ class Watched:
         self, host: Host, given: Sequence[nn.Module], state: LoopState, names: Names
     ) -> None:
         self.calls: list[CapturedCall] = []
-        """Of the step under way, in order."""
+        """Calls of the step under way, in order."""
         self.suspects: dict[int, Suspects] = {}
-        """Of each model, by its id."""
+        """Suspects of each model, by its id."""
         self.prefixes: dict[int, str] = {}
-        """Of the names of its parameters, where there are several models."""
+        """The prefix of its parameters' names, where there are several models."""
         self.together: Suspects
-        """Of all models as one, whose weights have the names that they have here."""
+        """Suspects of all models as one, whose weights have the names that they have here."""
         self.record: LoopRecord
         self.switched_off: set[str] = set()
         """Switches that verdicts have turned off."""

@@ -50,7 +50,7 @@ class EvaluationRequest:
     frames: int | None = None
     """Of each video; by default 16 for MVBench, as published, and else as trained."""
     protocol: Protocol | None = None
-    """By default the notebook's for MVBench's folder, and else as trained."""
+    """The protocol; by default the notebook's for MVBench's folder, and else as trained."""
     skip: bool = False
     """Leave out questions that cannot be asked, in place of refusing them all."""
     out: Path | None = None
