@@ -19,6 +19,9 @@ STRONG = 1.0
 EXTREME = 10.0
 """Beyond it less than a tenth of what a layer computes is its base: no fine-tune of it, but a run that blew up."""
 
+LOST = 2.0**-24
+"""Half of fp32's last place: a weight that an update so small is added to keeps its bits."""
+
 
 @dataclass(frozen=True)
 class LoadedLayer:
@@ -42,6 +45,11 @@ class ModuleUpdate:
     share: float | None = None
     """Likewise, but over a weight of the usual size of this adapter's layers where the layer's own is smaller: a layer
     that begins at zero, as modulations and last layers do, is no reason for an alarm."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is zero, or so small beside its weight that nothing of it is left in fp32."""
+        return self.norm == 0 or (self.relative is not None and self.relative < LOST)
 
     def record(self) -> dict[str, Any]:
         return {"name": self.name, "norm": self.norm, "relative": self.relative}

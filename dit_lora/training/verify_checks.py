@@ -84,7 +84,7 @@ def effect(
     *,
     allow_extreme: bool = False,
 ) -> Check:
-    """At least one update is more than zero, and none far beyond its weight; which are zero, and which as large.
+    """At least one update is more than rounding, and none far beyond its weight; which are zero, and which as large.
 
     `base` names the base weights that trained, and `changes` are theirs.
     """
@@ -94,17 +94,15 @@ def effect(
         return _extreme(extreme)
     if not updates:
         return no_adapter(base)
-    dead = [one.name for one in updates if one.norm == 0]
+    dead = [one for one in updates if one.is_lost]
     if len(dead) == len(updates):
-        return Check(
-            False,
-            f"the adapter has no effect: the updates of all {len(updates)} modules are zero; no gradient reached "
-            "it, or it was saved before it trained",
-        )
+        return _without_effect(updates)
     words = f"{len(updates)} modules{_range(updates)}"
     notes = []
     if dead:
-        notes.append(listed("dead, their update is zero:", dead))
+        notes.append(
+            listed("dead, their update is zero or lost in rounding:", [o.name for o in dead])
+        )
     strong = [one for one in updates if one.relative is not None and one.relative > STRONG]
     if strong:
         summary = (
@@ -113,6 +111,16 @@ def effect(
         )
         notes.append(listed(summary, _relative(strong)))
     return Check(True, "\n".join([words, *notes]))
+
+
+def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
+    largest = max((one.relative or 0.0 for one in updates), default=0.0)
+    are = f"lost in rounding (at most {percent(largest)} of their weights)" if largest else "zero"
+    return Check(
+        False,
+        f"the adapter has no effect: the updates of all {len(updates)} modules are {are}; no gradient reached it that "
+        "the optimizer could follow, or it was saved before it trained",
+    )
 
 
 def _extreme(updates: Sequence[ModuleUpdate]) -> Check:

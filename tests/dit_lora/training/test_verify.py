@@ -133,6 +133,13 @@ def zero_b(tensors: Tensors, _header: dict[str, str]) -> None:
             tensor.zero_()
 
 
+def faint_b(tensors: Tensors, _header: dict[str, str]) -> None:
+    """Of the size that a loss of 1e-25 of its own leaves: no weight that it is added to changes."""
+    for name, tensor in tensors.items():
+        if ".lora_B." in name:
+            tensor *= 1e-12
+
+
 def one_dead(tensors: Tensors, _header: dict[str, str]) -> None:
     tensors[f"{BLOCK}.lora_B.weight"].zero_()
 
@@ -178,7 +185,11 @@ DIFFUSION: dict[Change, tuple[set[str], str]] = {
     without_b: ({"keys", "output"}, "blocks.1.attn1.to_q.lora_B.weight: not in the file"),
     another: ({"keys", "output"}, "proj_out.lora_X.weight"),
     zero_b: ({"effect", "output"}, "the updates of all 8 modules are zero"),
-    one_dead: ({"output"}, "dead, their update is zero:\n  - transformer_blocks.1.attn1.to_q"),
+    faint_b: ({"effect", "output"}, "the updates of all 8 modules are lost in rounding (at most"),
+    one_dead: (
+        {"output"},
+        "dead, their update is zero or lost in rounding:\n  - transformer_blocks.1.attn1.to_q",
+    ),
     one_strong: ({"output"}, "over-strong, their update is larger than the weight"),
     one_extreme: ({"effect", "output"}, "extreme, an update of more than 10 times the weight"),
     alpha: ({"scale", "output"}, "alpha 16 in the header, and 8 was trained"),
