@@ -117,4 +117,4 @@ def _peaks(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not tensors:
         return torch.zeros(1, device=device)
     norms = torch._foreach_norm(tensors, float("inf"))
-    return torch.stack([norm.to(device, torch.float32) for norm in norms])
+    return torch.stack([norm.to(device) for norm in norms]).float()  # one cast, not one a tensor
