@@ -1,7 +1,7 @@
 """Draw faults by a seed, put each into a tiny run, and ask whether anything innocent is lost.
 
-    python -m benchmarks.verdicts --seed 0 [--faults 300] [--families sana-600m dit ...] [--ranks 1|2] [--jobs 2]
-                                  [--only 017] [--json FILE] [--describe]
+    python -m benchmarks.verdicts --seed 0 [--faults 300] [--families sana-600m dit ...] [--places 'random loss' ...]
+                                  [--ranks 1|2|4] [--jobs 2] [--only 017] [--json FILE] [--describe]
 
 Each fault is one run of six steps, compared with the clean run of the same recipe. Exit code 1 if any fault fails
 a question; what failed is listed with the command that runs it alone. Ctrl-C shows what there is until then.
@@ -12,6 +12,7 @@ import fnmatch
 import json
 import logging
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from benchmarks.verdicts.cases import Drawn
 from benchmarks.verdicts.draw import described, drawn
 from benchmarks.verdicts.judge import QUESTIONS, Judgement
+from benchmarks.verdicts.places import PLACES
 from benchmarks.verdicts.sweep import Sweep
 from benchmarks.verdicts.table import failures, table
 from dit_lora.faults.site import SITES
@@ -41,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join([described(), "", "asked of each:", *_questions()]))
         return 0
     ranks = (args.ranks,) if args.ranks else (1, 2)
-    faults = drawn(args.seed, args.faults, _variants(args.families), ranks)
+    places = _places(args.places)
+    faults = drawn(args.seed, args.faults, _variants(args.families), ranks, places)
     chosen = [one for one in faults if args.only is None or _is(one, args.only)]
     if not chosen:
         raise SystemExit(f"no fault of this sweep is called {args.only!r}")
@@ -88,6 +91,12 @@ def _variants(asked: Sequence[str]) -> list[str]:
     return found
 
 
+def _places(asked: Sequence[str]) -> Sequence[str]:
+    if wrong := sorted(set(asked) - {*PLACES}):
+        raise SystemExit(f"--places {', '.join(wrong)}: there are {', '.join(PLACES)}")
+    return asked
+
+
 def _is(fault: Drawn, name: str) -> bool:
     return name in (fault.name, f"{fault.number:03d}") or fnmatch.fnmatchcase(fault.name, name)
 
@@ -95,6 +104,7 @@ def _is(fault: Drawn, name: str) -> bool:
 def _command(args: argparse.Namespace) -> str:
     words = [f"python -m benchmarks.verdicts --seed {args.seed} --faults {args.faults}"]
     words += [f"--families {' '.join(args.families)}"] if args.families else []
+    words += [f"--places {shlex.join(args.places)}"] if args.places else []
     words += [f"--ranks {args.ranks}"] if args.ranks else []
     return " ".join(words)
 
@@ -118,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--families", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--ranks", type=int, choices=(1, 2), help="by default both")
+    parser.add_argument("--places", nargs="+", default=[], metavar="NAME", help="by default all")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="by default one and two")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", metavar="NAME", help="a fault's number, or a pattern of names")
     parser.add_argument("--json", metavar="FILE", help="write every judgement here")

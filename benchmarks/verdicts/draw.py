@@ -13,9 +13,12 @@ _TWO_RANKS = 0.3
 """The share of faults on two ranks, where both are asked for."""
 
 
-def drawn(seed: int, count: int, variants: Sequence[str], ranks: Sequence[int]) -> list[Drawn]:
-    """The faults of a sweep: equal for equal arguments, and the first ones of a longer one."""
-    pairs = [(place, kind) for place, one in PLACES.items() for kind in one.kinds]
+def drawn(
+    seed: int, count: int, variants: Sequence[str], ranks: Sequence[int], places: Sequence[str] = ()
+) -> list[Drawn]:
+    """Draw the faults of a sweep: equal for equal arguments, and the first ones of a longer one; of all places by default."""
+    known = {name: one for name, one in PLACES.items() if not places or name in places}
+    pairs = [(place, kind) for place, one in known.items() for kind in one.kinds]
     random.Random(seed).shuffle(pairs)
     pairs = [pair for pair in pairs if _fitting(PLACES[pair[0]], variants, ranks)]
     faults = []

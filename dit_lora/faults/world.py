@@ -206,8 +206,8 @@ class World:
             "optim": {"groups": self.site.groups},
             "train": {
                 "steps": STEPS,
-                "batch_size": 2 // ranks,
-                "accumulate": 2,
+                "batch_size": max(1, 2 // ranks),
+                "accumulate": 2 if ranks <= 2 else 1,
                 "checkpointing": "none",
                 "save_every": 3,
                 "keep": 9,
