@@ -58,15 +58,28 @@ class Reader(Generic[T]):
             if self._stream is None:
                 self._stream = iter(self._batches)
             return next(self._stream)
-        except (ConnectionError, EOFError, FileNotFoundError) as error:
-            raise _lost(error) from error  # a batch was on its way from a worker that died
-        except OSError as error:
-            words = error.strerror or str(error).strip().rpartition("\n")[2]
-            raise UnreadableError(f"data cannot be read: {words}") from error
+        except (OSError, EOFError) as error:
+            if _is_of_connection(error):
+                raise _lost(error) from error  # a batch was on its way from a worker that died
+            raise UnreadableError(f"data cannot be read: {_words(error)}") from error
         except RuntimeError as error:
             if not _LOST.match(str(error)):
                 raise
             raise _lost(error) from error
+
+
+def _is_of_connection(error: OSError | EOFError) -> bool:
+    """Whether the connection to a worker broke: what a worker met itself arrives with its traceback, and a file's
+    error has the file's name."""
+    if "Caught " in str(error) or getattr(error, "filename", None) is not None:
+        return False
+    return isinstance(error, ConnectionError | EOFError | FileNotFoundError)
+
+
+def _words(error: OSError | EOFError) -> str:
+    said = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
+    name = getattr(error, "filename", None)
+    return said if name is None else f"{said}: {name}"
 
 
 def _lost(error: Exception) -> UnreadableError:

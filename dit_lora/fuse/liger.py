@@ -238,7 +238,7 @@ def _rotate(
 
 def _why_no_swiglu(mlp: Any) -> str | None:
     function: Any = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    probe = torch.linspace(-4, 4, 9)
+    probe = torch.linspace(-4, 4, 9, device="cpu")  # also where the model has no values (meta)
     if torch.allclose(function(probe), F.silu(probe)):
         return None
     return f"its activation is {type(function).__name__}"

@@ -34,6 +34,30 @@ def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(
     assert "Lower data.workers" in why
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory", "/data/a.mp4"),
+        FileNotFoundError(
+            "Caught FileNotFoundError in DataLoader worker process 0.\nTraceback ...\n"
+            "FileNotFoundError: [Errno 2] No such file or directory: '/data/a.mp4'"
+        ),
+    ],
+)
+def test_a_file_that_is_gone_is_named_and_no_worker_is(error: Exception) -> None:
+    def batches() -> Iterator[int]:
+        yield 1
+        raise error
+
+    reader: Reader[int] = Reader()
+    reader.begin(batches())
+    reader.next()
+    _, why = reader.next()
+    assert "No such file or directory: " in why
+    assert "/data/a.mp4" in why
+    assert "data.workers" not in why
+
+
 def test_what_went_wrong_in_the_program_is_not_told_as_a_dead_worker() -> None:
     reader: Reader[int] = Reader()
 
