@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     chosen = [one for one in faults if args.only is None or _is(one, args.only)]
     if not chosen:
         raise SystemExit(f"no fault of this sweep is called {args.only!r}")
+    if args.keep and Path(args.keep).exists() and any(Path(args.keep).iterdir()):
+        raise SystemExit(f"--keep {args.keep}: that folder is not empty; name another")
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     began, judged = time.monotonic(), list[Judgement]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -74,8 +74,8 @@ class Draw:
     """The clip that is to be at fault."""
     kind: str
 
-    def step(self, first: int = 1) -> int:
-        return self.chance.randint(first, STEPS)
+    def step(self, first: int = 1, last: int = STEPS) -> int:
+        return self.chance.randint(first, last)
 
     def number(self) -> int:
         """The number of a tensor or an element, taken modulo how many there are."""
@@ -85,9 +85,13 @@ class Draw:
         """One of two ranks, or all; always all on one."""
         return self.chance.choice((ALL_RANKS, 0, 1)) if self.ranks > 1 else ALL_RANKS
 
-    def when(self, *modes: Mode, first: int = 1, rank: int = ALL_RANKS) -> When:
+    def when(self, *modes: Mode, first: int = 1, last: int = STEPS, rank: int = ALL_RANKS) -> When:
         p = round(self.chance.uniform(0.1, 0.9), 2)
-        return When(self.chance.choice(modes), self.step(first), rank, p, self.number())
+        return When(self.chance.choice(modes), self.step(first, last), rank, p, self.number())
+
+    def when_it_comes(self, *modes: Mode) -> When:
+        """Draw a moment after which every sample still comes once at least."""
+        return self.when(*modes, last=STEPS - 2)
 
 
 @dataclass(frozen=True)

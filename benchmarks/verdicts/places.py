@@ -52,12 +52,13 @@ def _of_sample(draw: Draw, when: When) -> Right:
     if draw.kind in ("sign", "factor", "tiny"):
         return SILENT
     if draw.kind == "huge":
-        return _PERHAPS
+        once = {"transient"} if when.mode == "once" else set()
+        return replace(_PERHAPS, causes=_PERHAPS.causes | once)
     return _TRANSIENT if when.mode == "once" else _OF_SAMPLE
 
 
 def _sample_tensor(name: str, draw: Draw) -> Case:
-    when = draw.when("once", "from", "from")
+    when = draw.when_it_comes("once", "from", "from")
     tensor = (draw.site.text or name) if name == "prompt_embeds" else name
     arm = arms.sample_tensor(tensor, _ROWS[draw.kind], when)
     return Case(when.words, _of_sample(draw, when), arm)
@@ -70,7 +71,7 @@ def _cache(draw: Draw) -> Case:
 
 
 def _loss_of_sample(draw: Draw) -> Case:
-    when = draw.when("once", "from", "from")
+    when = draw.when_it_comes("once", "from", "from")
     arm = arms.losses(_LOSSES[draw.kind], arms.target_rows, when)
     return Case(when.words, _of_sample(draw, when), arm)
 
@@ -101,7 +102,9 @@ def _random_loss(draw: Draw) -> Case:
     p = float(draw.kind.removeprefix("p = "))
     when = When("random", draw.step(), draw.rank(), p, draw.number())
     arm = arms.losses(times(math.nan), arms.every_row, when)
-    return Case(when.words, right("transient", "unknown", told=False), arm)
+    # The fault of one rank is that rank's, however often it strikes.
+    causes = ("transient", "unknown", *(["rank"] if when.rank != ALL_RANKS else []))
+    return Case(when.words, right(*causes, told=False), arm)
 
 
 def _first_passes(draw: Draw) -> Case:
@@ -228,7 +231,7 @@ def _decay(draw: Draw) -> Case:
 
 def _memory(draw: Draw) -> Case:
     first = draw.chance.randint(1, 6)
-    when = draw.when("from")
+    when = draw.when_it_comes("from")
     fault = arms.losses(times(math.nan), arms.target_rows, when)
     arm: Arm = arms.at_once(fault, arms.out_of_memory(arms.passes_from(first)))
     allowed = right("data", "inputs", "unknown", touches=True, ends=(DONE,))

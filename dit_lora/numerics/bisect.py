@@ -15,7 +15,15 @@ from dit_lora.numerics.labels import label_faults
 from dit_lora.numerics.probe import Trace
 from dit_lora.numerics.replay import MicroBatch, Outcome, Traced, traced
 from dit_lora.numerics.shards import is_sharded, needs_all_ranks
-from dit_lora.numerics.state import bad_state, has_run_away, others, run_away, too_high, weight_peak
+from dit_lora.numerics.state import (
+    bad_state,
+    has_run_away,
+    lost,
+    others,
+    run_away,
+    too_high,
+    weight_peak,
+)
 from dit_lora.numerics.suspects import Case, Suspects
 from dit_lora.numerics.trials import (
     REPLAYS,
@@ -183,6 +191,8 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
 
 def _experiments(case: Case) -> Verdict:
     """Change one thing at a time until the replay is healthy, each time."""
+    if (grown := lost(case)) is not None:  # what overflows then is no kernel's fault
+        return grown
     switch = switch_at_fault(case)
     if switch is not None:
         words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"

@@ -5,7 +5,7 @@ time with it (A-B-A). A sample is the cause if it fails alone, with other draws 
 another sample is healthy, each time, at the place where it fails.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -80,11 +80,14 @@ def blamed(case: Case) -> Verdict:
     control = _control(case, failing, [one for one in alone if one not in failing])
     if control is None:
         return case.found("unknown", "nothing that was switched off makes it healthy")
-    there = _moved(control, failing[0])
     case.evidence["control"] = control.ids[0]
-    if not _steadily(case, there):
-        return _control_fails(case, control)
-    return _against_control(case, failing, control)
+    for one in [
+        control,
+        *_redraws(control),
+    ]:  # its own timestep may be one at which every sample fails
+        if _steadily(case, _moved(one, failing[0])):
+            return _against_control(case, failing, one)
+    return _control_fails(case, control)
 
 
 def _alone(batch: MicroBatch) -> list[MicroBatch]:
@@ -161,8 +164,13 @@ def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Ve
 
 
 def _any_redraw_is_healthy(case: Case, one: MicroBatch) -> bool:
-    redrawn = one.redrawn
-    return redrawn is not None and any(case.healthy(redrawn(n)) for n in range(_REDRAWS))
+    return any(case.healthy(redrawn) for redrawn in _redraws(one))
+
+
+def _redraws(one: MicroBatch) -> Iterator[MicroBatch]:
+    """Yield it with other noise and timesteps, where that can be done."""
+    if one.redrawn is not None:
+        yield from map(one.redrawn, range(_REDRAWS))
 
 
 def _is_healthy_elsewhere(case: Case, one: MicroBatch) -> bool:

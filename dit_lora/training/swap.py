@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
@@ -16,6 +17,8 @@ Share = Callable[[MicroBatch | None, int], MicroBatch | None]
 Diagnosed = list[tuple[MicroBatch, Verdict]]
 _ROUNDS = 8
 """Runs on each rank, once one of them was healthy: all must come out the same on a rank."""
+Healthy = bool | None
+"""Whether a run was healthy; None where it did not fit into that rank's memory."""
 
 
 def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share) -> Diagnosed:
@@ -55,22 +58,27 @@ def _is_by_replays(verdict: Verdict) -> bool:
     return "replays" in verdict.evidence and verdict.cause != "transient"
 
 
-def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[list[bool]]:
-    """Return for each rank whether each of its runs was healthy; one run where it fails everywhere. Collective."""
+def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[list[Healthy]]:
+    """Return for each rank how each of its runs came out; one run where no rank is healthy. Collective."""
     assert one is not None  # its owner has brought it
 
-    def healthy() -> bool:
-        return run(one, suspects.model).is_healthy(needs_gradient=kind == "zero_gradient")
+    def healthy() -> Healthy:
+        try:
+            return run(one, suspects.model).is_healthy(needs_gradient=kind == "zero_gradient")
+        except torch.OutOfMemoryError:  # the other ranks wait for this one's word
+            return None
 
-    first: list[bool] = gather_object([healthy()])
+    first: list[Healthy] = gather_object([healthy()])
     if not any(first):
         return [[outcome] for outcome in first]
-    more: list[list[bool]] = gather_object([[healthy() for _ in range(_ROUNDS)]])
+    more: list[list[Healthy]] = gather_object([[healthy() for _ in range(_ROUNDS)]])
     return [[one_rank, *others] for one_rank, others in zip(first, more, strict=True)]
 
 
-def _compared(verdict: Verdict, outcomes: Sequence[Sequence[bool]]) -> Verdict:
+def _compared(verdict: Verdict, outcomes: Sequence[Sequence[Healthy]]) -> Verdict:
     """Return the verdict where it fails everywhere, else one on the ranks, or on chance."""
+    if any(healthy is None for of_rank in outcomes for healthy in of_rank):
+        return _not_tried(verdict)
     if any(len(set(of_rank)) > 1 for of_rank in outcomes):
         runs = [healthy for of_rank in outcomes for healthy in of_rank]
         evidence = {**verdict.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
@@ -89,6 +97,14 @@ def _compared(verdict: Verdict, outcomes: Sequence[Sequence[bool]]) -> Verdict:
     words = f"it fails on rank {on} each of {times} times, and other ranks run the same micro-batch and are healthy"
     evidence = {**verdict.evidence, "ranks": {"failing": failing, "of": len(outcomes)}}
     return replace(_without_blame(verdict, "rank", words, evidence), rank=failing[0])
+
+
+def _not_tried(verdict: Verdict) -> Verdict:
+    """Return a verdict that leaves no sample out for good, for it has not failed on other ranks."""
+    if not verdict.sample_ids:
+        return verdict
+    words = f"{verdict.words}; not run on every rank, where it does not fit into memory"
+    return replace(verdict, cause="unknown", words=words)
 
 
 def _without_blame(

@@ -15,17 +15,22 @@ from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
 Main = Callable[[list[str]], None]
 
 
-def alive(known: set[int]) -> list[str]:
+def encoders() -> list[Any]:
+    """All that are in memory, collected or not."""
+    return [one for one in gc.get_objects() if type(one) in (AutoencoderKLCogVideoX, T5EncoderModel)]
+
+
+def alive(known: list[Any]) -> list[str]:
     """Encoders in memory, but for those that other tests hold."""
-    kinds = (AutoencoderKLCogVideoX, T5EncoderModel)
-    found = [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]
+    found = [one for one in encoders() if all(one is not other for other in known)]
     return sorted(type(one).__name__ for one in found)
 
 
 def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {id(one) for one in gc.get_objects()}
+    gc.collect()
+    known = encoders()  # held, so that none of a later one's has its place in memory
     beside: dict[str, list[str]] = {}
     settings: list[tuple[bool, bool]] = []
     load, generate = CogVideoXCheckpoint.load_transformer, CogVideoXCheckpoint.generate
