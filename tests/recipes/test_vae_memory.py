@@ -17,7 +17,9 @@ Main = Callable[[list[str]], None]
 
 def encoders() -> list[Any]:
     """All that are in memory, collected or not."""
-    return [one for one in gc.get_objects() if type(one) in (AutoencoderKLCogVideoX, T5EncoderModel)]
+    return [
+        one for one in gc.get_objects() if type(one) in (AutoencoderKLCogVideoX, T5EncoderModel)
+    ]
 
 
 def alive(known: list[Any]) -> list[str]:

@@ -121,6 +121,16 @@ def test_where_every_sample_fails_none_is_named(model: Net) -> None:
     assert "those too that were healthy a step ago" in verdict.words
 
 
+def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None:
+    """A range of timesteps fails, of which the control happens to have one; a step ago it did not fail yet."""
+    healthy = batch(model, ids=("c.mp4",))
+    control = batch(model, ids=("c.mp4",), loss=fails, redrawn=lambda _number: healthy)
+    given = batch(
+        model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: batch(model, ids=("b.mp4",))
+    )
+    assert diagnosed(given, model, control=control).cause == "inputs"
+
+
 def test_a_control_is_taken_from_the_data_where_no_step_has_given_one(model: Net) -> None:
     tensors = overflows_at_large_values(model)
     asked = []
@@ -194,6 +204,17 @@ def test_weight_decay_that_overshoots_is_told_from_the_learning_rate(model: Net)
     assert (
         diagnosed(batch(model), model, start_peak=0.25, decay=lambda: 1.5).cause == "learning_rate"
     )
+
+
+def test_weights_that_are_lost_are_told_before_a_kernel_that_cannot_take_them(model: Net) -> None:
+    """Flash attention overflows where PyTorch's others do not."""
+    model.block.fault = fails
+    flash = switch(model.block, "flash", "attention")
+    assert diagnosed(batch(model), model, switches=[flash], start_peak=0.25).switch == flash.name
+    with torch.no_grad():
+        model.up.weight.mul_(1e6)
+    verdict = diagnosed(batch(model), model, switches=[flash], start_peak=0.25)
+    assert (verdict.cause, verdict.switch) == ("learning_rate", None)
 
 
 def test_what_is_off_is_not_tried_again(model: Net) -> None:
