@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,18 @@ _STEPS, _WIDTH = 6, 16
 
 
 class Toy(nn.Module):
-    """Two layers with a norm between them, and a table of classes."""
+    """Two layers with a norm between them, a table of classes, and a scale."""
 
     def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
         self.classes = nn.Embedding(10, _WIDTH)
+        self.register_buffer("scale", torch.ones(_WIDTH))
         self.first = nn.Linear(_WIDTH, _WIDTH)
         self.norm = nn.LayerNorm(_WIDTH, eps=eps)
         self.last = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x) + self.classes(labels)))
+        return self.last(self.norm(self.first(x) * self.scale + self.classes(labels)))
 
 
 @dataclass
@@ -47,8 +48,16 @@ class ToyLoop:
     spoil: Callable[["ToyLoop", int, dict[str, torch.Tensor]], None]
     loss: Callable[["ToyLoop", torch.Tensor, torch.Tensor], torch.Tensor]
 
+    handles: list[Any] = field(default_factory=list)
+    """Hooks that a fault has put in."""
+
+    @property
+    def bare(self) -> Toy:
+        model: Toy = self.accelerator.unwrap_model(self.model)
+        return model
+
     def run(self) -> None:
-        bare = self.accelerator.unwrap_model(self.model)
+        bare = self.bare
         for step in range(1, _STEPS + 1):
             batch = _batch(step, self.accelerator.process_index)
             self.spoil(self, step, batch)
@@ -172,7 +181,7 @@ def _wrong_label(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> No
 def _nan_gradient(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
     """One element, after the backward and before clipping, once."""
     if step == 3:
-        weight = next(iter(loop.accelerator.unwrap_model(loop.model).parameters()))
+        weight = next(iter(loop.bare.parameters()))
         handle: list[Any] = []
 
         def hook(grad: torch.Tensor) -> torch.Tensor:
@@ -235,11 +244,12 @@ def _scaled(accelerator: Accelerator) -> Iterator[None]:
         accelerator.native_amp, accelerator.state._mixed_precision = before
 
 
-def _play(
+def played(
     spoil: Callable[[ToyLoop, int, dict[str, torch.Tensor]], None] = _nothing,
     check: Callable[[ToyLoop], str | None] = lambda loop: None,
     **how: Any,
 ) -> Callable[[Fault, World], Observation]:
+    """Play a fault in a loop; `check` says what is not as it must be at its end."""
     return lambda fault, world: _observed(_toy(world, spoil, **how), world, check)
 
 
@@ -305,7 +315,7 @@ FAULTS: tuple[Fault, ...] = (
         "plugin",
         "step 3",
         _DATA,
-        play=_play(_nan_pixel, _two_skipped),
+        play=played(_nan_pixel, _two_skipped),
     ),
     Fault(
         "a NaN pixel in a stock loop in fp16, with a scaler and clipping",
@@ -319,28 +329,28 @@ FAULTS: tuple[Fault, ...] = (
         "plugin",
         "step 3, last rank",
         Expected("data", "skip", ("gradient of the output",)),
-        play=_play(_nan_target_on_one_rank, _two_skipped),
+        play=played(_nan_target_on_one_rank, _two_skipped),
     ),
     Fault(
         "a NaN gradient element in a stock loop",
         "plugin",
         "step 3",
         Expected("transient", "skip"),
-        play=_play(_nan_gradient, _two_skipped),
+        play=played(_nan_gradient, _two_skipped),
     ),
     Fault(
         "a NaN moment in a stock loop",
         "plugin",
         "step 4",
         Expected("optimizer", "rollback"),
-        play=_play(_nan_moment),
+        play=played(_nan_moment),
     ),
     Fault(
         "a label that the table does not have",
         "labels",
         "step 2",
         Expected("refused", "refused", ("step 2 row 2", "12", "classes has 0..9"), exit_code=2),
-        play=_play(_wrong_label),
+        play=played(_wrong_label),
     ),
     Fault(
         "a Trainer's sample with all labels ignored",
@@ -361,14 +371,14 @@ FAULTS: tuple[Fault, ...] = (
         "precision",
         "from step 1",
         Expected("precision", "stop", ("first inf", "last"), exit_code=3),
-        play=_play(change=_overflowing, config=_STOP),
+        play=played(change=_overflowing, config=_STOP),
     ),
     Fault(
         "LayerNorm eps 1e-12 over zero queries in fp16",
         "precision",
         "from step 1",
         Expected("precision", "stop", ("in the backward",), module="norm", exit_code=3),
-        play=_play(change=_zero_queries, config=_STOP),
+        play=played(change=_zero_queries, config=_STOP),
     ),
     Fault(
         "a loss scale that collapses",

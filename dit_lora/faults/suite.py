@@ -29,6 +29,7 @@ from dit_lora.faults import (
     chat_steps,
     data_faults,
     late,
+    loop_damage,
     loop_kinds,
     loops,
     ops,
@@ -40,6 +41,9 @@ from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.site import DEFAULT, Site, site_of
 from dit_lora.faults.world import Engine, World, engine_of
 from dit_lora.files import write_whole
+
+_LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
+"""Foreign loops have models of their own."""
 
 
 def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
@@ -57,9 +61,7 @@ def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
         *chat_data.FAULTS,
         *chat_steps.FAULTS,
         *chat_loops.FAULTS,
-        *(
-            (*loops.FAULTS, *loop_kinds.FAULTS) if site.variant == DEFAULT else ()
-        ),  # foreign loops have models of their own
+        *(_LOOPS if site.variant == DEFAULT else ()),
     ]
     return [fault for fault in every if fault.fits(site, ranks, engine)]
 

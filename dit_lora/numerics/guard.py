@@ -148,7 +148,10 @@ class Guard:
         self._patches.undo()
 
     def require_finite(self) -> None:
-        """Raise if a trained weight is not finite on any rank; call it before saving what was trained."""
+        """Call it before saving: what is trained, moments and averages must be finite, unaltered and of use on every rank.
+
+        Puts the last good state back where it is not. Raises `NonFiniteError` on every rank where none is held.
+        """
         self._steps.require_finite()
 
     def _watch(self, lr_scheduler: Any, ema: Averages | None, loader: Any) -> None:

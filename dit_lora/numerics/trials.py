@@ -81,10 +81,8 @@ def blamed(case: Case) -> Verdict:
     if control is None:
         return case.found("unknown", "nothing that was switched off makes it healthy")
     case.evidence["control"] = control.ids[0]
-    for one in [
-        control,
-        *_redraws(control),
-    ]:  # its own timestep may be one at which every sample fails
+    # Its own timestep may be one at which every sample fails.
+    for one in (control, *_redraws(control)):
         if _steadily(case, _moved(one, failing[0])):
             return _against_control(case, failing, one)
     return _control_fails(case, control)

@@ -118,9 +118,17 @@ class Recovery:
         if known:
             return Action("skip")
         self._policy.skips = self.budget.spent(trip.step)
+        if self._may_pass(trip, verdicts):
+            return Action("skip")
         skipped = [sample for event in self.events for sample in event["sample_ids"]]
         action = self._policy.choose(trip.step, verdicts, skipped)
         return self._feasible(action, spoiled=trip.spoiled(verdicts))
+
+    def _may_pass(self, trip: Trip, verdicts: Sequence[Verdict]) -> bool:
+        """Whether the next step may be healthy: where every sample fails, no replay tells this step from all of them."""
+        every = all(verdict.evidence.get("every_sample") for verdict in verdicts)
+        allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips
+        return every and allowed and not trip.spoiled(verdicts)
 
     def _for_no_gradient(self) -> Action:
         """Now and then that is no fault; step after step nothing is trained."""

@@ -50,7 +50,12 @@ class Steps:
         self._was_loaded = False
 
     def require_finite(self) -> None:
-        """Recover if a trained weight is not finite on any rank."""
+        """Recover if a trained weight, a moment or an average is not finite, altered or beyond use on any rank."""
+        kind = self._wrong_state()
+        if kind is not None:
+            self._recover(kind)
+
+    def _require_finite_weights(self) -> None:
         if self._host.any_rank(weights_are_bad(self._state.parameters, self._host.device)):
             self._recover(WEIGHTS)
 
@@ -202,7 +207,7 @@ class Steps:
         if len(self._stepped) == 1:
             self._close(taken=True)
         if self._state.ema is not None and self._checks_weights:
-            self.require_finite()  # an average that took in NaN has it for good
+            self._require_finite_weights()  # an average that took in NaN has it for good
         return result
 
     def _check_scaler(self, optimizer: Any) -> None:
