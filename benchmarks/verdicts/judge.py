@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file
 
 from benchmarks.verdicts.cases import Case, Right
@@ -55,6 +55,11 @@ class Tally:
 
         stage.patch(stage.run.guard, "recover", counted)
 
+    def acted(self) -> bool:
+        """Whether the fault acted on any rank, as far as it waits for a moment that may not come. Collective."""
+        counts: list[int | None] = gather_object([self.stage.acted if self.stage else None])
+        return None in counts or any(counts)
+
     @property
     def switched_off(self) -> set[str]:
         return set(self.stage.run.guard.state.switched_off) if self.stage else set()
@@ -85,7 +90,7 @@ def failures_of(case: Case, world: World, seen: Observation, tally: Tally) -> di
         "lost": _lost(case.right, records, world.target),
         "off": _off(case.right, tally),
         "ended": _ended(case.right, seen),
-        "cause": _cause(case.right, seen),
+        "cause": _cause(case.right, seen, came=tally.acted()),
         "certified": _certified(case, world, seen, records),
     }
     return {question: words for question, words in found.items() if words}
@@ -126,13 +131,13 @@ def _ended(allowed: Right, seen: Observation) -> str:
     return f"exit code {code}, not {wanted}: {str(seen.error or 'it went on').splitlines()[0]}"
 
 
-def _cause(allowed: Right, seen: Observation) -> str:
+def _cause(allowed: Right, seen: Observation, *, came: bool) -> str:
     verdicts = [event["verdict"] for event in acted(seen)]
     wrong = [one for one in verdicts if one["cause"] not in allowed.causes]
     if wrong:
         known = ", ".join(sorted(allowed.causes)) or "none"
         return f"{wrong[0]['cause']}, and right is {known}: {wrong[0]['words'][:160]}"
-    if allowed.told and not verdicts and seen.error is None:
+    if allowed.told and came and not verdicts and seen.error is None:
         return f"nothing was said; right is {', '.join(sorted(allowed.causes))}"
     said = " ".join([*(one["words"] for one in verdicts), str(seen.error or "")])
     if allowed.words and (verdicts or seen.error) and not any(w in said for w in allowed.words):

@@ -87,7 +87,9 @@ def _loss_of_row(draw: Draw) -> Case:
     arm = arms.losses(_LOSSES[draw.kind], arms.place_in_batch(index), when)
     # A sample alone is always in row 0, so that there every pass fails, whatever is changed.
     causes = ("step",) if index else ("step", "unknown")
-    return Case(f"{when.words}, in row {index}", right(*causes, result="bounded"), arm)
+    # In every step from the first on, nothing is ever trained, and the file is refused.
+    allowed = right(*causes, ends=(DONE, REFUSED, STOPPED), result="bounded")
+    return Case(f"{when.words}, in row {index}", allowed, arm)
 
 
 def _loss_of_timesteps(draw: Draw) -> Case:

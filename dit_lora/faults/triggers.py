@@ -27,9 +27,9 @@ class When:
     """The moments at which a fault acts."""
 
     mode: Mode
-    """`once`: in one pass of its step. `from` its step on, in every pass; from 0, before
-    the run too. `at` its step, in replays of it too, as what
-    is drawn by the step comes back in them. `random`: from its step on, with a chance of `p` a pass."""
+    """`once`: in one pass of its step. `from` its step on, in every pass; from 0, before the run too. `at` its step, in
+    replays of it too, as what is drawn by the step comes back in them. `random`: from its step on, with a chance of `p`
+    a pass."""
     step: int = 3
     rank: int = ALL_RANKS
     p: float = 1.0
@@ -44,7 +44,18 @@ class When:
         return f"{lead} step {self.step}{where}"
 
     def fires(self, stage: Stage) -> Fires:
-        """What tells, at each pass, whether the fault acts in it."""
+        """Return what tells, at each pass, whether the fault acts in it; the stage counts how often it did."""
+        acts = self._acts(stage)
+        stage.acted = stage.acted or 0
+
+        def counted() -> bool:
+            now = acts()
+            stage.acted = (stage.acted or 0) + now
+            return now
+
+        return counted
+
+    def _acts(self, stage: Stage) -> Fires:
         if not here(stage, self.rank):
             return lambda: False
         if self.mode == "at":

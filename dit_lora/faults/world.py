@@ -96,6 +96,8 @@ class Stage:
     """The clip that is to be at fault."""
     checkpoint: ArmedCheckpoint
     patches: ExitStack = field(default_factory=ExitStack)
+    acted: int | None = None
+    """How often a fault that waits for its moment acted on this rank; None without one."""
 
     @property
     def rank(self) -> int:
