@@ -53,6 +53,8 @@ def _activation(draw: Draw) -> Case:
     allowed = _of_activation(kind, when)
     if direction and not draw.site.encoded:  # no gradient goes through a frozen vision encoder
         allowed = replace(allowed, told=False)
+    if "vision_tower" in draw.site.named(module):  # its first token may be one that is dropped
+        allowed = replace(allowed, told=False)
     return Case(words, allowed, arms.module_output(module, change, when))
 
 
