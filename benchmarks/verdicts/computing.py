@@ -133,9 +133,11 @@ def _wrong(cause: str, switch: str, result: Result = "clean") -> Right:
 
 
 def _unstable(cause: str, switch: str) -> Right:
-    """Wrong at times: to be called that, or switched off since it is the one."""
+    """Wrong at times: to be called that, or switched off since it is the one; at the end too, where it refuses the file."""
     wrong = frozenset({switch})
-    return right("transient", "unknown", cause, told=False, result="bounded", switches=wrong)
+    causes = ("transient", "unknown", cause)
+    ends = (DONE, REFUSED, STOPPED)
+    return right(*causes, told=False, ends=ends, result="bounded", switches=wrong)
 
 
 def _stock_output(draw: Draw) -> Case:

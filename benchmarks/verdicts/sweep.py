@@ -146,6 +146,8 @@ class Sweep:
             out.write_text(json.dumps({**asdict(judgement), **values}), encoding="utf-8")
             for folder in (world.root / "runs", world.root / "caches"):
                 shutil.rmtree(folder / f"fault_{fault.number:03d}", ignore_errors=True)
+        while not out.exists():  # gloo may lose what a rank that ends too early has sent
+            time.sleep(0.02)
 
 
 def _judgement(job: _Job) -> Judgement:

@@ -60,6 +60,8 @@ def _not_finite(case: Case) -> Verdict | None:
     if not moments and not weights:
         return None
     case.evidence["not_finite"] = [*moments, *weights][:20]
+    if moments and _most_are_lost(case) and diverged(case):
+        return _too_high(case)  # of such weights gradients overflow when they are squared
     if moments:
         cause, words = _owner(moments[0], ())
         return case.found(cause, words + others(moments), module=_module(moments[0]))
@@ -130,6 +132,15 @@ def diverged(case: Case) -> bool:
     peak = weight_peak(trained, finite_only=True, together=case.suspects.lockstep)
     case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
     return bool(case.suspects.start_peak) and peak > _DIVERGED * case.suspects.start_peak
+
+
+def _most_are_lost(case: Case) -> bool:
+    """Whether most trained tensors are beyond use, as no altered element makes them. Collective in lockstep."""
+    trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
+    own = [weight_peak([p], finite_only=True) for p in trained]
+    ranks: list[list[float]] = gather_object([own]) if case.suspects.lockstep else [own]
+    peaks = [max(peak) for peak in zip(*ranks, strict=True)]
+    return sum(has_run_away(peak, case.suspects.start_peak) for peak in peaks) > len(peaks) / 2
 
 
 def decay_share(groups: Iterable[Mapping[str, Any]]) -> float:

@@ -137,7 +137,7 @@ def _against_control(case: Case, failing: Sequence[MicroBatch], control: MicroBa
             "is not known: this loop cannot draw it again"
         )
         return case.found("inputs", words, sample_ids=_ids(failing))
-    by_draw = [one for one in failing if _any_redraw_is_healthy(case, one)]
+    by_draw = [one for one in failing if _is_healthy_with_others(case, one, control)]
     elsewhere = [one for one in failing if one not in by_draw and _is_healthy_elsewhere(case, one)]
     always = [one for one in failing if one not in by_draw and one not in elsewhere]
     if always:
@@ -161,8 +161,14 @@ def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Ve
     return case.found("inputs", words, sample_ids=ids)
 
 
-def _any_redraw_is_healthy(case: Case, one: MicroBatch) -> bool:
-    return any(case.healthy(redrawn) for redrawn in _redraws(one))
+def _is_healthy_with_others(case: Case, one: MicroBatch, control: MicroBatch) -> bool:
+    """Whether it is healthy with other noise and timesteps: drawn anew, or those at which the control is healthy.
+
+    All that are drawn anew may lie in a range of timesteps at which every sample fails; the control's do not.
+    """
+    if any(case.healthy(redrawn) for redrawn in _redraws(one)):
+        return True
+    return _steadily(case, _moved(one, _moved(control, one), draws=True))
 
 
 def _redraws(one: MicroBatch) -> Iterator[MicroBatch]:

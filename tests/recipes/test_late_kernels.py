@@ -50,7 +50,7 @@ CASES = [
         thorough(fault, op, step, settings)
         for fault in FAULTS
         for op in ("ada_norm", "qk_norm_rope")
-        for step in (0, 1, 4)
+        for step in (0, 1, 4, 50)
         for settings in ((), ("model.dtype=bf16",), ("train.batch_size=1",))
     ),
 ]
@@ -67,8 +67,9 @@ def test_it_is_found_and_named_and_the_end_is_a_clean_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    args = [*smoke, "train.steps=8", f"guard.parity_every={EVERY}", "guard.snapshot_every=5"]
-    args += ["train.save_every=8", *settings]
+    steps = max(8, step + EVERY + 1)
+    args = [*smoke, f"train.steps={steps}", f"guard.parity_every={EVERY}"]
+    args += ["guard.snapshot_every=5", f"train.save_every={steps}", *settings]
     with monkeypatch.context() as patch:
         plant(patch, op, fault, step)
         lora_main([*args, f"run.dir={tmp_path / 'run'}"])
@@ -80,7 +81,7 @@ def test_it_is_found_and_named_and_the_end_is_a_clean_runs(
     assert step <= event["step"] <= step + EVERY
     assert event["action"] == ("rollback" if step else "fallback")
     assert ("nondeterministic" in event["verdict"]["words"]) is (fault in STALE)
-    assert len(lines(tmp_path / "run", "metrics.jsonl")) == 8
+    assert len(lines(tmp_path / "run", "metrics.jsonl")) == steps
     never = [*args, f"kernels.{op}=off", f"run.dir={tmp_path / 'never'}"]
     lora_main(never)
     within = 0.02 if "model.dtype=bf16" in settings else 1e-3

@@ -32,6 +32,26 @@ def test_any_bit_changes_it(
                 assert digest(changed) != before, (number, place, bit)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(256, 64), (1, 298, 64), (1 << 21,), (7, 3)])
+def test_signs_and_factors_of_whole_tensors_change_it(
+    dtype: torch.dtype, size: tuple[int, ...]
+) -> None:
+    """Equal changes of very many words, which must not cancel out."""
+    given = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = digest([given])
+    for changed in (
+        -given,
+        given.abs(),
+        2 * given,
+        torch.zeros_like(given),
+        given.flip(0),
+        -given.flip(-1),
+    ):
+        assert torch.equal(changed, given) is (digest([changed]) == before)
+    assert digest([torch.full(size, -0.0, dtype=dtype)]) != digest([torch.zeros(size, dtype=dtype)])
+
+
 def test_order_and_layout() -> None:
     one, other = values(torch.float32)[:2]
     assert digest([one, other]) != digest([other, one])

@@ -217,6 +217,41 @@ def test_weights_that_are_lost_are_told_before_a_kernel_that_cannot_take_them(mo
     assert (verdict.cause, verdict.switch) == ("learning_rate", None)
 
 
+def test_moments_that_overflow_under_lost_weights_are_the_rates_and_one_alone_is_the_memorys(
+    model: Net,
+) -> None:
+    moments = {"adapter/up.weight/exp_avg_sq": torch.full((6, 2), torch.inf)}
+    facts = {"state": moments.items, "start_peak": 0.25}
+    assert diagnosed(batch(model), model, **facts).cause == "optimizer"
+    with torch.no_grad():
+        model.up.weight[0, 0] = 1e30
+    assert diagnosed(batch(model), model, **facts).cause == "optimizer"
+    with torch.no_grad():
+        model.up.weight.fill_(1e6)
+        model.down.weight.fill_(1e6)
+    verdict = diagnosed(batch(model), model, **facts)
+    assert verdict.cause == "learning_rate"
+    assert "the learning rate is too high" in verdict.words
+
+
+def test_a_sample_whose_new_draws_all_fail_is_tried_with_the_controls(model: Net) -> None:
+    """A wide range of timesteps fails, whatever the sample: all its draws may lie in it, and the control's do not."""
+
+    def given(with_controls: Change) -> MicroBatch:
+        def at(other: MicroBatch, draws: bool) -> MicroBatch:
+            here = other.ids == ("c.mp4",) and draws
+            return batch(model, ids=("b.mp4",), loss=with_controls if here else fails)
+
+        bad = batch(model, ids=("b.mp4",), loss=fails)
+        return batch(model, ids=("b.mp4",), loss=fails, at=at, redrawn=lambda _number: bad)
+
+    control = batch(model, ids=("c.mp4",), at=lambda _place, draws: failing if draws else control)
+    failing = batch(model, ids=("c.mp4",), loss=fails)
+    found = diagnosed(given(lambda losses: losses), model, control=control)
+    assert (found.cause, found.evidence["control_with_the_same_draws"]) == ("inputs", "fails")
+    assert diagnosed(given(fails), model, control=control).cause == "data"
+
+
 def test_what_is_off_is_not_tried_again(model: Net) -> None:
     model.block.fault = fails
     names = ("attention:flash", "attention:flash+math", "kernels", "kernels:norm", "compile")
