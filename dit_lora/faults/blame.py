@@ -246,6 +246,7 @@ CHANCE: tuple[Fault, ...] = (
         "from step 3",
         Expected("unknown", "skip", ("memory",), nobody_lost=True),
         at_once(losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(1))),
+        engines=("ddp", "zero2"),  # in a pass that ranks share, it is the end
     ),
     Fault(
         "a trace that does not fit into memory",
@@ -253,6 +254,16 @@ CHANCE: tuple[Fault, ...] = (
         "from step 3",
         Expected("unknown", "skip", ("memory",), nobody_lost=True),
         at_once(losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(2))),
+        engines=("ddp", "zero2"),  # in a pass that ranks share, it is the end
+    ),
+    Fault(
+        "replays that do not fit into memory, in a pass that ranks share",
+        "memory",
+        "from step 3",
+        Expected("unknown", "stop", ("does not fit into memory", "train.resume"), exit_code=3),
+        at_once(losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(1))),
+        ranks=2,
+        engines=("fsdp2",),
     ),
 )
 FAULTS = (*BASE, *PLACES, *RANKS, *CHANCE)

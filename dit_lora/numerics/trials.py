@@ -66,6 +66,8 @@ def finite_in_fp32(case: Case) -> bool:
     try:
         return convicts(case, lambda: in_fp32(case.suspects.model), rounds=ROUNDS // 2)
     except torch.OutOfMemoryError:
+        if case.suspects.lockstep:
+            raise
         case.evidence["fp32"] = "not tried: a second copy of the weights does not fit"
         return False
 

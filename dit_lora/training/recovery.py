@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from dit_lora.data.order import Draw, Order
@@ -171,12 +173,30 @@ class RunRecovery:
             other = self.share(control if mine else None, owner)
             if one is None:
                 raise ValueError(f"no rank has the micro-batch {place}")
-            verdict = [diagnose(one, self.suspects, kind=trip.kind, control=other)]
+            try:
+                verdict = [diagnose(one, self.suspects, kind=trip.kind, control=other)]
+            except torch.OutOfMemoryError as error:
+                raise self._stopped_in_a_pass(trip, one) from error
             broadcast_object_list(verdict, from_process=owner)
             found.append((one, verdict[0]))
             if verdict[0].cause in _OF_STATE:
                 break  # all ranks share it: it is why the others fail
         return found
+
+    def _stopped_in_a_pass(self, trip: Trip, one: MicroBatch) -> NonFiniteError:
+        """Return the end of a run whose ranks share a pass that one of them left: the others may wait in it for ever."""
+        rank = PartialState().process_index
+        words = (
+            f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
+            "share a pass cannot go on alone; continue with train.resume=auto and train.checkpointing=full, a smaller "
+            "train.batch_size, or more ranks"
+        )
+        verdict = Verdict("unknown", words, trip.step, rank, one.micro_step, sample_ids=one.ids)
+        event = _event(trip, verdict, Action("stop"), 0.0)
+        self.files.event(event)
+        kind = trip.kind.replace("_", " ")
+        summary = f"step {trip.step}: {kind}; nothing was saved at this step"
+        return NonFiniteError(listed(summary, _lines([verdict])), event)
 
     def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
         """The action with the step to go on after; a rollback needs a snapshot that is finite."""
