@@ -14,7 +14,7 @@ from torch import nn
 from torch.backends import cuda
 
 from dit_lora.faults.samples import overwrite
-from dit_lora.faults.triggers import ALL_RANKS, Change, Fires, When, before
+from dit_lora.faults.triggers import ALL_RANKS, Change, Fires, When, here, write
 from dit_lora.faults.world import Arm, Stage, Tensors
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import Switch
@@ -167,12 +167,16 @@ def average(number: int) -> Callable[[Stage], torch.Tensor]:
     return find
 
 
-def all_trained(step: int, change: Change, rank: int = ALL_RANKS) -> Arm:
-    """Change every trained weight between two steps, once."""
+def all_trained(step: int, change: Change, rank: int = ALL_RANKS, name: str | None = None) -> Arm:
+    """Change every trained weight, or the one of that name, between two steps, once, wherever the rank holds it."""
 
     def arm(stage: Stage) -> None:
-        for number in range(len(stage.trained())):
-            before(step, trained(number), change, rank)(stage)
+        def act() -> None:
+            for tensor in stage.held(name and stage.site.named(name)):
+                write(tensor, change)
+
+        if here(stage, rank):
+            stage.before_step(step, act)
 
     return arm
 

@@ -26,8 +26,11 @@ def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> A
     """A trained weight that goes bad in memory between two steps."""
 
     def arm(stage: Stage) -> None:
-        parameter = dict(stage.transformer.named_parameters())[stage.site.named(name)]
-        stage.before_step(step, lambda: _write(value, stage, parameter.data, rank))
+        def act() -> None:
+            for tensor in stage.held(stage.site.named(name)):
+                _write(value, stage, tensor, rank)
+
+        stage.before_step(step, act)
 
     return arm
 
@@ -38,9 +41,10 @@ def _moment(value: float, step: int, key: str, *, rank: int = -1) -> Arm:
             moments = stage.run.engine.own_moments()
             own = [moment for name, moment in moments.items() if name.endswith(f"/{key}")]
             wanted = f"{stage.site.named(_WHERE)}/{key}"
-            # Where ranks share moments out, this one may be another rank's.
-            found = [moment for name, moment in moments.items() if name.endswith(wanted)] or own
-            _write(value, stage, found[0], rank)
+            found = [moment for name, moment in moments.items() if name.endswith(wanted)]
+            if not found and rank == -1:
+                return  # where ranks share moments out, this one is another rank's
+            _write(value, stage, (found or own)[0], rank)
 
         stage.before_step(step, act)
 

@@ -114,6 +114,14 @@ class Stage:
     def trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
+    def held(self, name: str | None = None) -> list[torch.Tensor]:
+        """Where this rank holds a trained weight, or all: the parameter, and what ZeRO-2 takes its steps with."""
+        found = [p.data for n, p in self.trained().items() if name in (None, n)]
+        for known, tensor in self.run.engine.own_state().items():
+            if known.endswith("/part" if name is None else f"/{name}/part"):
+                found.append(tensor)
+        return found
+
     def is_target(self, batch: Tensors) -> list[bool]:
         """Which rows of a micro-batch are the target's, by the site's mark: a latent, or the answers."""
         return [torch.equal(row, self._mark) for row in batch[self.site.mark]]
