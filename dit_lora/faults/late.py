@@ -75,5 +75,6 @@ FAULTS: tuple[Fault, ...] = (
         "from step 2, p = 0.4",
         _TOO_OFTEN,
         attention(_in_training, When("random", 2, p=0.4, seed=5)),
+        engines=("ddp", "zero2"),  # on ranks that share a pass it strikes in nearly every one
     ),
 )

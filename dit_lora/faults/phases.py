@@ -247,6 +247,7 @@ FAULTS: tuple[Fault, ...] = (
         "at the end",
         _refused("refused to save", exit_code=1),
         _before_adapter,
+        engines=("ddp", "zero2"),  # FSDP2 has gathered what is written by then
     ),
     Fault(
         "a full disk while saving",

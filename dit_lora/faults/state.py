@@ -1,13 +1,15 @@
 """Faults of what is trained: weights, moments, gradients, the learning rate, the base."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.triggers import Change
 from dit_lora.faults.world import Arm, Stage, Tensors
-from dit_lora.numerics.shards import local
+from dit_lora.numerics.shards import is_sharded, local
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 
@@ -17,9 +19,12 @@ _LAYER = "{key}.lora_B.default"
 
 def _write(value: float, stage: Stage, tensor: torch.Tensor, rank: int = -1) -> None:
     """On one rank, or on all."""
+    own = local(tensor)
+    if rank == -1 and own is not tensor and stage.rank:
+        return  # of sharded weights the first rank's part, so that one element of the whole is bad
     if rank in (-1, stage.rank) or rank >= stage.ranks:
         with torch.no_grad():
-            local(tensor).view(-1)[2] = value  # of sharded weights this rank's part
+            own.view(-1)[2] = value
 
 
 def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> Arm:
@@ -63,8 +68,11 @@ def _gradient(
             return change(grad) if state["armed"] else grad
 
         wanted = stage.site.named(name) if name else None
-        for parameter_name, parameter in stage.trained().items():
-            if wanted in (None, parameter_name):
+        found = [p for n, p in stage.trained().items() if wanted in (None, n)]
+        if is_sharded(stage.transformer):
+            _hook_parts(stage, found, hook)
+        else:
+            for parameter in found:
                 parameter.register_hook(hook)
 
         def set_armed(value: bool) -> None:
@@ -82,6 +90,21 @@ def _gradient(
             stage.patch(stage.run.guard, "recover", disarmed)
 
     return arm
+
+
+def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) -> None:
+    """Change this rank's parts of gradients before the step looks at them: what is whole in a pass is FSDP2's own."""
+    engine = stage.run.engine
+    inner = engine.gradient_norms
+
+    def norms() -> dict[str, torch.Tensor]:
+        for parameter in parameters:
+            if parameter.grad is not None and local(parameter.grad).numel():
+                part = local(parameter.grad)
+                part.copy_(hook(part))
+        return inner()
+
+    stage.patch(engine, "gradient_norms", norms)
 
 
 def _one_nan(grad: torch.Tensor) -> torch.Tensor:
