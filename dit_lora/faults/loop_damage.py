@@ -49,7 +49,7 @@ def _frozen(loop: ToyLoop) -> torch.Tensor:
 
 
 def _buffer(loop: ToyLoop) -> torch.Tensor:
-    return loop.bare.scale
+    return loop.bare.get_buffer("scale")
 
 
 def _spoiled_passes(fails: Callable[[int, int], bool]) -> Any:
