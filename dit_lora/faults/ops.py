@@ -143,9 +143,9 @@ def op_of_target(change: Change, module: str) -> Arm:
             return batch
 
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-            parts = output.chunk(len(rows[0]))
+            parts = output.chunk(max(1, len(rows[0])))
             if len(parts) != len(rows[0]):
-                return output  # no batch of samples: the probe that a run's end notes
+                return output  # no batch of samples: the probe that a run's start and end note
             pairs = zip(parts, rows[0], strict=True)
             return torch.cat([change(part) if is_target else part for part, is_target in pairs])
 
@@ -199,7 +199,8 @@ _MODULATE = Expected(
     ("kernel:modulate", "{modulation}"),
     same_as="clean",
 )
-_LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), module=_PLACE, same_as="clean")
+_LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean")
+"""At its own output, or where a residual hides that, at a gradient."""
 _LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
 # The adapter alone: on a CPU, autocast leaves LayerNorm the dtypes that it is given, and queries that train are fp32.
 BF16 = (
