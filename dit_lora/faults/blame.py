@@ -180,9 +180,10 @@ PLACES: tuple[Fault, ...] = (
     Fault(
         "NaN at late timesteps, whatever sample is there",
         "timestep",
-        "t > 700, from step 2",
+        "t > 800, from step 2",
         Expected("inputs", "skip", nobody_lost=True),
-        losses(_NAN, timesteps_between(700, 10_000), When("from", 2)),
+        losses(_NAN, timesteps_between(800, 10_000), When("from", 2)),
+        (("guard.max_skips", 40),),
         needs=("time_proj",),
     ),
     Fault(

@@ -33,7 +33,8 @@ _KERNEL = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean", 
 _BY_CHANCE = Expected(
     "transient", "retry", same_as="clean", nobody_lost=True, may_be_off=("kernel:wrong_op",)
 )
-_TOO_OFTEN = Expected("transient", "stop", exit_code=3, nobody_lost=True)
+_NOW_AND_THEN = Expected("transient", "retry", nobody_lost=True, may_be_off=("attention:flash",))
+"""Of very many calls a pass, it fails each time, and is convicted."""
 _WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
     ("that gives every sample the first one's rows", lambda: _first_row, 3),
     ("whose gradient is a fifth too small", lambda: backward_of(times(0.8)), 2),
@@ -73,8 +74,8 @@ FAULTS: tuple[Fault, ...] = (
         "flash attention that gives NaN now and then",
         "attention",
         "from step 2, p = 0.4",
-        _TOO_OFTEN,
+        _NOW_AND_THEN,
         attention(_in_training, When("random", 2, p=0.4, seed=5)),
-        engines=("ddp", "zero2"),  # on ranks that share a pass it strikes in nearly every one
+        (("guard.max_skips", 200),),
     ),
 )
