@@ -1,7 +1,8 @@
 """One call of a block of a model, made again on the same inputs: as it is or in fp32, with the gradients of a drawn sum."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dit_lora.numerics.parity_values import HALVES, Values, gradients, named_outputs, recording
 from dit_lora.numerics.replay import cuda_devices
 from dit_lora.numerics.whole import ONLY_COUNTS, called_modules
+
+_COLLECTOR = "output_collector"
 
 
 class BlockCall:
@@ -58,7 +61,8 @@ class BlockCall:
             saved_tensors_hooks(_kept, lambda x: x),  # not those of a checkpoint around the block
             self._recorded(inside),
         ):
-            outputs = named_outputs(self.name, self.module(*args, **kwargs))
+            made = _uncaptured(lambda: self.module(*args, **kwargs))
+            outputs = named_outputs(self.name, made)
             found = self._gradients(outputs, learning)
         return {**inside, **{n: x.detach() for n, x in outputs.items()}, **found}
 
@@ -95,6 +99,19 @@ class BlockCall:
         # Past the hooks on accumulated gradients, which are a step's.
         found = torch.autograd.grad(ends, [*starts.values()], pulls, allow_unused=True)
         return gradients(dict(zip(starts, found, strict=True)))
+
+
+def _uncaptured(call: Callable[[], Any]) -> Any:
+    """Call it unseen by Transformers, which in a pass collects what layers return (`utils/output_capturing.py`)."""
+    context = copy_context()
+
+    def alone() -> Any:
+        for variable in context:
+            if variable.name == _COLLECTOR:
+                variable.set(None)
+        return call()
+
+    return context.run(alone)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
