@@ -18,7 +18,6 @@ from dit_lora.numerics.shards import is_sharded, needs_all_ranks
 from dit_lora.numerics.state import (
     bad_state,
     has_run_away,
-    lost,
     others,
     run_away,
     too_high,
@@ -191,14 +190,12 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
 
 def _experiments(case: Case) -> Verdict:
     """Change one thing at a time until the replay is healthy, each time."""
-    if (grown := lost(case)) is not None:  # what overflows then is no kernel's fault
+    if (grown := too_high(case)) is not None:  # what overflows then is no kernel's fault
         return grown
     switch = switch_at_fault(case)
     if switch is not None:
         words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
         return case.found(switch_cause(switch), words, switch=switch.name)
-    if (grown := too_high(case)) is not None:
-        return grown
     if case.kind != "zero_gradient" and _may_try_fp32(case) and finite_in_fp32(case):
         return case.found("precision", "finite in fp32: the values leave the range of the dtype")
     return blamed(case)

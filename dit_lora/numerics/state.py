@@ -176,13 +176,6 @@ def too_high(case: Case) -> Verdict | None:
     return _too_high(case) if diverged(case) else None
 
 
-def lost(case: Case) -> Verdict | None:
-    """Return the verdict on a micro-batch that fails where the trained weights are beyond use; else None."""
-    grown = too_high(case)
-    peak = case.evidence["weight_peak"]
-    return grown if has_run_away(peak, case.suspects.start_peak) else None
-
-
 def others(items: Sequence[object]) -> str:
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
