@@ -65,7 +65,8 @@ def _of_activation(kind: str, when: When) -> Right:
     causes += ("rank",) if when.rank != ALL_RANKS and when.mode != "once" else ()
     if kind == "huge":
         # PyTorch's flash attention cannot take such values, and its others can.
-        causes += ("precision", "attention_backend")
+        # And some draws overflow where others do not.
+        causes += ("precision", "attention_backend", "inputs")
         ends, off = (DONE, REFUSED, STOPPED), frozenset({_FLASH})
         return right(*causes, told=False, result="bounded", ends=ends, switches=off)
     if when.mode == "once":
