@@ -85,15 +85,16 @@ def test_only_what_is_wrong_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_a_right_cause_may_be_named(
     tmp_path: Path, allowed: Right, cause: str, wrong: str
 ) -> None:
-    said = judge._cause(allowed, seen(tmp_path, cause))
+    said = judge._cause(allowed, seen(tmp_path, cause), came=True)
     assert said.startswith(wrong)
     assert bool(said) == bool(wrong)
 
 
 def test_what_must_be_told_is_missed(tmp_path: Path) -> None:
     silent = replace(seen(tmp_path), events=[])
-    assert judge._cause(ALLOWED, silent) == "nothing was said; right is data"
-    assert not judge._cause(replace(ALLOWED, told=False), silent)
+    assert judge._cause(ALLOWED, silent, came=True) == "nothing was said; right is data"
+    assert not judge._cause(replace(ALLOWED, told=False), silent, came=True)
+    assert not judge._cause(ALLOWED, silent, came=False)
 
 
 def test_another_end_is_told(tmp_path: Path) -> None:

@@ -133,13 +133,6 @@ def zero_b(tensors: Tensors, _header: dict[str, str]) -> None:
             tensor.zero_()
 
 
-def faint_b(tensors: Tensors, _header: dict[str, str]) -> None:
-    """Of the size that a loss of 1e-25 of its own leaves: no weight that it is added to changes."""
-    for name, tensor in tensors.items():
-        if ".lora_B." in name:
-            tensor *= 1e-12
-
-
 def one_dead(tensors: Tensors, _header: dict[str, str]) -> None:
     tensors[f"{BLOCK}.lora_B.weight"].zero_()
 
@@ -185,7 +178,6 @@ DIFFUSION: dict[Change, tuple[set[str], str]] = {
     without_b: ({"keys", "output"}, "blocks.1.attn1.to_q.lora_B.weight: not in the file"),
     another: ({"keys", "output"}, "proj_out.lora_X.weight"),
     zero_b: ({"effect", "output"}, "the updates of all 8 modules are zero"),
-    faint_b: ({"effect", "output"}, "the updates of all 8 modules are lost in rounding (at most"),
     one_dead: (
         {"output"},
         "dead, their update is zero or lost in rounding:\n  - transformer_blocks.1.attn1.to_q",
