@@ -18,8 +18,7 @@ _EMA = (("train.ema", 0.9),)
 
 
 def _weight(value: float, step: int, rank: int = ALL_RANKS) -> Arm:
-    """One element of an adapter's weight."""
-
+    """Set one element of an adapter's weight."""
     return all_trained(step, element(value), rank, ADAPTED)
 
 

@@ -34,7 +34,7 @@ _BY_CHANCE = Expected(
     "transient", "retry", same_as="clean", nobody_lost=True, may_be_off=("kernel:wrong_op",)
 )
 _NOW_AND_THEN = Expected("transient", "retry", nobody_lost=True, may_be_off=("attention:flash",))
-"""Of very many calls a pass, it fails each time, and is convicted."""
+"""A pass with very many calls fails each time, and then the backend is rightly off."""
 _WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
     ("that gives every sample the first one's rows", lambda: _first_row, 3),
     ("whose gradient is a fifth too small", lambda: backward_of(times(0.8)), 2),

@@ -200,7 +200,7 @@ _MODULATE = Expected(
     same_as="clean",
 )
 _LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean")
-"""At its own output, or where a residual hides that, at a gradient."""
+"""It is seen at its own output, or where a residual hides that, at a gradient."""
 _LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
 # The adapter alone: on a CPU, autocast leaves LayerNorm the dtypes that it is given, and queries that train are fp32.
 BF16 = (

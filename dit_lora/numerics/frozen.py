@@ -23,8 +23,9 @@ def _multipliers(device: torch.device) -> Tensor:
 
     Numbers in a row would not do: sign bits that flip in all of a tensor whose size is a power of two cancel out.
     """
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator, dtype=torch.int64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.empty(_CHUNK, dtype=torch.int64, device="cpu")  # whatever device is the default
+    drawn.random_(-(2**63), 2**63 - 1, generator=generator)
     return (drawn | 1).to(device)
 
 

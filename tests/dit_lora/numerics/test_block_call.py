@@ -10,7 +10,7 @@ from dit_lora.numerics.block_call import BlockCall
 
 
 def test_what_collects_layers_outputs_in_a_pass_does_not_see_a_call_that_is_made_again() -> None:
-    """As Transformers collects the hidden states of which LLaVA takes one by its number."""
+    """Transformers collects hidden states so, and LLaVA takes one of them by its number."""
     collector: ContextVar[list[torch.Tensor] | None] = ContextVar("output_collector", default=None)
     layer = nn.Linear(3, 3)
 
