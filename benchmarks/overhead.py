@@ -157,12 +157,19 @@ def our_loop(
         watcher=watcher,
     )
 
+    began = 0.0
+
+    def from_here(done: int) -> Iterator[Batch]:
+        # A run enters `train` once and goes through all modules to set their mode; here each step enters it.
+        nonlocal began
+        began = time.perf_counter()
+        return batches
+
     def step(number: int) -> float:
         with nullcontext() if guarded else without_gate():
-            began = time.perf_counter()
             train(
                 loop,
-                lambda done: batches,
+                from_here,
                 start_step=number - 1,
                 steps=number,
                 stop_asked=lambda: 0,

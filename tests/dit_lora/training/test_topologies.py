@@ -23,9 +23,12 @@ pytestmark = pytest.mark.slow
 
 SAMPLES, STEPS, RATE = 16, 4, 1e-3
 """Samples of a step, which ranks and micro-steps share."""
-# Measured over all topologies: losses 3e-8, gradient norms 5e-7, weights 2e-7. A sum in the mean's place is a gradient
-# norm as many times as large as there are ranks.
-LOSS, NORM, WEIGHT = 1e-6, 5e-6, 2e-3 * RATE
+# Measured over all topologies: losses 3e-8, gradient norms 5e-7. A sum in the mean's place is a gradient norm as many
+# times as large as there are ranks.
+LOSS, NORM = 1e-6, 5e-6
+# Adam divides each element's gradient by its own size, so that rounding shows where that is near zero: single elements
+# are held less tightly than the root mean square over all.
+ELEMENT, WEIGHTS = 2e-2 * RATE, 2e-4 * RATE
 ZERO = importlib.util.find_spec("deepspeed") is not None
 TARGET = "02_blue_disc.mp4"
 FEW = 4
@@ -70,19 +73,24 @@ class Table:
         for index, name in enumerate(cases):
             self.seen[name] = [own[index] for own in seen]
 
-    def require_alike(self, name: str, other: str = "one", weight: float = WEIGHT) -> None:
+    def require_alike(self, name: str, other: str = "one") -> None:
         """Losses, gradient norms of each group, and the adapter, within rounding."""
         for own, theirs in zip(self._metrics(name), self._metrics(other), strict=True):
             assert own["loss"] == pytest.approx(theirs["loss"], rel=LOSS), name
             norms = theirs["grad_norm_groups"]
             assert own["grad_norm_groups"] == pytest.approx(norms, rel=NORM), name
-        first, second = adapter(self.run(name)), adapter(self.run(other))
-        torch.testing.assert_close(first, second, rtol=0, atol=weight)
+        require_close(adapter(self.run(name)), adapter(self.run(other)))
 
     def _metrics(self, name: str) -> list[dict[str, Any]]:
         found = lines(self.run(name), "metrics.jsonl")
         assert [line["step"] for line in found][-1] == STEPS
         return found[-2:]  # a resumed run has no more
+
+
+def require_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(first, second, rtol=0, atol=ELEMENT)
+    differences = torch.cat([(first[name] - second[name]).flatten() for name in first])
+    assert differences.square().mean().sqrt() <= WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +278,7 @@ def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(
     for name in (f"{tag}_1", f"{tag}_4", f"{tag}_from_one"):
         require_whole(table, name, ranks)
         # Attention over a share of the heads rounds otherwise: 3e-6 was seen, where a step moves a weight by 2e-3.
-        table.require_alike(name, weight=1e-5)
+        table.require_alike(name)
     require_faults_named(table, tag, ranks)
     assert lines(table.run(f"{tag}_1"), "metrics.jsonl")[-1]["samples"] == SAMPLES * STEPS
 
@@ -338,7 +346,7 @@ def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table
         load_file(table.run(name) / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
         for name in ("fsdp2_full", "ddp_full")
     ]
-    torch.testing.assert_close(*weights, rtol=0, atol=WEIGHT)
+    require_close(*weights)
 
 
 def test_what_sharded_weights_cannot_do_is_refused_by_name(
