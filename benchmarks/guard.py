@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from benchmarks.overhead import build_model, fixed_batches
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.suite import catalog
 from dit_lora.faults.world import World

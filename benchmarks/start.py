@@ -18,8 +18,10 @@ from PIL import Image
 
 from dit_lora.config import Recipe
 from dit_lora.data.cache import TensorCache, encoded
-from dit_lora.data.loader import ClipDataset, PositionSampler, build_loader
+from dit_lora.data.loader import ClipDataset
 from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.reading import build_loader
+from dit_lora.data.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.recipe import parse_recipe

@@ -34,7 +34,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.core import fusion_of
 from dit_lora.training.checkpointing import set_checkpointing
-from dit_lora.training.memory import SHARE, advise, bytes_to_come, measure
+from dit_lora.training.choose_checkpointing import bytes_to_come
+from dit_lora.training.memory import SHARE, advise, measure
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 2

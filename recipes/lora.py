@@ -13,11 +13,13 @@ from dit_lora.recipe import load_recipe
 from dit_lora.report.live import Reporting
 from dit_lora.training.checkpoint import find_checkpoint
 from dit_lora.training.facts import write_facts
-from dit_lora.training.journal import summary
+from dit_lora.training.finish import finish
+from dit_lora.training.fit import fit
 from dit_lora.training.optimizer import require_optimizer
-from dit_lora.training.run import finish, fit, prepare
+from dit_lora.training.prepare import prepare
 from dit_lora.training.runtime import Runtime, require_free_folder, running
-from dit_lora.training.task import task_of
+from dit_lora.training.summary import summary
+from dit_lora.training.tasks import task_of
 from dit_lora.training.told import status_noted, write_data_record
 from dit_lora.training.trainable import require_quantization
 from dit_lora.training.verify import require_verified
@@ -53,21 +55,21 @@ def train(runtime: Runtime, family: Any, checkpoint: Any, recipe_file: str) -> N
     model, groups, attached = task.load_trainable(recipe, family, checkpoint, dtype)
     runtime.say(attached)
 
-    run = prepare(runtime, family, checkpoint, data, model, groups, resume_from)
-    write_facts(run)
-    write_data_record(run)
+    run = prepare(runtime, task, checkpoint, data, model, groups, resume_from)
+    write_facts(run.setup)
+    write_data_record(runtime, data)
     report = Reporting(runtime.dir, runtime.say, writes=runtime.is_main)
     try:
-        with status_noted(run, recipe_file):
+        with status_noted(runtime, recipe_file):
             fit(run, on_checkpoint=report.update)
-            adapter = finish(run)
+            written = finish(run)
     except DitLoraError:
         report.finish()  # a run that was stopped has curves and events too
         raise
-    written = report.finish()
-    if adapter is not None:
-        runtime.say(summary(run, adapter, written))
-    require_verified(run)
+    page = report.finish()
+    if written.path is not None:
+        runtime.say(summary(runtime, written.path, written.verification, page))
+    require_verified(runtime, written.verification)
     push_result(runtime)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.config import Recipe
-from dit_lora.data.loader import PositionSampler
 from dit_lora.data.quarantine import Quarantine
-from dit_lora.data.training_set import Reading
+from dit_lora.data.reading import Reading
+from dit_lora.data.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.recipe import parse_recipe

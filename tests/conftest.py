@@ -110,7 +110,7 @@ def smoke(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) 
 @pytest.fixture(scope="session")
 def lora_main() -> Callable[[list[str]], None]:
     """`main` of recipes/lora.py, to run a recipe in this process."""
-    from dit_lora.training import memory
+    from dit_lora.training import choose_checkpointing as choosing
 
     spec = importlib.util.spec_from_file_location("lora_recipe", SCRIPT)
     assert spec is not None
@@ -118,11 +118,11 @@ def lora_main() -> Callable[[list[str]], None]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    measured = counted_once(memory.measure)
+    measured = counted_once(choosing.measure)
 
     def main(args: list[str]) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-        with mock.patch.object(memory, "measure", measured):
+        with mock.patch.object(choosing, "measure", measured):
             module.main(args)
 
     return main
@@ -138,13 +138,14 @@ def counted_once(measure: Callable[..., Any]) -> Callable[..., Any]:
         batch: dict[str, Any],
         device: Any,
         known: dict[str, Any] | None = None,
+        alone: Any = None,
     ) -> Any:
         named = [*model.named_parameters(), *model.named_buffers()]
         weights = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named]
         values = [(name, tensor.flatten().tolist()) for name, tensor in (known or {}).items()]
         key = str((type(model), model.training, weights, batch, device, values))
         if key not in found:
-            found[key] = measure(model, losses, batch, device, known)
+            found[key] = measure(model, losses, batch, device, known, alone)
         return found[key]
 
     return measured

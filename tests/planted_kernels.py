@@ -10,9 +10,9 @@ from fuse_checks import by
 from topologies import Case, Seen, run_all
 
 from dit_lora.fuse import api
-from dit_lora.training import run as running
-from dit_lora.training.loop import StepResult
+from dit_lora.training import fit as running
 from dit_lora.training.run import Run
+from dit_lora.training.step import StepResult
 from dit_lora_kernels import ada_norm, qk_norm_rope
 
 Op = Callable[..., Any]

@@ -1,6 +1,6 @@
 """A small model in training and the recovery of its run, whose diagnosis is faked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,7 @@ from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.gate import Trip
+from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.policy import Policy
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
@@ -23,7 +24,6 @@ from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import Switch
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.training import recovery as recovery_module
-from dit_lora.training.checkpoint import trainable_state
 from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
 
 SAMPLES = [f"{k}.mp4" for k in range(5)]
@@ -52,7 +52,7 @@ class FakeFiles:
         self.calls.append(("set_aside_bad", list(samples)))
         return [f"set aside {sample}" for sample in samples]
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, guard: Mapping[str, Any]) -> None:
         self.calls.append(("save", step))
         if self.refuse is not None:
             raise self.refuse
@@ -60,7 +60,7 @@ class FakeFiles:
     def newest_saved(self) -> int:
         return self.newest
 
-    def left_out(self, step: int) -> None:
+    def left_out(self, step: int, guard: Mapping[str, Any]) -> None:
         self.calls.append(("left_out", step))
 
     def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.numerics.gate import Trip
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.snapshot import Snapshots
@@ -16,8 +16,9 @@ from dit_lora.numerics.streams import Streams, integers
 from dit_lora.objectives import LossOutput
 from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.engine import Replicated
-from dit_lora.training.loop import Loop, StepResult, train
+from dit_lora.training.loop import Loop, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.step import StepResult
 from dit_lora.training.watch import StepWatcher
 
 

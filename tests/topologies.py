@@ -18,9 +18,9 @@ from launching import SCRIPT
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.shards import local
-from dit_lora.training import run as running
-from dit_lora.training.loop import StepResult
+from dit_lora.training import fit as running
 from dit_lora.training.run import Run
+from dit_lora.training.step import StepResult
 
 Engine = Literal["ddp", "fsdp2", "zero2"]
 ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -96,7 +96,7 @@ def _run(case: Case, main: Callable[[list[str]], None]) -> Seen:
         os.environ.pop(name, None)
     if not kept:
         return Seen(code, error, 0, 0, {})
-    engine = kept[0].engine
+    engine = kept[0].setup.engine
     state = engine.own_state()
     whole = engine.weights()
     parts = [name for name in whole if local(state[name]).numel() < whole[name].numel()]
@@ -118,7 +118,7 @@ def _one_group() -> Iterator[None]:
 @contextlib.contextmanager
 def _kept_run(kept: list[Run]) -> Iterator[None]:
     """`kept` gets the run that the recipe's script makes."""
-    fit = running.fit
+    fit = _script().fit
 
     def noted(run: Run, **hooks: Any) -> None:
         kept.append(run)
@@ -143,7 +143,7 @@ def _fault(fault: Fault | None) -> Iterator[None]:
 
     def then(run: Run, bar: Any, result: StepResult) -> None:
         is_now = result.step == fault.after and bool(pending)
-        is_own = run.runtime.accelerator.process_index == fault.rank
+        is_own = run.setup.runtime.accelerator.process_index == fault.rank
         if is_now:
             pending.clear()
         if is_now and is_own and fault.kept:
@@ -162,9 +162,9 @@ def _fault(fault: Fault | None) -> Iterator[None]:
 def _spoil(run: Run, fault: Fault) -> None:
     """The middle of this rank's part of the first tensor of a kind that has values here."""
     tensors = {
-        "frozen": (p for p in run.transformer.parameters() if not p.requires_grad),
-        "weight": (p for p in run.transformer.parameters() if p.requires_grad),
-        "moment": (t for n, t in run.engine.own_moments().items() if n.endswith("exp_avg")),
+        "frozen": (p for p in run.setup.transformer.parameters() if not p.requires_grad),
+        "weight": (p for p in run.setup.transformer.parameters() if p.requires_grad),
+        "moment": (t for n, t in run.setup.engine.own_moments().items() if n.endswith("exp_avg")),
     }
     values = next(
         one for one in (local(t.detach()) for t in tensors[fault.where]) if one.numel() > 1

@@ -1,26 +1,22 @@
 """Batches of cached clips, in an order that is a function of the seed and the position alone."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch import nn
 
+from dit_lora.data.batch import LOSS_WEIGHT, Batch, draw_number
 from dit_lora.data.cache import Spec, TensorCache
 from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
-from dit_lora.data.reading import WatchedLoader
+from dit_lora.data.reading import Reading, build_loader
+from dit_lora.data.sampler import OrderedDataset
 from dit_lora.data_config import VideoShape
-from dit_lora.numerics.streams import fold, generator
-
-if TYPE_CHECKING:
-    from dit_lora.data.training_set import Reading
-
-LOSS_WEIGHT = "loss_weight"
-"""The tensor of a batch, fp32 (B,), that its losses are multiplied by; there only where the data has weights."""
+from dit_lora.numerics.streams import generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +135,7 @@ class EncodedClips:
         """One sample with its own caption, as a batch of one; what is wrong with it is in `faults`."""
         return self.read(entry, entry.text_key, draw)
 
-    def dataset(self, how: "Reading") -> "ClipDataset":
+    def dataset(self, how: Reading) -> "ClipDataset":
         return ClipDataset(
             self,
             seed=how.seed,
@@ -148,7 +144,7 @@ class EncodedClips:
             group=how.sampler.group,
         )
 
-    def loader(self, how: "Reading") -> Iterable["Batch"]:
+    def loader(self, how: Reading) -> Iterable["Batch"]:
         """The micro-batches of the sampler's positions, in its order."""
         return build_loader(
             self.dataset(how),
@@ -157,6 +153,9 @@ class EncodedClips:
             pin_memory=how.pin_memory,
             prefetch=how.prefetch,
         )
+
+    def token_problems(self, model: nn.Module) -> None:
+        """Return None: text reaches the model as embeddings."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         """Set aside what is bad of these samples on disk, if anything is there."""
@@ -169,6 +168,9 @@ class CachedClips(EncodedClips):
 
     videos: TensorCache
     texts: TensorCache
+
+    def token_problems(self, model: nn.Module) -> None:
+        """Return None: text reaches the model as embeddings."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         """Mark what is bad of these samples' entries, so that the next start builds them anew."""
@@ -187,68 +189,6 @@ class CachedClips(EncodedClips):
             if cache.path(key).exists() and cache.read(key, spec)[1]:
                 aside.append(cache.set_aside(key))
         return aside
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch. Each tensor is (B, ...); `draws` seed what is drawn for each sample."""
-
-    ids: tuple[str, ...]
-    draws: tuple[int, ...]
-    tensors: Mapping[str, torch.Tensor]
-    faults: Mapping[str, str] = field(default_factory=dict)
-    """What reading the cache found wrong, by sample id."""
-
-    def to(self, device: torch.device) -> "Batch":
-        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors.items()}
-        return Batch(self.ids, self.draws, moved, self.faults)
-
-    def single(self, index: int) -> "Batch":
-        """One of its samples as a batch of one."""
-        sample = self.ids[index]
-        faults = {sample: self.faults[sample]} if sample in self.faults else {}
-        tensors = {name: tensor[index : index + 1] for name, tensor in self.tensors.items()}
-        return Batch((sample,), (self.draws[index],), tensors, faults)
-
-    def pin_memory(self) -> "Batch":
-        """The DataLoader calls this when it pins."""
-        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(self.ids, self.draws, pinned, self.faults)
-
-
-@dataclass(frozen=True)
-class Pick:
-    """What a run takes at one position."""
-
-    entry: Entry
-    text_key: str
-    draw: int
-
-
-@dataclass(frozen=True)
-class Picker:
-    """Which sample comes at each position of a run, and whether its caption is dropped."""
-
-    entries: tuple[Entry, ...]
-    order: Order
-    seed: int
-    caption_dropout: float
-    empty_text_key: str
-
-    def __call__(self, position: int) -> Pick:
-        epoch, copy, index = self.order.draw_at(position)
-        entry = self.entries[index]
-        draw = draw_number(entry.id, epoch, copy)
-        share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
-        text_key = self.empty_text_key if share < self.caption_dropout else entry.text_key
-        return Pick(entry, text_key, draw)
-
-
-class OrderedDataset(Dataset):
-    """Reads the sample at each position of a run."""
-
-    order: Order
-    seed: int
 
 
 class ClipDataset(OrderedDataset):
@@ -283,87 +223,29 @@ class ClipDataset(OrderedDataset):
         return self.clips.read(picked.entry, picked.text_key, picked.draw)
 
 
-def draw_number(sample_id: str, epoch: int, copy: int = 0) -> int:
-    """What seeds a sample's draws in an epoch: not where it comes, so leaving others out changes nothing."""
-    draw = fold(epoch, "draws", sample_id)
-    return fold(draw, "copies", copy) if copy else draw
+@dataclass(frozen=True)
+class Pick:
+    """What a run takes at one position."""
+
+    entry: Entry
+    text_key: str
+    draw: int
 
 
-def collate(samples: Sequence[Batch]) -> Batch:
-    """Batches of one, side by side."""
-    return Batch(
-        ids=tuple(sample.ids[0] for sample in samples),
-        draws=tuple(sample.draws[0] for sample in samples),
-        tensors={
-            name: torch.cat([sample.tensors[name] for sample in samples])
-            for name in samples[0].tensors
-        },
-        faults={sample: fault for one in samples for sample, fault in one.faults.items()},
-    )
+@dataclass(frozen=True)
+class Picker:
+    """Which sample comes at each position of a run, and whether its caption is dropped."""
 
+    entries: tuple[Entry, ...]
+    order: Order
+    seed: int
+    caption_dropout: float
+    empty_text_key: str
 
-class PositionSampler(Sampler[list[int]]):
-    """The positions of each micro-batch of one rank, from the step after `start_step` on.
-
-    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size. Micro-steps
-    and ranks share them out in order, so the samples of a step do not depend on how it is split.
-    """
-
-    def __init__(
-        self,
-        *,
-        start_step: int,
-        steps: int,
-        batch_size: int,
-        accumulate: int,
-        rank: int,
-        ranks: int,
-    ) -> None:
-        self.steps = range(start_step, steps)
-        self.batch_size, self.accumulate, self.rank, self.ranks = (
-            batch_size,
-            accumulate,
-            rank,
-            ranks,
-        )
-
-        self.group = accumulate * ranks * batch_size
-
-    def __len__(self) -> int:
-        return len(self.steps) * self.accumulate
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps:
-            for micro in range(self.accumulate):
-                first = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
-                yield list(range(first, first + self.batch_size))
-
-
-def build_loader(
-    dataset: OrderedDataset,
-    sampler: PositionSampler,
-    *,
-    workers: int,
-    pin_memory: bool,
-    prefetch: int = 2,
-    source: Dataset | None = None,
-    collate_fn: Callable[[list[Any]], Any] = collate,
-) -> DataLoader:
-    """The sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.
-
-    What workers read is `source` where that is not the dataset itself.
-    """
-    if dataset.order.buckets > 1 and dataset.order.group != sampler.group:
-        raise ValueError(
-            f"a step of the order has {dataset.order.group} samples, one of the sampler {sampler.group}"
-        )
-    return WatchedLoader(
-        source or dataset,
-        batch_sampler=sampler,
-        collate_fn=collate_fn,
-        num_workers=workers,
-        prefetch_factor=prefetch if workers else None,
-        pin_memory=pin_memory,
-        # A fixed generator: a loader that draws its base seed from the global one would disturb it.
-        generator=generator(dataset.seed, "workers"),
-    )
+    def __call__(self, position: int) -> Pick:
+        epoch, copy, index = self.order.draw_at(position)
+        entry = self.entries[index]
+        draw = draw_number(entry.id, epoch, copy)
+        share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
+        text_key = self.empty_text_key if share < self.caption_dropout else entry.text_key
+        return Pick(entry, text_key, draw)

@@ -3,12 +3,17 @@
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from dit_lora.data.batch import collate
 from dit_lora.data.media import UnreadableError
+from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.sampler import OrderedDataset, PositionSampler
+from dit_lora.numerics.streams import generator
 
 T = TypeVar("T")
 _LOST = re.compile("DataLoader worker|Pin memory thread")
@@ -90,4 +95,47 @@ def _lost(error: Exception) -> UnreadableError:
     return UnreadableError(
         f"a process that reads data has ended: {said}; was it killed for want of memory? Lower data.workers or "
         "data.prefetch"
+    )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a run reads its training set."""
+
+    sampler: PositionSampler
+    seed: int
+    caption_dropout: float
+    quarantine: Quarantine
+    workers: int
+    prefetch: int
+    pin_memory: bool
+
+
+def build_loader(
+    dataset: OrderedDataset,
+    sampler: PositionSampler,
+    *,
+    workers: int,
+    pin_memory: bool,
+    prefetch: int = 2,
+    source: Dataset | None = None,
+    collate_fn: Callable[[list[Any]], Any] = collate,
+) -> DataLoader:
+    """The sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.
+
+    What workers read is `source` where that is not the dataset itself.
+    """
+    if dataset.order.buckets > 1 and dataset.order.group != sampler.group:
+        raise ValueError(
+            f"a step of the order has {dataset.order.group} samples, one of the sampler {sampler.group}"
+        )
+    return WatchedLoader(
+        source or dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=pin_memory,
+        # A fixed generator: a loader that draws its base seed from the global one would disturb it.
+        generator=generator(dataset.seed, "workers"),
     )

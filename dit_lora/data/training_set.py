@@ -1,16 +1,19 @@
 """What a run trains on, whatever it is made of: entries in an order, samples, and micro-batches."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from dit_lora.data.batch import Batch
+from dit_lora.data.bucket_report import BucketReport
 from dit_lora.data.cache import Spec
-from dit_lora.data.loader import Batch, PositionSampler
 from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.reading import Reading
 
 
 class AnyEntry(Protocol):
@@ -22,19 +25,6 @@ class AnyEntry(Protocol):
     @property
     def shape(self) -> Any:
         """What it shares with the samples that it may be in a batch with; its `volume` is what memory grows with."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a run reads its training set."""
-
-    sampler: PositionSampler
-    seed: int
-    caption_dropout: float
-    quarantine: Quarantine
-    workers: int
-    prefetch: int
-    pin_memory: bool
 
 
 class TrainingSet(Protocol):
@@ -62,5 +52,21 @@ class TrainingSet(Protocol):
     def loader(self, how: Reading) -> Iterable[Batch]:
         """The micro-batches of the sampler's positions, in its order."""
 
+    def token_problems(self, model: nn.Module) -> list[str] | None:
+        """Name each token of a sample that the model has no embedding of; None of samples without the model's tokens."""
+
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         """Set aside what is bad of these samples on disk, if anything is there."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The training set, ready to be read, and digests of what makes a run this run."""
+
+    clips: TrainingSet
+    data_digest: str
+    transformer_digest: str
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    """Samples that are left out, by `data.rejects: skip`, and why."""
+    report: BucketReport | None = None
+    """Which samples are in which bucket; None where there are no buckets."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dit_lora.config import LadderConfig
-from dit_lora.data.loader import collate
+from dit_lora.data.batch import collate
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.loops import forget

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.errors import CheckFailedError
 from dit_lora.faults.fault import Expected, Fault, equal
 from dit_lora.faults.ops import BF16, CHECKED, divided, op_of_target
@@ -74,7 +74,7 @@ def _own_autocast(stage: Stage) -> None:
     inner = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(stage.run.runtime.accelerator.device.type, dtype=torch.float16):
+        with torch.autocast(stage.run.setup.runtime.accelerator.device.type, dtype=torch.float16):
             return inner(*args, **kwargs)
 
     stage.patch(part, "forward", forward)
@@ -123,9 +123,9 @@ def _rots(path: Path) -> Arm:
 
     def arm(stage: Stage) -> None:
         def cut() -> None:
-            if stage.run.runtime.is_main:
+            if stage.run.setup.runtime.is_main:
                 path.write_bytes(path.read_bytes()[:700])
-            stage.run.runtime.accelerator.wait_for_everyone()
+            stage.run.setup.runtime.accelerator.wait_for_everyone()
 
         stage.before_step(3, cut)
 

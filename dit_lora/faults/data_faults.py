@@ -143,7 +143,7 @@ class SoundOddity(DataFault):
         unnamed = [f"an event: {event}" for event in seen.events]
         if seen.error is not None:
             unnamed.append(f"refused: {seen.error}")
-        encoded: list[Any] = [stage.run.data for stage in reached]
+        encoded: list[Any] = [stage.run.setup.data for stage in reached]
         entries = [entry for one in encoded for entry in one.clips.entries]
         keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
         lost = [f"{file} is not trained on" for file in self.files if file not in keys]

@@ -12,7 +12,7 @@ from dit_lora.families import get_family
 from dit_lora.faults.world import Engine, engine_of, prepared_run
 from dit_lora.recipe import load_recipe
 from dit_lora.training import checkpoint as checkpoints
-from dit_lora.training.run import fit
+from dit_lora.training.fit import fit
 
 
 def main(config: Path, engine: Engine = "ddp") -> None:

@@ -76,7 +76,7 @@ def _before_save(value: float, rank: int) -> Arm:
     """A weight goes bad between the last healthy step and its checkpoint, once."""
 
     def arm(stage: Stage) -> None:
-        from dit_lora.training import run as module
+        from dit_lora.training import fit as module
 
         check, pending = module.require_not_lost, [True]
 
@@ -95,7 +95,7 @@ def _before_save(value: float, rank: int) -> Arm:
 
 def _before_adapter(stage: Stage) -> None:
     """A weight goes bad after the last checkpoint, before the adapter is written."""
-    task = type(stage.run.task)
+    task = type(stage.run.setup.task)
     write = task.save
 
     def poisoned(*args: Any) -> Path:
@@ -113,10 +113,10 @@ def _disk_full(stage: Stage) -> None:
         raise OSError(28, "No space left on device")
 
     def fill() -> None:
-        stage.run.saver.wait()  # the checkpoint of step 3, which is written beside the loop
+        stage.run.checkpoints.saver.wait()  # the checkpoint of step 3, which is written beside the loop
         stage.patch(module, "_write_synced", refuse)
 
-    if stage.run.runtime.is_main:
+    if stage.run.setup.runtime.is_main:
         stage.before_step(4, fill)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dit_lora.data.batch import draw_number
 from dit_lora.data.cache import TensorCache
-from dit_lora.data.loader import draw_number
 from dit_lora.data.shards import Stored
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import TARGET, Arm, Stage, Tensors
@@ -166,7 +166,7 @@ def _with_one_draw(value: float, stream: str) -> Arm:
     def arm(stage: Stage) -> None:
         normal = streams.normal
         draw = draw_number(stage.target, epoch=1)
-        bad = fold(stage.run.recipe.train.seed, stream, draw) & 0xFFFFFFFF
+        bad = fold(stage.run.setup.recipe.train.seed, stream, draw) & 0xFFFFFFFF
 
         def drawn(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
             noise = normal(shape, generators)

@@ -9,6 +9,7 @@ from torch import nn
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.triggers import Change
 from dit_lora.faults.world import Arm, Stage, Tensors
+from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.shards import is_sharded, local
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
@@ -43,7 +44,7 @@ def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> A
 def _moment(value: float, step: int, key: str, *, rank: int = -1) -> Arm:
     def arm(stage: Stage) -> None:
         def act() -> None:
-            moments = stage.run.engine.own_moments()
+            moments = stage.run.setup.engine.own_moments()
             own = [moment for name, moment in moments.items() if name.endswith(f"/{key}")]
             wanted = f"{stage.site.named(_WHERE)}/{key}"
             found = [moment for name, moment in moments.items() if name.endswith(wanted)]
@@ -81,28 +82,28 @@ def _gradient(
         stage.before_step(3, lambda: set_armed(True))
         if once:
             # Disarmed by the first replay or by the step's second attempt, whichever comes first.
-            recover = stage.run.guard.recover
+            recover = stage.run.recovery.recover
 
             def disarmed(*args: Any) -> int:
                 set_armed(False)
                 return recover(*args)
 
-            stage.patch(stage.run.guard, "recover", disarmed)
+            stage.patch(stage.run.recovery, "recover", disarmed)
 
     return arm
 
 
 def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) -> None:
     """Change this rank's parts of gradients before the step looks at them: what is whole in a pass is FSDP2's own."""
-    engine = stage.run.engine
+    engine = stage.run.setup.engine
     inner = engine.gradient_norms
 
-    def norms() -> dict[str, torch.Tensor]:
+    def norms(by: Norms | None) -> dict[str, torch.Tensor]:
         for parameter in parameters:
             if parameter.grad is not None and local(parameter.grad).numel():
                 part = local(parameter.grad)
                 part.copy_(hook(part))
-        return inner()
+        return inner(by)
 
     stage.patch(engine, "gradient_norms", norms)
 

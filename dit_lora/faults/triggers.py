@@ -77,7 +77,7 @@ class When:
 def step_seeds(stage: Stage, step: int) -> set[int]:
     """What torch's own generator is seeded with in a step's micro-steps, on any rank: so a pass of that step is known
     wherever it is run again."""
-    recipe = stage.run.recipe
+    recipe = stage.run.setup.recipe
     return {
         fold(recipe.train.seed, "dropout", step, micro_step, rank)
         for micro_step in range(recipe.train.accumulate)

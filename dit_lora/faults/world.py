@@ -29,10 +29,13 @@ from dit_lora.numerics.switches import kept_attention
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.checkpoint import find_checkpoint, is_whole
+from dit_lora.training.finish import finish
+from dit_lora.training.fit import fit
 from dit_lora.training.launch import Sharding
-from dit_lora.training.run import Run, finish, fit, prepare
+from dit_lora.training.prepare import prepare
+from dit_lora.training.run import Run
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
-from dit_lora.training.task import task_of
+from dit_lora.training.tasks import task_of
 from dit_lora.training.verify import require_verified
 
 STEPS = 6
@@ -101,15 +104,15 @@ class Stage:
 
     @property
     def rank(self) -> int:
-        return self.run.runtime.accelerator.process_index
+        return self.run.setup.runtime.accelerator.process_index
 
     @property
     def ranks(self) -> int:
-        return self.run.runtime.accelerator.num_processes
+        return self.run.setup.runtime.accelerator.num_processes
 
     @property
     def transformer(self) -> nn.Module:
-        return self.run.transformer
+        return self.run.setup.transformer
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
@@ -117,7 +120,7 @@ class Stage:
     def held(self, name: str | None = None) -> list[torch.Tensor]:
         """Where this rank holds a trained weight, or all: the parameter, and what ZeRO-2 takes its steps with."""
         found = [p.data for n, p in self.trained().items() if name in (None, n)]
-        for known, tensor in self.run.engine.own_state().items():
+        for known, tensor in self.run.setup.engine.own_state().items():
             if known.endswith("/part" if name is None else f"/{name}/part"):
                 found.append(tensor)
         return found
@@ -128,7 +131,7 @@ class Stage:
 
     @cached_property
     def _mark(self) -> torch.Tensor:
-        clips = self.run.data.clips
+        clips = self.run.setup.data.clips
         entry = next(entry for entry in clips.entries if entry.id == self.target)
         return clips.sample(entry, 0).tensors[self.site.mark][0]
 
@@ -287,8 +290,7 @@ class World:
             if arm is not None:
                 arm(stage)
             fit(run)
-            finish(run)
-            require_verified(run)
+            require_verified(run.setup.runtime, finish(run).verification)
 
     def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
         """A copy of the good data, changed; written by one rank, once."""
@@ -325,8 +327,16 @@ def prepared_run(
     data = task.prepare_data(runtime, checkpoint)
     transformer, groups, _ = task.load_trainable(recipe, family, checkpoint, precision.dtype)
     # Counting activations is a third of a tiny run; checkpointing is none as it was loaded.
-    with mock.patch("dit_lora.training.run.choose_checkpointing"):
-        return prepare(runtime, family, checkpoint, data, transformer, groups, resume_from)
+    return prepare(
+        runtime,
+        task,
+        checkpoint,
+        data,
+        transformer,
+        groups,
+        resume_from,
+        checkpoint_blocks=lambda setup: None,
+    )
 
 
 def poisoned_files(seen: Observation) -> list[Path]:

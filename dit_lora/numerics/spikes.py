@@ -77,6 +77,10 @@ class SpikeDetector:
             self._remember(series, value, is_spike=spike is not None)
         return spike
 
+    def forget(self) -> None:
+        """Forget every series."""
+        self._series.clear()
+
     def limit(self, name: str) -> float | None:
         """Above which the next value will be a spike; None while that is not known."""
         series = self._series.get(name)

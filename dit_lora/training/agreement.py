@@ -7,8 +7,7 @@ import math
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,37 +16,34 @@ from torch.distributed.tensor import DTensor
 
 from dit_lora.numerics.digest import digest
 from dit_lora.numerics.gate import PoisonedStateError
-from dit_lora.numerics.shards import local
+from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.verdict import Verdict
-from dit_lora.training.checkpoint import trainable_state
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
+from dit_lora.training.run import Run
 
 Tensors = Mapping[str, torch.Tensor]
 _FURTHER = 2.0
 """A rank has moved away from the others if a tensor of it is so many times as far from the snapshot as theirs."""
-_BEYOND = 10.0
-"""An average is never beyond what its weight has been; between two looks the weight may have been larger than at both."""
 
 
-def require_agreement(run: "Run", step: int) -> None:
+def require_agreement(run: Run, step: int) -> None:
     """Raise `PoisonedStateError` on every rank if what ranks have alike differs, or an average is none. Collective."""
     _require_ranks_agree(run, step)
     _require_sound_averages(run, step)
 
 
-def _require_ranks_agree(run: "Run", step: int) -> None:
+def _require_ranks_agree(run: Run, step: int) -> None:
     """Every rank takes the same steps with the same gradients: where bits differ, it is the memory of one.
 
     No averaged gradient shows it, and each rank's loss is its own samples'.
     """
-    accelerator = run.runtime.accelerator
+    accelerator = run.setup.runtime.accelerator
     if accelerator.num_processes == 1:
         return
     averages = run.ema.tensors() if run.ema else {}
-    state = run.engine.alike() | {n: t for n, t in averages.items() if not isinstance(t, DTensor)}
-    snapshots = run.guard.snapshots
+    state = run.setup.engine.alike() | {
+        n: t for n, t in averages.items() if not isinstance(t, DTensor)
+    }
+    snapshots = run.recovery.snapshots
     held = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
     verdict = differing_rank(accelerator, state, held, step)
     if verdict is not None:
@@ -130,42 +126,19 @@ def _moved(tensor: torch.Tensor, held: torch.Tensor | None) -> float:
     return math.inf if math.isnan(peak) else peak
 
 
-@dataclass
-class AverageBounds:
-    """The largest value that each trained weight, and so its average, is known to have had; of shards, this rank's."""
-
-    seen: dict[str, float] = field(default_factory=dict)
-
-    def note(self, weights: Tensors, averages: Tensors) -> None:
-        """What is sound now."""
-        for peaks in (_peaks(weights), _peaks(averages)):
-            for name, peak in peaks.items():
-                self.seen[name] = max(peak, self.seen.get(name, 0.0))
-
-    def beyond(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
-        """The finite averages beyond everything that their weights were: how far they reach, and the weights."""
-        now = _peaks(weights)
-        bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in now.items()}
-        return {
-            name: (peak, bounds[name])
-            for name, peak in _peaks(averages).items()
-            if math.isfinite(peak) and peak > _BEYOND * bounds[name]
-        }
-
-
-def note_averages(run: "Run") -> None:
+def note_averages(run: Run) -> None:
     """Take what the run starts from as sound."""
     if run.ema is not None:
-        run.bounds.note(trainable_state(run.transformer), _named(run.ema.tensors()))
+        run.bounds.note(trainable_state(run.setup.transformer), _named(run.ema.tensors()))
 
 
-def _require_sound_averages(run: "Run", step: int) -> None:
+def _require_sound_averages(run: Run, step: int) -> None:
     """An average is a mean of what its weight was, and cannot be beyond all of it."""
     if run.ema is None:
         return
-    weights, averages = trainable_state(run.transformer), _named(run.ema.tensors())
+    weights, averages = trainable_state(run.setup.transformer), _named(run.ema.tensors())
     own = run.bounds.beyond(weights, averages)
-    rank, host = run.runtime.accelerator.process_index, socket.gethostname()
+    rank, host = run.setup.runtime.accelerator.process_index, socket.gethostname()
     found: list[Any] = gather_object([(rank, host, own)] if own else [])
     if not found:
         run.bounds.note(weights, averages)
@@ -185,15 +158,6 @@ def _require_sound_averages(run: "Run", step: int) -> None:
 def _named(averages: Tensors) -> dict[str, torch.Tensor]:
     """Return the averages by their weights' names."""
     return {name.removeprefix("ema/"): tensor for name, tensor in averages.items()}
-
-
-def _peaks(tensors: Tensors) -> dict[str, float]:
-    """The largest magnitude of each, NaN if a value is; one read of the device."""
-    own = {name: local(tensor.detach()) for name, tensor in tensors.items()}
-    whole = {name: tensor for name, tensor in own.items() if tensor.numel()}
-    norms = torch._foreach_norm([*whole.values()], ord=float("inf")) if whole else []
-    values = torch.stack([norm.float() for norm in norms]).tolist() if whole else []
-    return dict.fromkeys(own, 0.0) | dict(zip(whole, values, strict=True))
 
 
 def _is_moment(name: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -25,7 +25,7 @@ from dit_lora.numerics.shards import local
 from dit_lora.numerics.switches import COMPILE, Switch, attention_switches, model_switches
 from dit_lora.numerics.tolerances import KERNEL, LATER
 from dit_lora.parsing import read_json
-from dit_lora.training.memory import choose_checkpointing
+from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.output_record import (
     NOT_RECORDED,
     adapters_off,
@@ -36,12 +36,10 @@ from dit_lora.training.output_record import (
     tolerance,
     without_kernels,
 )
+from dit_lora.training.reference_model import Inputs, sharing_weights, why_apart
 from dit_lora.training.runtime import agree
-from dit_lora.training.stock import Inputs, sharing_weights, why_apart
+from dit_lora.training.task import AnySetup
 from dit_lora.training.verify_checks import percent
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
 
 BASE_OUTPUT = "base_output.json"
 _TRAINED_ON_IT = (
@@ -64,128 +62,133 @@ class BaseOutput:
     """How far the kernels in use made the model's output another than its own code did, when this process started."""
 
 
-def note_base(run: "Run", resume_from: Path | None) -> BaseOutput:
+def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     """Note the base's output, before a checkpoint is put into the model; of a resumed run, that of its first start.
 
     Collective. Raises `DitLoraError` on every rank if the base is another on one of them, or than at the first start.
     """
-    model, main = run.transformer, run.runtime.is_main
+    model, main = setup.transformer, setup.runtime.is_main
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseOutput(None)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
-    given: list[Any] = [_first_record(run.runtime.dir, resume_from) if main else None]
+    given: list[Any] = [_first_record(setup.runtime.dir, resume_from) if main else None]
     broadcast_object_list(given)
-    first, stock = given[0], run.task.stock(run.checkpoint)
+    first = given[0]
     base = BaseOutput(None, loaded)
-    own = _now(run, base, first["inputs"] if first else stock.inputs(run))
+    own = _now(setup, base, first["inputs"] if first else made_up_inputs(setup))
     theirs: list[Any] = [first or own]
     broadcast_object_list(theirs)  # the main process'
     base.noted = theirs[0]
-    agree(run.runtime.accelerator, _unlike(run, base.noted or {}, own, resumed=first is not None))
+    agree(
+        setup.runtime.accelerator, _unlike(setup, base.noted or {}, own, resumed=first is not None)
+    )
     return base
 
 
-def keep_base(run: "Run") -> None:
+def keep_base(setup: AnySetup, base: BaseOutput, start_step: int) -> None:
     """Write the record where it is new, into a folder that is open now; say what it cannot tell."""
-    base, file = run.base, run.runtime.dir / BASE_OUTPUT
+    file = setup.runtime.dir / BASE_OUTPUT
     if base.noted is None:
         return
-    base.since = base.noted.setdefault("since", run.start_step)
+    base.since = base.noted.setdefault("since", start_step)
     if NOT_RECORDED in base.noted:
         why = base.noted[NOT_RECORDED]
-        run.runtime.say(f"warning: the result of this run will not pass its verification: {why}")
-    elif base.since and base.since == run.start_step:
-        run.runtime.say(
+        setup.runtime.say(f"warning: the result of this run will not pass its verification: {why}")
+    elif base.since and base.since == start_step:
+        setup.runtime.say(
             f"guard: the first start of this run has no record of its base's output; it is compared with today's, "
             f"and what the base was before step {base.since} is not known"
         )
-    if run.runtime.is_main:
+    if setup.runtime.is_main:
         write_whole(file, json.dumps(base.noted, indent=2) + "\n")
 
 
-def base_fault(run: "Run") -> str | None:
+def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
     """What is wrong with the base at the run's end, against its start; None if nothing is. Collective.
 
     The model's own code is compared with itself, on every rank, with adapters off and no weight as trained.
     """
-    base = run.base
     if base.noted is None:
         return None
     if NOT_RECORDED in base.noted:
         return f"not recorded at the run's start: {base.noted[NOT_RECORDED]}"
-    now = _now(run, base, base.noted["inputs"])
+    now = _now(setup, base, base.noted["inputs"])
     if NOT_RECORDED in now:
         now = {**base.noted, "norm": math.nan}
-    limit = tolerance(base.noted, run.transformer, run.runtime.precision.dtype)
-    rank = run.runtime.accelerator.process_index
+    limit = tolerance(base.noted, setup.transformer, setup.dtype)
+    rank = setup.runtime.accelerator.process_index
     found = gather_object([(distance(now, base.noted), -rank, socket.gethostname())])
     away, worst, host = max(found)
     if away <= limit:
         return None
-    where = f" on rank {-worst} ({host})" if run.runtime.accelerator.num_processes > 1 else ""
+    where = f" on rank {-worst} ({host})" if setup.runtime.accelerator.num_processes > 1 else ""
     is_away = f"{percent(away)} from then" if math.isfinite(away) else "not finite"
     start = "the run's start" if not base.since else f"step {base.since}, where its record begins"
     words = (
         f"the base is not what it was at {start}: with adapters and kernels off its output{where} is {is_away} "
         f"(up to {percent(limit)} is rounding)"
     )
-    backend = _backend_at_fault(run, base, limit)
+    backend = _backend_at_fault(setup, base, limit)
     if backend is not None:
         return f"{words}; with {backend} off it is as it was: that attention backend went wrong in the run"
-    if worst == 0 and _is_whole(run, base, limit):
+    if worst == 0 and _is_whole(setup, base, limit):
         cause = "the stock model with the same weights is as it was: a hook or another forward changes the run's"
     else:
         cause = "its frozen weights or buffers have changed in memory"
     return f"{words}: {cause}, and {_TRAINED_ON_IT}"
 
 
-def kernel_fault(run: "Run", noted: Mapping[str, Any]) -> str | None:
+def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) -> str | None:
     """Which kernels make the trained model's output another than its own code does; None if none. For the run's end.
 
     `noted` is that of its own code. Allowed is twice what it was at the start, of what the adapter changes twice what
     parity allows a kernel, and rounding. Collective where a forward pass is.
     """
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
-    allowed = LATER * (run.base.kernels + KERNEL * effect)
-    found, _ = _kernels_apart(run, noted["inputs"], allowed)
+    allowed = LATER * (base.kernels + KERNEL * effect)
+    found, _ = _kernels_apart(setup, noted["inputs"], allowed)
     if not found:
         return None
     which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in found.items())
     off = " ".join(_off(switch) for switch in found)
     return (
         f"kernels went wrong in the run: with them the model's output is not what its own code makes of the same "
-        f"weights: {which}, and {percent(run.base.kernels)} at the start. From some step on the adapter was trained "
+        f"weights: {which}, and {percent(base.kernels)} at the start. From some step on the adapter was trained "
         f"with that; go on from an earlier checkpoint (train.resume=PATH in another run.dir) with {off}"
     )
 
 
-def check_kernels(run: "Run") -> list[dict[str, Any]]:
+def check_kernels(
+    setup: AnySetup, base: BaseOutput, switched_off: list[str]
+) -> list[dict[str, Any]]:
     """Switch off the kernels that the run's end would refuse, for all ranks; their events. Collective.
+
+    Names are added to `switched_off`.
 
     The same inputs and the same scale as then: what passes here fails there only if it changes. Raises `DitLoraError`
     on every rank if the recipe insists on one of them.
     """
-    noted, accelerator = run.base.noted, run.runtime.accelerator
+    noted, accelerator = base.noted, setup.runtime.accelerator
     if noted is not None and NOT_RECORDED in noted:
         return []
-    inputs = noted["inputs"] if noted else run.task.stock(run.checkpoint).inputs(run)
-    found, run.base.kernels = _kernels_apart(run, inputs, KERNEL)
+    inputs = noted["inputs"] if noted else made_up_inputs(setup)
+    found, base.kernels = _kernels_apart(setup, inputs, KERNEL)
     worst: dict[str, float] = {}
     for name, away in gather_object([(switch.name, away) for switch, away in found.items()]):
         worst[name] = max(away, worst.get(name, 0.0))
     events = []
-    for switch in model_switches(run.transformer):
+    for switch in model_switches(setup.transformer):
         if switch.name not in worst:
             continue
         words = f"kernel {switch.name}: with it the model's output is {_amount(worst[switch.name])} from its own code's"
         agree(accelerator, DitLoraError(refusal(switch, words)) if switch.insisted else None)
         switch.turn_off()
-        run.guard.state.switched_off.append(switch.name)
+        switched_off.append(switch.name)
         events.append(_event(f"{words}; switched off for this run", switch))
     if events:
-        choose_checkpointing(run)  # without the kernel, more is kept for backward
-        _, run.base.kernels = _kernels_apart(run, inputs, KERNEL)
+        choose_checkpointing(setup)  # without the kernel, more is kept for backward
+        _, base.kernels = _kernels_apart(setup, inputs, KERNEL)
     return events
 
 
@@ -203,12 +206,12 @@ def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | No
     return None
 
 
-def _now(run: "Run", base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
+def _now(setup: AnySetup, base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
     """The base's output in this moment, as `output_now` gives it, or why there is none."""
-    model, dtype = run.transformer, run.runtime.precision.dtype
+    model, dtype = setup.transformer, setup.dtype
     try:
         with without_kernels(model), _as_loaded(model, base.loaded):
-            noted = output_now(run.task.stock(run.checkpoint), model, inputs, dtype)
+            noted = output_now(setup.task.stock(setup.checkpoint), model, inputs, dtype)
     except torch.OutOfMemoryError:
         return {NOT_RECORDED: "a forward pass of the base does not fit the memory of its device"}
     if is_finite(noted):
@@ -216,6 +219,13 @@ def _now(run: "Run", base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
     return {
         NOT_RECORDED: "the base's output of made-up inputs is not finite, with every kernel off"
     }
+
+
+def made_up_inputs(setup: AnySetup) -> Inputs:
+    """What the inputs of the run's model are made of, for its output to be noted."""
+    # Ranks that share a sample's tokens can do so with the sizes that the run has.
+    whole = setup.recipe.train.context_parallel > 1
+    return setup.task.stock(setup.checkpoint).inputs(setup.data.clips, whole=whole)
 
 
 @contextmanager
@@ -234,16 +244,16 @@ def _as_loaded(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator
 
 
 def _unlike(
-    run: "Run", noted: Mapping[str, Any], own: Mapping[str, Any], *, resumed: bool
+    setup: AnySetup, noted: Mapping[str, Any], own: Mapping[str, Any], *, resumed: bool
 ) -> DitLoraError | None:
     """Why this rank's base is not the one that was noted."""
     if NOT_RECORDED in noted or NOT_RECORDED in own:
         return None
-    limit = tolerance(noted, run.transformer, run.runtime.precision.dtype)
+    limit = tolerance(noted, setup.transformer, setup.dtype)
     away = distance(own, noted)
     if away <= limit:
         return None
-    where = f"rank {run.runtime.accelerator.process_index} ({socket.gethostname()})"
+    where = f"rank {setup.runtime.accelerator.process_index} ({socket.gethostname()})"
     told = f"{percent(away)} away, where up to {percent(limit)} is rounding"
     if not resumed:
         return DitLoraError(
@@ -257,12 +267,12 @@ def _unlike(
     )
 
 
-def _backend_at_fault(run: "Run", base: BaseOutput, limit: float) -> str | None:
+def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | None:
     """The attention backend without which the base's output is as it was, on all ranks; None if there is none."""
     assert base.noted is not None
     for switch in attention_switches():
         with switch.off():
-            now = _now(run, base, base.noted["inputs"])
+            now = _now(setup, base, base.noted["inputs"])
         as_it_was = NOT_RECORDED not in now and distance(now, base.noted) <= limit
         if all(gather_object([as_it_was])):
             return switch.name
@@ -270,13 +280,13 @@ def _backend_at_fault(run: "Run", base: BaseOutput, limit: float) -> str | None:
 
 
 @torch.no_grad()
-def _is_whole(run: "Run", base: BaseOutput, limit: float) -> bool:
+def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
     """Whether a fresh stock model with this run's weights gives the base's output of the start. For the main process."""
-    live, dtype, noted = run.transformer, run.runtime.precision.dtype, base.noted
-    if not run.runtime.is_main or run.engine.lockstep or why_apart(live) is not None:
+    live, dtype, noted = setup.transformer, setup.dtype, base.noted
+    if not setup.runtime.is_main or setup.engine.lockstep or why_apart(live) is not None:
         return False
     assert noted is not None
-    stock = run.task.stock(run.checkpoint)
+    stock = setup.task.stock(setup.checkpoint)
     fresh = sharing_weights(stock.without_values(dtype), live, dtype, trained=False)
     own = dict(fresh.named_parameters())
     for name, values in base.loaded.items():
@@ -285,13 +295,15 @@ def _is_whole(run: "Run", base: BaseOutput, limit: float) -> bool:
 
 
 @torch.no_grad()
-def _kernels_apart(run: "Run", inputs: Inputs, allowed: float) -> tuple[dict[Switch, float], float]:
+def _kernels_apart(
+    setup: AnySetup, inputs: Inputs, allowed: float
+) -> tuple[dict[Switch, float], float]:
     """The kernels that alone make the output another than the model's own code does, by more than that and rounding.
 
     One of several that are wrong together only stands for all. With it, how far all of them are from it together.
     """
-    model, dtype = run.transformer, run.runtime.precision.dtype
-    kernels, stock = kernels_of(model), run.task.stock(run.checkpoint)
+    model, dtype = setup.transformer, setup.dtype
+    kernels, stock = kernels_of(model), setup.task.stock(setup.checkpoint)
     if not kernels:
         return {}, 0.0
     with without_kernels(model):
@@ -300,7 +312,7 @@ def _kernels_apart(run: "Run", inputs: Inputs, allowed: float) -> tuple[dict[Swi
 
     def away() -> float:
         found = [distance(output_now(stock, model, inputs, dtype), expected)]
-        if run.engine.lockstep:  # one answer for all ranks, so that none goes on alone
+        if setup.engine.lockstep:  # one answer for all ranks, so that none goes on alone
             broadcast_object_list(found)
         return found[0]
 

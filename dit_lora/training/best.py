@@ -2,22 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.training.checkpoint import checkpoint_steps, prune
 from dit_lora.training.journal import held_out_losses
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
+from dit_lora.training.saving import Saver
+from dit_lora.training.task import AnySetup
 
 BEST = "best.json"
 
 
-def note_best(run: "Run", step: int) -> None:
+def note_best(setup: AnySetup, saver: Saver, step: int) -> None:
     """After a held-out loss, or after going back: what is best now, and which checkpoints need not stay."""
-    folder, train = run.runtime.dir, run.recipe.train
+    folder, train = setup.runtime.dir, setup.recipe.train
 
     def note() -> None:
         best = best_checkpoints(folder, train.keep_best)
@@ -27,8 +26,8 @@ def note_best(run: "Run", step: int) -> None:
         except OSError as error:
             raise DitLoraError(f"cannot write {folder / 'checkpoints' / BEST}: {error}") from error
 
-    if train.keep_best and run.runtime.is_main:
-        run.saver.then(note)
+    if train.keep_best and setup.runtime.is_main:
+        saver.then(note)
 
 
 def best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:

@@ -147,3 +147,9 @@ def _with_classes(recipe: Recipe, checkpoint: Any) -> Recipe:
         return recipe
     names = tuple(recipe.validation.prompts) or tuple(stored.labels().values())[:1] or ("class",)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": names})})
+
+
+def as_constructed(model: nn.Module) -> nn.Module:
+    """A model of `from_configs` that moves again, as any other does."""
+    model.__dict__.pop("to", None)
+    return model.eval()

@@ -37,7 +37,7 @@ from dit_lora.training.budget_step import (
 from dit_lora.training.checkpointing import Mode
 from dit_lora.training.memory import Needs, measure
 from dit_lora.training.samples import Sample, find_samples
-from dit_lora.training.task import task_of
+from dit_lora.training.tasks import task_of
 
 _NOTHING_KNOWN: Mapping[str, torch.Tensor] = {}
 

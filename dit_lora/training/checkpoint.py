@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.shards import fill
@@ -201,11 +200,6 @@ def restore(loaded: Loaded, engine: "Engine", ema: "TrainedEMA | None" = None) -
     engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
     for name, tensor in averages.items():
         fill(tensor, stored.averages[name])
-
-
-def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters by name."""
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:

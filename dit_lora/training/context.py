@@ -1,16 +1,23 @@
 """Ranks that share each sample's tokens (context parallelism), for videos whose activations one GPU cannot hold."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from dit_lora.data.training_set import Prepared
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.fuse.context import BACKENDS, context_problems, has_context_plan, split_context
+from dit_lora.fuse.context import (
+    BACKENDS,
+    context_problems,
+    has_context_plan,
+    split_context,
+    whole_context,
+)
 from dit_lora.training.engine import Replicated
 from dit_lora.training.runtime import Runtime
-from dit_lora.training.task import Prepared
 
 
 @dataclass
@@ -19,6 +26,9 @@ class ContextParallel(Replicated):
 
     degree: int = 1
     lockstep: ClassVar[bool] = True
+
+    def alone(self) -> AbstractContextManager[None]:
+        return whole_context(self.bare)
 
     def backward(self, loss: torch.Tensor) -> None:
         # Each rank has the gradient of its own tokens, and DDP takes the mean over ranks where their sum is meant.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,17 +13,16 @@ from dit_lora.adapters.store import save_adapter, save_pipeline
 from dit_lora.config import Recipe
 from dit_lora.data.digest import Digests
 from dit_lora.families.base import Checkpoint, Family
-from dit_lora.training.loop import StepResult
 from dit_lora.training.plan import transformer_digest
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import Runtime
+from dit_lora.training.step import StepResult
 from dit_lora.training.stock import DiffusionStock
+from dit_lora.training.task import Setup
 from dit_lora.training.trainable import load_trainable
 from dit_lora.training.validation import held_out_loss, sample_videos
 
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
-
+DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
 
 
@@ -58,43 +57,39 @@ class DiffusionTask:
             "train.vlb": recipe.train.vlb,
         }
 
-    def provenance(self, run: "Run") -> dict[str, Any]:
-        data = run.recipe.data
+    def provenance(self, setup: DiffusionSetup) -> dict[str, Any]:
+        data = setup.recipe.data
         return {
-            "index": _diffusion(run).index_changes(),
+            "index": setup.checkpoint.index_changes(),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
 
-    def loss_parts(self, run: "Run", result: StepResult) -> dict[str, dict[str, float]]:
-        return {"loss_by_timestep": by_timestep(result, _diffusion(run).train_timesteps)}
+    def loss_parts(self, setup: DiffusionSetup, result: StepResult) -> dict[str, dict[str, float]]:
+        return {"loss_by_timestep": by_timestep(result, setup.checkpoint.train_timesteps)}
 
-    def held_out_loss(self, run: "Run") -> float | None:
-        return held_out_loss(run.runtime, run.checkpoint, run.model, run.data.clips)
+    def held_out_loss(self, setup: DiffusionSetup) -> float | None:
+        return held_out_loss(setup.runtime, setup.checkpoint, setup.model, setup.data.clips)
 
-    def show(self, run: "Run", step: int) -> None:
-        encoded: Any = run.data
-        sample_videos(run.runtime, _diffusion(run), run.model, encoded, step)
+    def show(self, setup: DiffusionSetup, step: int) -> None:
+        sample_videos(setup.runtime, setup.checkpoint, setup.model, setup.data, step)
 
     def stock(self, checkpoint: Checkpoint) -> DiffusionStock:
         return DiffusionStock(checkpoint)
 
     def save(
-        self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+        self, setup: DiffusionSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
         """`adapter/` of a run in mode `lora`, `model/` of one in mode `full`."""
-        folder, checkpoint = run.runtime.dir, _diffusion(run)
-        if run.recipe.train.mode == "full":
+        folder, checkpoint = setup.runtime.dir, setup.checkpoint
+        if setup.recipe.train.mode == "full":
             index = checkpoint.index_changes()
-            own = weights if run.engine.lockstep else None
+            own = weights if setup.engine.lockstep else None
             return save_pipeline(
-                run.transformer, checkpoint.path, folder / "model", made, index, own
+                setup.transformer, checkpoint.path, folder / "model", made, index, own
             )
         return save_adapter(
-            run.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
+            setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
         )
-
-
-TASK = DiffusionTask()
 
 
 def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
@@ -107,8 +102,3 @@ def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
         f"{bucket * width}-{min((bucket + 1) * width, timesteps) - 1}": sum(losses) / len(losses)
         for bucket, losses in sorted(members.items())
     }
-
-
-def _diffusion(run: "Run") -> Checkpoint:
-    checkpoint: Any = run.checkpoint
-    return checkpoint

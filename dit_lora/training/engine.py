@@ -4,7 +4,7 @@ The loop, the gate, recovery and checkpoints are the same for all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import gated_step, weights_are_bad
+from dit_lora.numerics.parameters import trainable_state
 from dit_lora.train_config import OptimConfig
-from dit_lora.training.checkpoint import trainable_state
-from dit_lora.training.offload import placement
 from dit_lora.training.optimizer import clip_gradients, gradient_norms
 from dit_lora.training.optimizer_state import (
     drop_optimizer_state,
@@ -27,8 +26,6 @@ from dit_lora.training.optimizer_state import (
     optimizer_state,
     put_numbers,
 )
-from dit_lora.training.runtime import Runtime
-from dit_lora.training.zero import Zero2
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -41,8 +38,6 @@ class Engine(Protocol):
     """What a training forward goes through."""
     optimizer: Any
     """Its groups have names, learning rates and parameters."""
-    norms: Norms | None
-    """What computes gradient norms; None for PyTorch."""
 
     @property
     def bare(self) -> nn.Module:
@@ -64,8 +59,14 @@ class Engine(Protocol):
 
     def backward(self, loss: torch.Tensor) -> None: ...
 
-    def gradient_norms(self) -> dict[str, torch.Tensor]:
-        """Each group's gradient norm over all ranks, fp64 on the device; finite exactly if every element is."""
+    def alone(self) -> AbstractContextManager[None]:
+        """Let this rank call `bare` by itself within: with weights as they lie, and with all tokens of a sample."""
+
+    def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
+        """Each group's gradient norm over all ranks, fp64 on the device; finite exactly if every element is.
+
+        `norms` computes them; None for PyTorch.
+        """
 
     def clip(
         self,
@@ -113,7 +114,6 @@ class Replicated:
     accelerator: Accelerator
     model: nn.Module
     optimizer: Any
-    norms: Norms | None = None
     lockstep: ClassVar[bool] = False
     bytes_in_flight: ClassVar[int] = 0
 
@@ -138,8 +138,11 @@ class Replicated:
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
 
-    def gradient_norms(self) -> dict[str, torch.Tensor]:
-        return gradient_norms(self.optimizer.param_groups, self.norms)
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
+        return gradient_norms(self.optimizer.param_groups, norms)
 
     def clip(
         self,
@@ -182,22 +185,3 @@ class Replicated:
             for name, tensor in trainable_state(self.bare).items():
                 tensor.copy_(weights[name])
         load_optimizer_state(self.optimizer, moments)
-
-
-def build_engine(runtime: Runtime, model: nn.Module, optimizer: Any) -> Engine:
-    """The engine that the launch asks for."""
-    accelerator = runtime.accelerator
-    if runtime.sharding is not None:
-        from dit_lora.training.sharded import shard  # which is made of this module's
-
-        return shard(accelerator, model, optimizer, runtime.sharding)
-    if runtime.zero is not None:
-        return Zero2(accelerator, model, optimizer)
-    if runtime.recipe.train.context_parallel > 1:
-        from dit_lora.training.context import ContextParallel
-
-        engine = ContextParallel(accelerator, *accelerator.prepare(model, optimizer))
-        engine.degree = runtime.recipe.train.context_parallel
-        return engine
-    placed = placement(model, optimizer)
-    return Replicated(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -28,9 +28,7 @@ from dit_lora.files import write_whole
 from dit_lora.numerics.shards import stock_class
 from dit_lora.training.runtime import agree
 from dit_lora.training.samples import read_headers
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
+from dit_lora.training.task import Setup
 
 FACTS_FILE = "facts.json"
 # Words with which captions begin whatever they are about: no trigger.
@@ -80,16 +78,16 @@ _USUAL = frozenset(
 )
 
 
-def write_facts(run: "Run") -> None:
+def write_facts(setup: Setup[Any, Any]) -> None:
     """Write RUN/facts.json, on the main process; a problem there is raised on all ranks. Collective."""
     error = None
-    if run.runtime.is_main:
+    if setup.runtime.is_main:
         try:
-            text = json.dumps(_facts(run), indent=2, ensure_ascii=False)
-            write_whole(run.runtime.dir / FACTS_FILE, text + "\n")
+            text = json.dumps(_facts(setup), indent=2, ensure_ascii=False)
+            write_whole(setup.runtime.dir / FACTS_FILE, text + "\n")
         except DitLoraError as problem:
             error = problem
-    agree(run.runtime.accelerator, error)
+    agree(setup.runtime.accelerator, error)
 
 
 def common_prefix(captions: Sequence[str]) -> str | None:
@@ -114,40 +112,40 @@ def _usual(word: str) -> bool:
     return word.strip(".,:;!?\"'()[]").lower() in _USUAL
 
 
-def _facts(run: "Run") -> dict[str, Any]:
-    recipe = run.recipe
+def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
+    recipe = setup.recipe
     data = recipe.data
     named = {name for source in data.all_sources if (name := name_on_hub(source)) is not None}
-    common = {"datasets": sorted(named), "left_out": len(run.data.rejected)}
+    common = {"datasets": sorted(named), "left_out": len(setup.data.rejected)}
     if recipe.model.family in CHAT_FAMILIES:
-        model = stock_class(run.transformer)
+        model = stock_class(setup.transformer)
         library = model.__module__.partition(".")[0]
         return {
             "model": {"class": model.__name__, "module": model.__module__, "library": library},
-            "data": {**_of_conversations(run.data.clips.entries), **common},
+            "data": {**_of_conversations(setup.data.clips.entries), **common},
         }
-    clips = _clips(run)
+    clips = _clips(setup)
     return {
-        "pipeline": _pipeline(run, clips[0]),
-        "data": {**_of_clips(run, clips), **common},
+        "pipeline": _pipeline(setup, clips[0]),
+        "data": {**_of_clips(setup, clips), **common},
     }
 
 
-def _clips(run: "Run") -> list[Clip]:
+def _clips(setup: Setup[Any, Any]) -> list[Clip]:
     """Those that are trained on; of a clip that is cut into windows, once."""
-    recipe = run.recipe
+    recipe = setup.recipe
     found = scan(recipe.data, recipe.cache_dir).clips
-    return [clip for clip in found if clip.id not in run.data.rejected]
+    return [clip for clip in found if clip.id not in setup.data.rejected]
 
 
-def _of_clips(run: "Run", clips: Sequence[Clip]) -> dict[str, Any]:
-    recipe = run.recipe
-    entries: Any = run.data.clips.entries
+def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
+    recipe = setup.recipe
+    entries = setup.data.clips.entries
     one = VideoShape.of(recipe.data)
     shapes = Counter(str(entry.shape or one) for entry in entries)
     captions = [clip.caption for clip in clips]
     headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
-    by_class = "class_labels" in _conditions(run, clips[0])
+    by_class = "class_labels" in _conditions(setup, clips[0])
     found: dict[str, Any] = {
         "kind": "images" if recipe.data.most_frames == 1 else "clips",
         "clips": len(clips),
@@ -195,18 +193,17 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _conditions(run: "Run", clip: Clip) -> dict[str, Any]:
-    checkpoint: Any = run.checkpoint
-    return dict(checkpoint.conditions(clip.caption))
+def _conditions(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
+    return dict(setup.checkpoint.conditions(clip.caption))
 
 
-def _pipeline(run: "Run", clip: Clip) -> dict[str, Any]:
+def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
     """The pipeline's class, and the arguments with which validation calls it."""
-    checkpoint: Any = run.checkpoint
-    recipe = run.recipe
+    checkpoint = setup.checkpoint
+    recipe = setup.recipe
     cls = checkpoint.pipeline_class
-    given = _conditions(run, clip)
-    called, output = _called(run, given)
+    given = _conditions(setup, clip)
+    called, output = _called(setup, given)
     ours = cls.__module__.startswith("dit_lora.")
     labels = given.get("class_labels")
     return {
@@ -223,7 +220,7 @@ def _pipeline(run: "Run", clip: Clip) -> dict[str, Any]:
         "output": output,
         "seed": recipe.validation.seed,
         "fps": recipe.data.fps,
-        "dtype": str(run.runtime.precision.dtype),
+        "dtype": str(setup.runtime.precision.dtype),
     }
 
 
@@ -249,11 +246,11 @@ class _Recorder:
         return np.zeros((1, 8, 8, 3), dtype=np.float32)
 
 
-def _called(run: "Run", conditions: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The arguments that validation would give the pipeline, and which output it would read."""
-    checkpoint: Any = run.checkpoint
-    settings, recorder = run.recipe.validation, _Recorder()
-    shape = VideoShape.of(run.recipe.data)
+    checkpoint = setup.checkpoint
+    settings, recorder = setup.recipe.validation, _Recorder()
+    shape = VideoShape.of(setup.recipe.data)
     with tempfile.TemporaryDirectory() as folder:
         picture = None
         if "image" in inspect.signature(checkpoint.pipeline_class.__call__).parameters:

@@ -1,28 +1,26 @@
 """What makes a run this run and no other."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_lora.training.place import SAMPLES
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
+from dit_lora.training.task import AnySetup
 
 
-def run_identity(run: "Run") -> dict[str, Any]:
+def run_identity(setup: AnySetup) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
-    runtime, recipe = run.runtime, run.recipe
+    runtime, recipe = setup.runtime, setup.recipe
     values = recipe.model_dump(mode="json")
     flat = {
         "model.family": recipe.model.family,
         "model.dtype": str(runtime.precision.dtype),
         "model.quantize": recipe.model.quantize,
-        "model (digest of the transformer's files)": run.data.transformer_digest,
-        "data (digest of clips, captions and shape)": run.data.data_digest,
+        "model (digest of the transformer's files)": setup.data.transformer_digest,
+        "data (digest of clips, captions and shape)": setup.data.data_digest,
         "train.mode": recipe.train.mode,
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
         SAMPLES: runtime.samples_per_step,
-        **run.task.identity(recipe),
+        **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
     if recipe.train.compile:

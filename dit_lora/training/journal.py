@@ -6,19 +6,14 @@ import resource
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dit_lora.adapters.store import BASE_FILE
 from dit_lora.errors import DitLoraError, unwritable
 from dit_lora.files import append_line, read_lines, write_whole
-from dit_lora.training.loop import StepResult
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
-    from dit_lora.training.trackers import Trackers
-
+from dit_lora.training.step import StepResult
+from dit_lora.training.trackers import Trackers
 
 STARVED, WINDOW = 0.2, 50
 """The share of the last steps' time that is too much to wait for data, and how many they are."""
@@ -218,28 +213,3 @@ def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return read_lines(path)[0]
-
-
-def summary(run: "Run", adapter: Path, report: Path | None) -> str:
-    """What the run made, where, and by how much the held-out loss fell."""
-    losses = held_out_losses(run.runtime.dir)
-    kind = "model" if run.recipe.train.mode == "full" else "adapter"
-    lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
-    base = adapter.with_name(BASE_FILE)
-    if base.exists() and base != adapter:
-        lines.insert(
-            1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
-        )
-    if len(losses) > 1:
-        first, last = losses[min(losses)], losses[max(losses)]
-        change = 100 * (last / first - 1)
-        lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
-    waited, spent = (
-        sum(line[name] for line in _lines(run.runtime.dir / "metrics.jsonl"))
-        for name in ("data_seconds", "seconds")
-    )
-    if spent:
-        lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
-    if run.verification is not None:
-        lines.append(run.verification.line())
-    return "\n".join(lines)

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
-from dit_lora.data.loader import Batch, collate
+from dit_lora.data.batch import Batch, collate
+from dit_lora.data.quarantine import Quarantine
 from dit_lora.fuse.core import ATTENTION, KERNELS, OPS, fusion_of
 from dit_lora.numerics.block_parity import PASSES, Coverage, Learning, blocks_of
 from dit_lora.numerics.parity import Difference, How, differences, first_difference
@@ -16,10 +17,9 @@ from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.streams import fold
 from dit_lora.numerics.switches import COMPILE, Switch
 from dit_lora.training.checkpointing import in_mode, least_memory
+from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.replay import Place, replayable, sample_losses
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
+from dit_lora.training.task import AnySetup
 
 ROWS = 2
 """At the least: what gives every sample the first one's tables is right for one."""
@@ -30,7 +30,8 @@ _NO_MEMORY = "there was no memory for it"
 class KernelParity:
     """The comparison of a run's kernels; what it knows of the model stays from one to the next."""
 
-    run: "Run"
+    setup: AnySetup
+    recovery: RunRecovery
     learning: Learning | None = None
     """Which inputs of the model's blocks have a gradient in training."""
     only: Collection[str] | None = None
@@ -41,15 +42,15 @@ class KernelParity:
     @property
     def switches(self) -> list[Switch]:
         """What is compared: kernels that are on, and attention backends that the recipe names."""
-        off = self.run.guard.state.switched_off
-        known = self.run.guard.suspects.switches
+        off = self.recovery.state.switched_off
+        known = self.recovery.suspects.switches
         on = [switch for switch in known if not {switch.name, switch.part_of} & {*off}]
         return [switch for switch in on if switch.cause == "kernel" or switch.insisted]
 
     @property
     def blocks(self) -> list[str]:
         """Return those that hold something which a kernel replaced; all, if there is a switch of another kind."""
-        names, places = blocks_of(self.run.transformer), [module for _, module in self._places]
+        names, places = blocks_of(self.setup.transformer), [module for _, module in self._places]
         ours = {*OPS, ATTENTION, KERNELS, COMPILE}
         if any(s.name.partition(":")[0] not in ours for s in self.switches):
             return names
@@ -83,9 +84,9 @@ class KernelParity:
     def _difference(
         self, one: MicroBatch, switch: Switch, others: Sequence[Switch], passes: int
     ) -> Difference | None:
-        model = self.run.transformer
+        model = self.setup.transformer
         in_blocks = switch.name != COMPILE and (switch.cause == "kernel" or switch.part_of)
-        if switch.name == COMPILE and self.run.recipe.train.batch_size == 1:
+        if switch.name == COMPILE and self.setup.recipe.train.batch_size == 1:
             one = one.single(0)  # for two samples it would be compiled once more
         # The whole stock model may need more memory than the run has chosen its checkpointing for.
         mode = "none" if in_blocks else least_memory(model)
@@ -111,7 +112,7 @@ class KernelParity:
     @property
     def _places(self) -> list[tuple[str, str]]:
         """Which op replaced something in which module."""
-        fusion = fusion_of(self.run.transformer)
+        fusion = fusion_of(self.setup.transformer)
         return fusion.replaced if fusion is not None else []
 
     def not_compared(self) -> list[tuple[Switch, str]]:
@@ -147,49 +148,49 @@ def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
     return collate([batch, *fitting[:1], again][:ROWS])
 
 
-def micro_batch_of(run: "Run", batch: Batch) -> MicroBatch:
+def micro_batch_of(setup: AnySetup, batch: Batch) -> MicroBatch:
     """It as a comparison runs it, which is at no step."""
-    on_device = batch.to(run.runtime.accelerator.device)
-    rank = 0 if run.engine.lockstep else run.runtime.accelerator.process_index
-    place = Place(run.recipe.train.seed, 0, 0, rank)
-    return replayable(sample_losses(run.checkpoint), run.transformer.train(), on_device, place)
+    on_device = batch.to(setup.runtime.accelerator.device)
+    rank = 0 if setup.engine.lockstep else setup.runtime.accelerator.process_index
+    place = Place(setup.recipe.train.seed, 0, 0, rank)
+    return replayable(sample_losses(setup.checkpoint), setup.transformer.train(), on_device, place)
 
 
-def samples_of(run: "Run", entries: Sequence[Any], count: int) -> list[Batch]:
+def samples_of(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:
     """Return as many good samples of these entries, each with a draw of its own: a clip comes again if there are too few."""
     good: list[tuple[Any, Batch]] = []
     for entry in entries:
         if len(good) == count:
             break
-        sample = run.data.clips.sample(entry, len(good))
+        sample = setup.data.clips.sample(entry, len(good))
         if not sample.faults:
             good.append((entry, sample))
     found = [sample for _, sample in good]
     while good and len(found) < count:
         entry, _ = good[len(found) % len(good)]
-        found.append(run.data.clips.sample(entry, len(found)))
+        found.append(setup.data.clips.sample(entry, len(found)))
     return found
 
 
-def kept_entries(run: "Run") -> list[Any]:
+def kept_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
     """The entries that the run does not leave out."""
-    left_out = {one.sample_id for one in run.guard.quarantine.records}
-    return [entry for entry in run.data.clips.entries if entry.id not in left_out]
+    left_out = {one.sample_id for one in quarantine.records}
+    return [entry for entry in setup.data.clips.entries if entry.id not in left_out]
 
 
-def compared_batches(run: "Run") -> list[Batch]:
+def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
     """Several samples of the largest bucket, of the one with the most, and of each kind of sample."""
-    kept, size = kept_entries(run), max(ROWS, run.recipe.train.batch_size)
+    kept, size = kept_entries(setup, quarantine), max(ROWS, setup.recipe.train.batch_size)
     counts = Counter(entry.shape for entry in kept)
     if not counts:
         return []
     largest = max(counts, key=lambda shape: shape.volume)
-    kinds = [[entry] for entry in run.data.clips.one_of_each_kind()]
+    kinds = [[entry] for entry in setup.data.clips.one_of_each_kind()]
     groups = [[e for e in kept if e.shape == shape] for shape in (largest, _most_common(counts))]
     if groups[0] == groups[1]:
         groups.pop()
-    batches = [samples_of(run, entries, size) for entries in groups]
-    batches += [samples_of(run, entries, size) for entries in kinds]
+    batches = [samples_of(setup, entries, size) for entries in groups]
+    batches += [samples_of(setup, entries, size) for entries in kinds]
     return [collate(samples) for samples in batches if samples]
 
 
@@ -197,19 +198,19 @@ def _most_common(counts: Counter[Any]) -> Any:
     return max(counts, key=lambda shape: (counts[shape], shape.volume))
 
 
-def make_batches(run: "Run") -> list[MicroBatch]:
+def make_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
     """Take equally many of `compared_batches` on every rank, and the same ones where ranks go through the model together."""
-    given = [compared_batches(run)]
-    if run.engine.lockstep:
+    given = [compared_batches(setup, quarantine)]
+    if setup.engine.lockstep:
         broadcast_object_list(given)
     count = min(gather_object([len(given[0])]))
-    return [micro_batch_of(run, batch) for batch in given[0][:count]]
+    return [micro_batch_of(setup, batch) for batch in given[0][:count]]
 
 
-def turn_off(run: "Run", switch: Switch) -> None:
+def turn_off(recovery: RunRecovery, switch: Switch) -> None:
     """For the rest of the run, and of those that resume it."""
     switch.turn_off()
-    run.guard.state.switched_off.append(switch.name)
+    recovery.state.switched_off.append(switch.name)
 
 
 def event_of(

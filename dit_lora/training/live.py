@@ -11,17 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from dit_lora.data.batch import Batch, collate
 from dit_lora.data.cache import MAX_ABS, Spec
 from dit_lora.data.fill import Job
-from dit_lora.data.loader import (
-    Batch,
-    EncodedClips,
-    Pick,
-    Picker,
-    build_loader,
-    collate,
-)
-from dit_lora.data.training_set import Reading
+from dit_lora.data.loader import EncodedClips, Pick, Picker
+from dit_lora.data.reading import Reading, build_loader
 from dit_lora.data.video import ClipError
 from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
 from dit_lora.models.vae_memory import VaeMemory

@@ -13,38 +13,21 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.data.media import UnreadableError
 from dit_lora.data.reading import Reader
+from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import Gate, PoisonedStateError, Trip
 from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.shards import local
 from dit_lora.train_config import OptimConfig
 from dit_lora.training.engine import Engine
 from dit_lora.training.optimizer import Schedule, apply_schedule
 from dit_lora.training.replay import LossFunction, Place, forward, replayable
+from dit_lora.training.step import StepResult
+from dit_lora.training.step_rows import StepRows, own_row
 
 _ALL = "all groups"
 _UNREAD = 2.0
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step, over all ranks."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    """Before clipping, over all groups."""
-    grad_norm_groups: dict[str, float]
-    lr_groups: dict[str, float]
-    losses: list[float]
-    """Every sample's loss."""
-    timesteps: list[int]
-    seconds: float
-    data_seconds: float
-    stop_code: int
-    """The exit code with which some rank was asked to stop, or 0."""
 
 
 class WentBackError(Exception):
@@ -120,6 +103,8 @@ class Loop:
     """Ends the run on all ranks, given the last step taken and why this rank could not read its data, if so."""
     copies: int = 1
     """Ranks that run each sample together."""
+    norms: Norms | None = None
+    """Computes gradient norms; None for PyTorch."""
 
     @cached_property
     def bare(self) -> nn.Module:
@@ -187,11 +172,20 @@ def _take(
         for micro_step in range(loop.accumulate):
             _micro_step(loop, gate, reader, step, micro_step)
     rates, norms, norm, poisoned = _update(loop, gate, number)
-    rows = _gather(loop, step, {**norms, _ALL: norm}, poisoned, stop_asked())
-    trip = _trip(rows, step, loop.accumulate, loop.copies)
+    row = own_row(
+        step.losses,
+        step.timesteps,
+        {**norms, _ALL: norm},
+        poisoned,
+        step.bad_data,
+        step.data_seconds,
+        stop_asked(),
+    )
+    rows = row.gather(loop.engine.accelerator)
+    trip = _trip(rows, number, loop.copies)
     if trip is not None:
         return trip, step
-    return _result(rows, step, rates, [*norms], began, loop.copies), step
+    return _result(rows, number, rates, [*norms], began, loop.copies), step
 
 
 def _micro_step(
@@ -219,7 +213,7 @@ def _update(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Clip and step, unless the gate is shut; what comes back is still on the device."""
     engine = loop.engine
-    norms = engine.gradient_norms()
+    norms = engine.gradient_norms(loop.norms)
     gate.gradients(norms)
     loop.watcher.gradients(number, norms)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
@@ -230,73 +224,44 @@ def _update(
     return rates, norms, norm, engine.weights_are_bad()
 
 
-def _gather(
-    loop: Loop,
-    step: _Step,
-    norms: Mapping[str, torch.Tensor],
-    poisoned: torch.Tensor,
-    stop: int,
-) -> torch.Tensor:
-    """One gather and one copy to the host carry everything that ranks share: a row of doubles a rank."""
-    losses = torch.cat(step.losses).double()
-    stacked = torch.stack([local(norm) for norm in norms.values()])
-    flags = [(~torch.isfinite(stacked)).any(), (stacked == 0).all(), poisoned]
-    known = torch.tensor([*step.bad_data, step.data_seconds, float(stop)], dtype=torch.float64)
-    row = [
-        losses,
-        torch.cat(step.timesteps).double(),
-        torch.stack(flags).double(),
-        stacked.double(),
-        known.to(losses.device, non_blocking=True),
-    ]
-    return loop.engine.accelerator.gather(torch.cat(row)[None]).cpu()
-
-
-def _trip(rows: torch.Tensor, step: _Step, accumulate: int, copies: int) -> Trip | None:
-    """What tripped, from the gathered rows, equal on all ranks; None for a healthy step."""
-    count = sum(len(losses) for losses in step.losses)
-    bad_losses = ~torch.isfinite(rows[:, :count]).view(len(rows), accumulate, -1).all(2)
-    bad_data = rows[:, -2 - accumulate : -2] > 0
-    if (rows[:, -2 - accumulate : -2] == _UNREAD).any():
-        return Trip(step.number, "unread_data")
-    gradient, zero, weights = (rows[:, 2 * count : 2 * count + 3] > 0).any(0).tolist()
+def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
+    """What tripped, equal on all ranks; None for a healthy step."""
+    ranks, accumulate = rows.bad_data.shape
+    if (rows.bad_data == _UNREAD).any():
+        return Trip(step, "unread_data")
+    bad_losses = ~torch.isfinite(rows.losses).view(ranks, accumulate, -1).all(2)
+    bad_data = rows.bad_data > 0
     # The first of the ranks that share a sample stands for them.
-    found = (bad_losses | bad_data).view(-1, copies, accumulate).any(1)
-    where = [(copies * rank, micro) for rank, micro in found.nonzero().tolist()]
+    bad = (bad_losses | bad_data).view(-1, copies, accumulate).any(1)
+    where = [(copies * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
     if where:
-        kind = "non_finite_loss" if bad_losses.any() else "bad_data"
-        return Trip(step.number, kind, tuple(where))
-    kinds = {
-        "non_finite_gradient": gradient,
-        "zero_gradient": zero,
-        "non_finite_weights": weights,
-    }
-    return next((Trip(step.number, kind) for kind, is_so in kinds.items() if is_so), None)
+        return Trip(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(where))
+    kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
+    raised = (rows.flags > 0).any(0).tolist()
+    return next(
+        (Trip(step, kind) for kind, is_so in zip(kinds, raised, strict=True) if is_so), None
+    )
 
 
 def _result(
-    rows: torch.Tensor,
-    step: _Step,
+    rows: StepRows,
+    step: int,
     rates: dict[str, float],
     groups: Sequence[str],
     began: float,
     copies: int,
 ) -> StepResult:
-    count = sum(len(losses) for losses in step.losses)
-    losses = rows[::copies, :count].flatten()
-    first = 2 * count + 3  # the norms are those of all ranks, on each
-    norms = dict(
-        zip([*groups, _ALL], rows[0, first : first + len(groups) + 1].tolist(), strict=True)
-    )
+    losses = rows.losses[::copies].flatten()
+    *norms, norm = rows.norms[0].tolist()
     return StepResult(
-        step=step.number,
+        step=step,
         loss=losses.mean().item(),
-        grad_norm=norms.pop(_ALL),
-        grad_norm_groups=norms,
+        grad_norm=norm,
+        grad_norm_groups=dict(zip(groups, norms, strict=True)),
         lr_groups=rates,
         losses=losses.tolist(),
-        timesteps=rows[::copies, count : 2 * count].flatten().long().tolist(),
+        timesteps=rows.timesteps[::copies].flatten().long().tolist(),
         seconds=time.perf_counter() - began,
-        data_seconds=rows[:, -2].max().item(),
-        stop_code=int(rows[:, -1].max().item()),
+        data_seconds=rows.data_seconds.max().item(),
+        stop_code=int(rows.stop_codes.max().item()),
     )

@@ -4,14 +4,12 @@ The count is of the run's own model, autocast and shapes, on fake tensors: no we
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import psutil
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,10 +20,7 @@ from torch.utils._pytree import tree_leaves
 from dit_lora import objectives
 from dit_lora.data.cache import Spec
 from dit_lora.families.base import Tensors
-from dit_lora.fuse.context import whole_context
 from dit_lora.numerics.patches import Patches
-from dit_lora.numerics.shards import local, without_gathering
-from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import eager
 from dit_lora.numerics.whole import ONLY_COUNTS
 from dit_lora.training.checkpointing import (
@@ -33,15 +28,8 @@ from dit_lora.training.checkpointing import (
     Mode,
     call_blocks_by,
     keeps_outputs,
-    least_memory,
-    require_checkpointing,
-    set_checkpointing,
     supports_checkpointing,
 )
-from dit_lora.training.optimizer import optimizer_bytes
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
 
 Needs = Mapping[Mode, int]
 """Bytes of activations at the peak of a step, by mode; a model without checkpointing has `none` alone."""
@@ -156,10 +144,12 @@ def measure(
     batch: Spec,
     device: torch.device,
     known: Tensors | None = None,
+    alone: AbstractContextManager[None] | None = None,
 ) -> Needs:
     """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
 
-    `known` holds integers on which the forward depends, such as token ids; others are ones. Counted by autograd's
+    `known` holds integers on which the forward depends, such as token ids; others are ones. Within `alone` one process
+    can call the model by itself. Counted by autograd's
     hooks on saved tensors, with fake weights and batch on `device`: the model's own forward, its autocast and its
     attention as they are. Checkpointing must be off; it is off afterwards. Raises `RuntimeError` where a forward
     depends on values, which fake tensors do not have, and what the forward raises of token ids that are ones.
@@ -189,8 +179,7 @@ def measure(
     ledger = _Ledger(weights.values())
     # Outside of the fake mode: tables that a model computes and keeps, and the draws, must be real.
     with (
-        without_gathering(transformer),
-        whole_context(transformer),
+        alone or nullcontext(),
         eager(transformer),
         _blocks_into(ledger, transformer),
         saved_tensors_hooks(ledger.pack, lambda saved: saved),
@@ -257,81 +246,3 @@ def _advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
 def _gib(count: int) -> str:
     size = count / 2**30
     return f"{size:.3g}" if size < 100 else f"{size:.0f}"
-
-
-def choose_checkpointing(run: "Run") -> None:
-    """Checkpoint the run's model as `train.checkpointing` says, and say so. Collective; equal on all ranks.
-
-    `auto` is decided by the model as it is now: call it again when kernels were put in or taken out. No value
-    depends on the choice, so that a resumed run may take another. Raises `DitLoraError` for a model without
-    checkpointing that is asked for it.
-    """
-    asked = run.recipe.train.asked_checkpointing
-    require_checkpointing(run.transformer, asked)
-    set_checkpointing(run.transformer, "none")
-    agreed = most_saving(gather_object([_own(run)]))
-    set_checkpointing(run.transformer, agreed.mode)
-    run.runtime.say(f"checkpointing: {agreed.words}")
-    if not agreed.fits:
-        run.runtime.say(
-            "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
-            "less"
-            + ("" if asked == "auto" else ", and train.checkpointing=auto takes what fits best")
-        )
-
-
-def most_saving(advices: Sequence[Advice]) -> Advice:
-    """Of the ranks' advices the one that all follow; the first of several."""
-    return max(advices, key=lambda advice: (MODES.index(advice.mode), not advice.fits))
-
-
-def _own(run: "Run") -> Advice:
-    """This rank's."""
-    asked, size = run.recipe.train.asked_checkpointing, run.recipe.train.batch_size
-    _, spec = run.data.clips.largest
-    batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
-    streams = Streams(run.recipe.train.seed, range(size))
-    try:
-        needs = measure(
-            run.transformer.train(),
-            lambda model, tensors: run.checkpoint.losses(model, tensors, streams),
-            batch,
-            run.runtime.accelerator.device,
-            known={
-                name: tensor.expand(size, *tensor.shape)
-                for name, tensor in run.data.clips.known().items()
-            },
-        )
-    # What fake tensors cannot take, and token ids that do not fit the media, are told in many classes.
-    except (RuntimeError, ValueError) as error:
-        mode = least_memory(run.transformer) if asked == "auto" else asked
-        reason = str(error).strip().partition("\n")[0]
-        return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
-    shared = run.recipe.train.context_parallel  # but for embeddings and the output, which are small
-    needs = {mode: bytes // shared for mode, bytes in needs.items()}
-    if run.recipe.train.compile:
-        needs = {mode: bytes for mode, bytes in needs.items() if mode != "selective"}
-    return advise([needs], free_bytes(run), asked)[0]
-
-
-def free_bytes(run: "Run") -> int:
-    """What activations find free on this rank's device, when the optimizer has what it will have."""
-    accelerator = run.runtime.accelerator
-    if accelerator.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(accelerator.device)
-        cached = torch.cuda.memory_reserved(accelerator.device)
-        free += cached - torch.cuda.memory_allocated(accelerator.device)
-    else:
-        free = psutil.virtual_memory().available // accelerator.num_processes
-    return max(
-        0, free - bytes_to_come(run.optimizer, run.recipe.optim.name) - run.engine.bytes_in_flight
-    )
-
-
-def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = "adamw") -> int:
-    """Gradients, and state of the optimizer that `optim.name` calls so, that do not exist yet."""
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = sum(local(p).nbytes for p in trained if p.grad is None)
-    return gradients + optimizer_bytes(
-        name, [local(p) for p in trained if p not in optimizer.state]
-    )

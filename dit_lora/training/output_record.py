@@ -8,8 +8,7 @@ does not act as it was trained. No fused kernel has a part in them, as none has 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -18,12 +17,9 @@ from torch import nn
 from dit_lora.numerics.switches import COMPILE, Switch, eager, model_switches
 from dit_lora.numerics.tolerances import rounding
 from dit_lora.training.blocks import repeated_blocks
-from dit_lora.training.stock import Inputs, tuner_layers
+from dit_lora.training.reference_model import Inputs, ReferenceModel, tuner_layers
 from dit_lora.training.validation import evaluating
 from dit_lora.training.verify_checks import Check, percent
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
 
 SEED = 1255
 """Of which the draw that may leave out a first image (`data.image_dropout`) keeps it, at any share below 0.9999."""
@@ -36,40 +32,9 @@ _FAR, _WANTED, _MOST = 10.0, 0.5, 1000.0
 """An effect below so many tolerances is also noted where it is about a half, at no more than a thousand times."""
 
 
-class Stock(Protocol):
-    """One checkpoint as its own library loads it."""
-
-    @property
-    def name(self) -> str:
-        """What loads it, in words."""
-
-    def inputs(self, run: "Run") -> Inputs:
-        """What made-up inputs of a run's model are drawn by."""
-
-    def output(
-        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """What the model makes of them; `dtype` is what it computes in."""
-
-    def load(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh model with the checkpoint's weights, on the CPU."""
-
-    def without_values(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh model on the meta device; its buffers are whole."""
-
-    def put(self, model: nn.Module, file: Path) -> nn.Module:
-        """Load an adapter and what was trained beside it, as users of that library do; the model with it."""
-
-    def stored(self, file: Path) -> dict[str, torch.Tensor]:
-        """The adapter's tensors by the names that a loaded one has."""
-
-    def weight_files(self) -> list[Path]:
-        """The safetensors files of the model."""
-
-
 @torch.no_grad()
 def note_output(
-    stock: Stock, model: nn.Module, inputs: Inputs, dtype: torch.dtype
+    stock: ReferenceModel, model: nn.Module, inputs: Inputs, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The model's output as JSON: `compare_output` takes it.
 
@@ -97,7 +62,7 @@ def note_output(
 
 @torch.no_grad()
 def output_now(
-    stock: Stock, model: nn.Module, inputs: Inputs, dtype: torch.dtype
+    stock: ReferenceModel, model: nn.Module, inputs: Inputs, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The model's output as it is, with what it takes to compute it again; JSON."""
     whole = _output(stock, model, inputs, SEED, dtype)
@@ -133,7 +98,7 @@ def without_kernels(model: nn.Module, but: Switch | None = None) -> Iterator[Non
 
 @torch.no_grad()
 def compare_output(
-    stock: Stock,
+    stock: ReferenceModel,
     model: nn.Module,
     noted: Mapping[str, Any],
     dtype: torch.dtype,
@@ -209,7 +174,7 @@ def _tells(noted: Mapping[str, Any], limit: float) -> bool:
 
 
 def _output(
-    stock: Stock, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    stock: ReferenceModel, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
     with evaluating(model), eager(model):
         return stock.output(model, inputs, seed, dtype)

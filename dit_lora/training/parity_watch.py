@@ -4,17 +4,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import gather_object
 
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.errors import listed
 from dit_lora.numerics.block_parity import is_repeated
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.switches import COMPILE, Switch
-from dit_lora.training.guarding import own_state
+from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.kernel_parity import (
     KernelParity,
     event_of,
@@ -23,10 +24,7 @@ from dit_lora.training.kernel_parity import (
     turn_off,
 )
 from dit_lora.training.loop import WentBackError
-from dit_lora.training.memory import choose_checkpointing
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
+from dit_lora.training.state_checks import own_state
 
 _RECENT = 4
 """Micro-batches that are kept to be compared on: where they are of one sample, two of them make one."""
@@ -43,8 +41,8 @@ class ParityWatch(KernelParity):
     data are the same bits afterwards.
     """
 
-    passed: int | None = None
-    """The step of the last comparison that found nothing, in this run or in the one that it resumes."""
+    ema: TrainedEMA | None = None
+    start_step: int = 0
     _recent: deque[Batch] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _held: Snapshots | None = None
     _lr_scale: float = 1.0
@@ -52,16 +50,16 @@ class ParityWatch(KernelParity):
 
     def start(self, *, compared: bool) -> None:
         """Before the first step, after preflight; `compared` says whether that compared the kernels."""
-        config = self.run.recipe.guard
+        config = self.setup.recipe.guard
         if config.parity_every and self.switches:
             self._held = Snapshots(
-                lambda: own_state(self.run),
+                lambda: own_state(self.setup.engine, self.ema),
                 every=config.parity_every,
                 keep=1,
-                put=self.run.engine.put_numbers,
+                put=self.setup.engine.put_numbers,
             )
         if compared:
-            self._hold(self.run.start_step)
+            self._hold(self.start_step)
 
     @property
     def switches(self) -> list[Switch]:
@@ -71,7 +69,11 @@ class ParityWatch(KernelParity):
 
     def noting(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
         """The same micro-batches; the last ones that training is given after that step are remembered."""
-        if self._held is not None and self.passed is not None and start_step < self.passed:
+        if (
+            self._held is not None
+            and self.recovery.state.passed is not None
+            and start_step < self.recovery.state.passed
+        ):
             self._hold(start_step)  # the guard has gone back, and what is held was of what it left
         for batch in batches:
             self._recent.append(batch)
@@ -79,7 +81,7 @@ class ParityWatch(KernelParity):
 
     def after_step(self, step: int, *, last: bool) -> None:
         """Compare if it is due. Raises `WentBackError` on every rank where training goes on after an earlier step. Collective."""
-        every = self.run.recipe.guard.parity_every
+        every = self.setup.recipe.guard.parity_every
         if self._held is None or not (last or step % every == 0) or not self.switches:
             return
         began = time.perf_counter()
@@ -87,22 +89,30 @@ class ParityWatch(KernelParity):
         good = [batch for batch in self._recent if not batch.faults]
         batch = several_rows(good[-1], good[:-1][::-1])
         found = []
-        for switch, difference, rank in self.differing([micro_batch_of(self.run, batch)]):
-            turn_off(self.run, switch)
+        for switch, difference, rank in self.differing([micro_batch_of(self.setup, batch)]):
+            turn_off(self.recovery, switch)
             found.append((switch.name, difference, rank))
         if found:
             self._act(step, found, time.perf_counter() - began)
         self._hold(step)
 
+    def trained_with(self, step: int) -> str:
+        """Say which steps may have been trained with a kernel that is found to be wrong after `step`, if any were."""
+        passed = self.recovery.state.passed
+        if step == 0 or passed == step:
+            return ""
+        first = 1 if passed is None else passed + 1
+        return f"; steps {first} to {step} may have been trained with it, and are not taken again"
+
     def _hold(self, step: int) -> None:
-        self.passed = step
+        self.recovery.state.passed = step
         if self._held is not None:
             self._held.take(step)
             self._held.read(step)  # copied to its end, before an optimizer writes
-            self._lr_scale = self.run.guard.state.lr_scale
+            self._lr_scale = self.recovery.state.lr_scale
 
     def _act(self, step: int, found: list[Any], seconds: float) -> None:
-        run, rungs = self.run, self.run.recipe.guard.on_nonfinite
+        recovery, rungs = self.recovery, self.setup.recipe.guard.on_nonfinite
         target = self._target() if "rollback" in rungs else None
         action = "fallback" if target is None else "rollback"
         action = action if "fallback" in rungs else "stop"
@@ -110,12 +120,12 @@ class ParityWatch(KernelParity):
         for name, difference, rank in found:
             words = f"{difference.words}; switched off for this run"
             if action != "rollback":
-                words += trained_with(run, step)
+                words += self.trained_with(step)
             event = event_of(step, "parity", words, name, difference.module, action, rank)
             event["seconds"] = round(seconds, 3)
             events.append(event)
             lines.append(words)
-            run.guard.files.event(event)
+            recovery.files.event(event)
         done = f"rolled back to step {target}, where it was right" if target is not None else ""
         if action == "stop":
             message = listed(f"step {step}: a kernel has gone wrong", lines)
@@ -123,8 +133,8 @@ class ParityWatch(KernelParity):
                 f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0]
             )
         summary = f"guard: step {step}: a kernel has gone wrong; {done or 'training goes on'}"
-        run.guard.files.say(listed(summary, lines))
-        choose_checkpointing(run)  # without the kernel, more is kept for backward
+        recovery.files.say(listed(summary, lines))
+        choose_checkpointing(self.setup)  # without the kernel, more is kept for backward
         if target is not None:
             self._go_back(target)
             raise WentBackError(target)
@@ -139,7 +149,7 @@ class ParityWatch(KernelParity):
 
     def _go_back(self, target: int) -> None:
         """To the state of then, of the guard too: what was found since was found in what a wrong kernel had computed."""
-        guard = self.run.guard
+        guard = self.recovery
         assert self._held is not None
         guard.drop_state(self._held.restore(target))
         guard.state.lr_scale = self._lr_scale
@@ -158,12 +168,3 @@ def some_blocks(names: Sequence[str], turn: int) -> tuple[set[str], int]:
     taken = {between[(turn + k) % len(between)] for k in range(count)}
     left_out = {*between} - taken
     return {*names} - left_out, turn + count
-
-
-def trained_with(run: "Run", step: int | None = None) -> str:
-    """Which steps may have been trained with a kernel that is found to be wrong after `step`; nothing if none was."""
-    now, passed = run.start_step if step is None else step, run.parity.passed
-    if now == 0 or passed == now:
-        return ""
-    first = "1" if passed is None else f"{passed + 1}"
-    return f"; steps {first} to {now} may have been trained with it, and are not taken again"

@@ -16,10 +16,10 @@ import torch
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from dit_lora.data.bucket_report import BucketReport
 from dit_lora.data.cache import TensorCache, entry_key
 from dit_lora.data.fill import Filled, Job, fill
 from dit_lora.data.loader import CachedClips, EncodedClips, Entry
+from dit_lora.data.training_set import Prepared
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Checkpoint, read_component_config
 from dit_lora.models.vae_memory import VaeMemory
@@ -29,7 +29,6 @@ from dit_lora.training.prior import generate_prior
 from dit_lora.training.rejects import Rejects
 from dit_lora.training.runtime import Runtime, agree, meet
 from dit_lora.training.samples import check_headers
-from dit_lora.training.task import Prepared
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Precomputed(Prepared):
 
     clips: EncodedClips
     prompt_keys: tuple[str, ...] = ()
-    report: BucketReport | None = None
 
 
 def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -23,6 +23,7 @@ from dit_lora.numerics.suspects import Suspects
 from dit_lora.numerics.switches import find_switch
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.training.checkpoint import checkpoint_path
+from dit_lora.training.guard_state import GuardState, RunFiles
 from dit_lora.training.swap import tried_elsewhere
 
 _OF_WEIGHTS = (
@@ -43,43 +44,6 @@ _DONE = {
 }
 
 
-class RunFiles(Protocol):
-    """What recovery changes of a run's files; called on every rank, written by one."""
-
-    def event(self, event: dict[str, Any]) -> None: ...
-
-    def rewind(self, step: int, *, other_trajectory: bool) -> None:
-        """Drop what was written of the steps after `step`; of another trajectory, checkpoints too."""
-
-    def quarantined(self, quarantine: Quarantine) -> None:
-        """Write the list."""
-
-    def left_out(self, step: int) -> None:
-        """Save if it is due after this step, which changed nothing."""
-
-    def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
-        """Rename these samples' bad cache entries and say so."""
-
-    def save(self, step: int) -> None:
-        """Checkpoint the weights as they are; raises if they are not finite."""
-
-    def newest_saved(self) -> int:
-        """The step of the newest checkpoint, equal on all ranks; 0 without one."""
-
-    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
-        """Keep what `dit-lora replay` needs; its name."""
-
-    def say(self, line: str) -> None: ...
-
-
-@dataclass
-class GuardState:
-    """What recovery has changed of a run; goes into its checkpoints."""
-
-    lr_scale: float = 1.0
-    switched_off: list[str] = field(default_factory=list)
-
-
 @dataclass
 class RunRecovery:
     """The guard's ladder for one run. Every rank holds an equal one."""
@@ -96,6 +60,16 @@ class RunRecovery:
     files: RunFiles
     share: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
     """Gives every rank the micro-batch that rank `owner` brings; others bring None. For a diagnosis in lockstep."""
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the guard."""
+        state = asdict(self.state)
+        return {
+            "parity": {"passed": state.pop("passed")},
+            "state": state,
+            "policy": self.policy.state(),
+            "start_peak": self.suspects.start_peak,
+        }
 
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
@@ -225,7 +199,7 @@ class RunRecovery:
         self, action: Action, trip: Trip, verdicts: Sequence[Verdict], target: int
     ) -> list[str]:
         if action.kind == "skip" and not action.samples:
-            self.files.left_out(target)
+            self.files.left_out(target, self.record())
             return []
         if action.kind in ("skip", "quarantine"):
             return self._leave_out(action, trip.step, verdicts)
@@ -302,7 +276,7 @@ class RunRecovery:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
             elif good > 0:
-                self.files.save(good)
+                self.files.save(good, self.record())
                 lost = trip.step - 1 - good
                 after = f", without the {lost} after it" if lost else ""
                 notes.append(

@@ -12,9 +12,9 @@ from torch import nn
 
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
+from dit_lora.data.batch import LOSS_WEIGHT, Batch
 from dit_lora.data.cache import MAX_ABS
 from dit_lora.data.digest import Digests
-from dit_lora.data.loader import LOSS_WEIGHT, Batch
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
 from dit_lora.numerics.bisect import diagnose
@@ -38,7 +38,8 @@ from dit_lora.training.checkpointing import least_memory, set_checkpointing
 from dit_lora.training.compiled import compile_blocks
 from dit_lora.training.offload import offload_base, placement
 from dit_lora.training.runtime import quiet_libraries
-from dit_lora.training.task import Trained, task_of
+from dit_lora.training.task import Trained
+from dit_lora.training.tasks import task_of
 
 LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
 

@@ -7,7 +7,7 @@ tested without a GPU is what runs on one. Accelerate keeps autocast and the proc
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.shards import GATHERING, fill, gathered, spread
+from dit_lora.numerics.parameters import trainable_state
+from dit_lora.numerics.shards import GATHERING, fill, gathered, spread, without_gathering
 from dit_lora.training.blocks import repeated_blocks
-from dit_lora.training.checkpoint import trainable_state
 from dit_lora.training.engine import Replicated, Tensors
 from dit_lora.training.launch import Sharding
 from dit_lora.training.optimizer_state import load_optimizer_state, optimizer_state
@@ -59,6 +59,9 @@ class Sharded(Replicated):
             finally:
                 model.set_requires_gradient_sync(True)
                 model.set_reshard_after_forward(True)
+
+    def alone(self) -> AbstractContextManager[None]:
+        return without_gathering(self.model)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return gathered(trainable_state(self.model), keep=self.accelerator.is_main_process)

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from dit_lora.adapters.loader import lora_pipeline_class
@@ -16,17 +15,11 @@ from dit_lora.data.cache import Spec
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, read_component_config
-from dit_lora.numerics.narrow import NarrowLinear
-from dit_lora.numerics.shards import is_sharded
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.pretrained import load_pretrained
-from dit_lora.training.budget_model import from_configs
+from dit_lora.training.budget_model import as_constructed, from_configs
+from dit_lora.training.reference_model import Inputs
 
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
-
-Inputs = Mapping[str, Any]
-"""What made-up inputs are made of, as JSON."""
 _SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
 _COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
 
@@ -41,14 +34,11 @@ class DiffusionStock:
     def name(self) -> str:
         return self.checkpoint.pipeline_class.__name__
 
-    def inputs(self, run: "Run") -> Inputs:
-        """Tensors of a sample as the run has them; smaller in height and width, where the model takes that."""
-        clips: Any = run.data.clips
+    def inputs(self, clips: Any, *, whole: bool) -> Inputs:
+        """Tensors of a sample as the run has them; unless `whole` smaller in height and width, where the model takes that."""
         shape = min(clips.video_specs, key=lambda one: one.volume)
         video: Spec = clips.video_specs[shape]
-        if (
-            run.recipe.train.context_parallel == 1
-        ):  # else tokens have to be as many as ranks can share
+        if not whole:
             video = _shrunk(video, shape, self._smallest(shape))
         return {
             name: {
@@ -124,53 +114,6 @@ class DiffusionStock:
         return load_pretrained(
             self.checkpoint.pipeline_class, self.checkpoint.path, transformer=model, **given
         )
-
-
-def as_constructed(model: nn.Module) -> nn.Module:
-    """A model of `from_configs` that moves again, as any other does."""
-    model.__dict__.pop("to", None)
-    return model.eval()
-
-
-def sharing_weights(
-    fresh: nn.Module, live: nn.Module, dtype: torch.dtype, *, trained: bool
-) -> nn.Module:
-    """The fresh model without values, holding the very tensors of a trained one; a second copy of none.
-
-    Unless `trained`, what was trained of the base is zero, in `dtype`: it is to come from its file. Quantised layers
-    are taken as they are.
-    """
-    named = dict(live.named_parameters(remove_duplicate=False)) | dict(live.named_buffers())
-    for name, module in live.named_modules():
-        if isinstance(module, NarrowLinear):
-            fresh.set_submodule(name.removesuffix(".base_layer"), module)
-    wanted = {name.replace(".base_layer.", "."): tensor for name, tensor in named.items()}
-    state = {}
-    for name, own in fresh.state_dict(keep_vars=True).items():
-        tensor = wanted[name]
-        state[name] = tensor.detach()
-        if tensor.requires_grad and own.is_meta and not trained:
-            state[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-    fresh.load_state_dict(state, assign=True)
-    for name, buffer in list(fresh.named_buffers()):
-        if name not in state:
-            parent, _, own_name = name.rpartition(".")
-            fresh.get_submodule(parent)._buffers[own_name] = wanted.get(name, buffer)
-    return fresh.requires_grad_(False).eval()
-
-
-def why_apart(live: nn.Module) -> str | None:
-    """Why a fresh model cannot compute with this one's weights."""
-    if is_sharded(live):
-        return "the run's weights are spread over ranks"
-    if len({parameter.device.type for parameter in live.parameters()}) > 1:
-        return "the run's weights are in several places (train.offload)"
-    return None
-
-
-def tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
-    """The layers with an adapter."""
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:

@@ -4,27 +4,23 @@ The loop, the guard, checkpoints and resuming know neither. A task makes the tra
 identifies them, looks at the model before and after, and writes what was trained.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from dit_lora.config import Recipe
 from dit_lora.data.digest import Digests
-from dit_lora.data.training_set import TrainingSet
-from dit_lora.families import CHAT_FAMILIES
+from dit_lora.data.training_set import Prepared
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
+from dit_lora.training.engine import Engine
+from dit_lora.training.reference_model import ReferenceModel
 from dit_lora.training.runtime import Runtime
-
-if TYPE_CHECKING:
-    from dit_lora.training.loop import StepResult
-    from dit_lora.training.output_record import Stock
-    from dit_lora.training.run import Run
+from dit_lora.training.step import StepResult
 
 
 class Trained(Protocol):
@@ -38,15 +34,45 @@ class Trained(Protocol):
     ) -> LossOutput: ...
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The training set, ready to be read, and digests of what makes a run this run."""
+CheckpointT = TypeVar("CheckpointT", bound=Trained, covariant=True)
+PreparedT = TypeVar("PreparedT", bound=Prepared, covariant=True)
 
-    clips: TrainingSet
-    data_digest: str
-    transformer_digest: str
-    rejected: Mapping[str, str] = field(default_factory=dict)
-    """Samples that are left out, by `data.rejects: skip`, and why."""
+
+@dataclass(frozen=True)
+class Setup(Generic[PreparedT, CheckpointT]):
+    """What a run was set up with: the same objects from before its first step to its end."""
+
+    runtime: Runtime
+    task: "Task"
+    checkpoint: CheckpointT
+    data: PreparedT
+    engine: Engine
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.runtime.recipe
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.runtime.precision.dtype
+
+    @property
+    def model(self) -> nn.Module:
+        """What a training forward goes through."""
+        return self.engine.model
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The model with its own names, without DDP around it."""
+        return self.engine.bare
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+
+AnySetup: TypeAlias = Setup[Prepared, Trained]
 
 
 class Task(Protocol):
@@ -69,31 +95,25 @@ class Task(Protocol):
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         """Values of its own that a resumed run must share, named as in the recipe."""
 
-    def provenance(self, run: "Run") -> dict[str, Any]:
+    def provenance(self, setup: Setup[Any, Any]) -> dict[str, Any]:
         """What the result's header says beside what all tasks say."""
 
-    def loss_parts(self, run: "Run", result: "StepResult") -> dict[str, dict[str, float]]:
+    def loss_parts(self, setup: Setup[Any, Any], result: StepResult) -> dict[str, dict[str, float]]:
         """Means of a step's losses by something that tells them apart, for metrics.jsonl."""
 
-    def held_out_loss(self, run: "Run") -> float | None:
+    def held_out_loss(self, setup: Setup[Any, Any]) -> float | None:
         """A loss on what is never trained on; None without. Collective."""
 
-    def show(self, run: "Run", step: int) -> None:
+    def show(self, setup: Setup[Any, Any], step: int) -> None:
         """Write what the model makes of the validation prompts below samples/step_NNNNNN. Collective."""
 
-    def stock(self, checkpoint: Any) -> "Stock":
+    def stock(self, checkpoint: Any) -> "ReferenceModel":
         """The checkpoint as its own library loads it, for checks of what was saved."""
 
     def save(
-        self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+        self, setup: Setup[Any, Any], made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
         """Write the result, on the main process; refused if it is not finite or without effect.
 
         `weights` are what was trained, whole.
         """
-
-
-def task_of(family: str) -> Task:
-    """The task of a family."""
-    name = "chat.task" if family in CHAT_FAMILIES else "diffusion"
-    return importlib.import_module(f"dit_lora.training.{name}").TASK

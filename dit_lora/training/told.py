@@ -5,29 +5,27 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dit_lora.data.training_set import Prepared
 from dit_lora.errors import InterruptedRunError
 from dit_lora.files import write_whole
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.parsing import read_json
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
-    from dit_lora.training.runtime import Runtime
+from dit_lora.training.runtime import Runtime
 
 _LISTED = 500  # rejected samples; counts are of all
 _LONGEST = len("interrupted")
 
 
 @contextmanager
-def status_noted(run: "Run", recipe_file: str) -> Iterator[None]:
+def status_noted(runtime: Runtime, recipe_file: str) -> Iterator[None]:
     """Within it status.json says `running`, then `finished`, `interrupted`, `stopped` by the guard, or `failed`.
 
     It names the recipe's file without its folder. A killed process leaves `running`, and a lock that is not held
     (`dit_lora.run_lock.is_live`).
     """
-    _note(run, recipe_file, "running")
+    _note(runtime, recipe_file, "running")
     state = "failed"
     try:
         yield
@@ -39,14 +37,14 @@ def status_noted(run: "Run", recipe_file: str) -> Iterator[None]:
         state = "interrupted"
         raise
     finally:
-        _note(run, recipe_file, state)
+        _note(runtime, recipe_file, state)
 
 
-def _note(run: "Run", recipe_file: str, state: str) -> None:
+def _note(runtime: Runtime, recipe_file: str, state: str) -> None:
     """Write status.json; on a full disk in the place of the last one, which has room for it."""
-    if not run.runtime.is_main:
+    if not runtime.is_main:
         return
-    path = run.runtime.dir / "status.json"
+    path = runtime.dir / "status.json"
     record = json.dumps({"state": state, "recipe": Path(recipe_file).name}, indent=2)
     text = f"{record:<{len(record) - len(state) + _LONGEST}}\n"  # each has room for any other
     try:
@@ -56,29 +54,24 @@ def _note(run: "Run", recipe_file: str, state: str) -> None:
             file.write(text.encode())
 
 
-def write_data_record(run: "Run") -> None:
+def write_data_record(runtime: Runtime, data: Prepared) -> None:
     """Write data.json, on the main process: samples of an epoch, what was rejected and why, and the buckets."""
-    if not run.runtime.is_main:
+    if not runtime.is_main:
         return
-    rejected = dict(run.data.rejected)
-    report = getattr(run.data, "report", None)  # of diffusion models, where there are buckets
+    rejected = dict(data.rejected)
     record: dict[str, Any] = {
-        "samples": len(run.data.clips.entries),
+        "samples": len(data.clips.entries),
         "rejected": dict(list(rejected.items())[:_LISTED]),
         "rejected_count": len(rejected),
         "buckets": None,
     }
-    if report is not None:
-        record["buckets"] = report.as_dict()
+    if data.report is not None:
+        record["buckets"] = data.report.as_dict()
         record["buckets"]["dropped"] = record["buckets"]["dropped"][:_LISTED]
-    _write(run, "data.json", record)
+    write_whole(runtime.dir / "data.json", json.dumps(record, indent=2) + "\n")
 
 
-def _write(run: "Run", name: str, record: dict[str, Any]) -> None:
-    write_whole(run.runtime.dir / name, json.dumps(record, indent=2) + "\n")
-
-
-def told_to_trackers(runtime: "Runtime") -> dict[str, Any]:
+def told_to_trackers(runtime: Runtime) -> dict[str, Any]:
     """What trackers are told of a run beside its numbers: the recipe, and what it runs on."""
     environment = read_json(runtime.dir / "environment.json")
     return {**runtime.recipe.model_dump(mode="json"), "environment": environment}

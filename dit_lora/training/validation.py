@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.data.media import UnreadableError
 from dit_lora.data.training_set import TrainingSet
 from dit_lora.data.video import write_sample

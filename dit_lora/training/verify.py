@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import torch
@@ -33,23 +33,15 @@ from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.parsing import parse_json, read_json
-from dit_lora.training.base_output import base_fault, kernel_fault
-from dit_lora.training.output_record import (
-    NOT_RECORDED,
-    WRONG,
-    Stock,
-    compare_output,
-    note_output,
-)
-from dit_lora.training.runtime import agree, quiet_libraries
-from dit_lora.training.stock import sharing_weights, why_apart
+from dit_lora.training.base_output import BaseOutput, base_fault, kernel_fault, made_up_inputs
+from dit_lora.training.output_record import NOT_RECORDED, WRONG, compare_output, note_output
+from dit_lora.training.reference_model import ReferenceModel, sharing_weights, why_apart
+from dit_lora.training.runtime import Runtime, agree, quiet_libraries
+from dit_lora.training.task import AnySetup
 from dit_lora.training.tensor_file import header_of, tensors_of
 from dit_lora.training.verify_checks import Check, effect, finite, keys, scale
 from dit_lora.training.verify_pipeline import pipeline_checks
 from dit_lora.training.verify_target import find_target
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
 
 VERIFICATION_FILE = "verification.json"
 # What Diffusers, Transformers, PEFT and PyTorch raise of a file that does not fit the model.
@@ -148,7 +140,7 @@ def verify_adapter(
 
 
 def verify_result(
-    run: "Run", path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Verification:
     """Check what a run has just written, and write verification.json; on the main process, not collective.
 
@@ -156,18 +148,14 @@ def verify_result(
     weight is in memory twice. Where these are spread over ranks, or over devices, the output is left to
     `dit-lora verify`, and `output` says so.
     """
-    stock, dtype, live = (
-        run.task.stock(run.checkpoint),
-        run.runtime.precision.dtype,
-        run.transformer,
-    )
+    stock, dtype, live = setup.task.stock(setup.checkpoint), setup.dtype, setup.transformer
     apart = why_apart(live)
-    full = run.recipe.train.mode == "full"
+    full = setup.recipe.train.mode == "full"
     fresh = stock.without_values(dtype)
     if apart is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
-    later = f"{apart}; dit-lora verify {run.runtime.dir.name} does" if apart else None
-    allow = run.recipe.guard.allow_extreme_update
+    later = f"{apart}; dit-lora verify {setup.runtime.dir.name} does" if apart else None
+    allow = setup.recipe.guard.allow_extreme_update
     result = Result(
         path, made, made["base_model"], stock, dtype, made["output"], later, allow, own=True
     )
@@ -178,32 +166,31 @@ def verify_result(
     else:
         verification = _adapter(result, fresh)
     text = json.dumps(verification.record(), indent=2) + "\n"
-    write_whole(run.runtime.dir / VERIFICATION_FILE, text)
+    write_whole(setup.runtime.dir / VERIFICATION_FILE, text)
     return verification
 
 
-def noted_output(run: "Run") -> dict[str, Any]:
+def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
     """What `output` compares, of the weights that the model has now, and what is wrong with the model. Collective.
 
     Where a forward pass needs one rank, the main process alone notes it, and others return nothing.
     """
-    wrong = base_fault(run)
-    if not (run.runtime.is_main or run.engine.lockstep):
+    wrong = base_fault(setup, base)
+    if not (setup.runtime.is_main or setup.engine.lockstep):
         return {}
-    stock = run.task.stock(run.checkpoint)
+    stock = setup.task.stock(setup.checkpoint)
     try:
-        inputs = stock.inputs(run)
-        noted = note_output(stock, run.transformer, inputs, run.runtime.precision.dtype)
+        noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
         if wrong is None and NOT_RECORDED not in noted:
-            wrong = kernel_fault(run, noted)
+            wrong = kernel_fault(setup, base, noted)
     except torch.OutOfMemoryError:
         noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
     return {**noted, WRONG: wrong} if wrong else noted
 
 
-def require_verified(run: "Run") -> None:
+def require_verified(runtime: Runtime, verification: Verification | None) -> None:
     """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
-    error, verification = None, run.verification
+    error = None
     if verification is not None and not verification.passed:
         error = CheckFailedError(
             listed(
@@ -211,7 +198,7 @@ def require_verified(run: "Run") -> None:
                 verification.wrong,
             )
         )
-    agree(run.runtime.accelerator, error)
+    agree(runtime.accelerator, error)
 
 
 @dataclass(frozen=True)
@@ -222,7 +209,7 @@ class Result:
     """The adapter's file (or its base weights'), or a pipeline's folder."""
     made: Mapping[str, Any]
     base_name: str
-    stock: Stock
+    stock: ReferenceModel
     dtype: torch.dtype
     """What the fresh model computes in."""
     noted: Mapping[str, Any] | None

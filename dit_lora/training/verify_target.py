@@ -21,7 +21,7 @@ from dit_lora.remedies import HUB
 from dit_lora.training.chat.answering import find_origin
 from dit_lora.training.chat.stock import ChatStock
 from dit_lora.training.origin import base_of, family_of, find_adapter, whole_pipeline
-from dit_lora.training.output_record import Stock
+from dit_lora.training.reference_model import ReferenceModel
 from dit_lora.training.stock import DiffusionStock
 from dit_lora.training.tensor_file import header_of
 
@@ -46,7 +46,7 @@ class Target:
         path = Path(self.model.path).expanduser()
         return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB)
 
-    def stock(self) -> Stock:
+    def stock(self) -> ReferenceModel:
         """Opens the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""
         checkpoint: Any = get_family(self.model.family).open(self.model)
         if self.model.family in CHAT_FAMILIES:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
+from dit_lora.config import GuardConfig
 from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import Spike, SpikeDetector
-from dit_lora.training.journal import LOSS_PARTS
+from dit_lora.training.journal import LOSS_PARTS, Journal
 
 
 @dataclass
@@ -69,8 +71,27 @@ class StepWatcher:
         return [spike for spike in found if spike is not None]
 
     def prime(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Forget all, and observe these lines of metrics.jsonl."""
+        if self.spikes is not None:
+            self.spikes.forget()
         for line in lines:
             self.observe(line)
 
     def _due(self, step: int) -> Monitor | None:
         return self.monitor if self.monitor is not None and self.monitor.due(step) else None
+
+
+def prime_spikes(watcher: StepWatcher, journal: Journal | None) -> None:
+    """Have every rank's watcher know what metrics.jsonl holds, which the main process reads. Collective."""
+    if watcher.spikes is None:
+        return
+    lines: list[Any] = [journal.history() if journal is not None else None]
+    broadcast_object_list(lines)
+    watcher.prime(lines[0])
+
+
+def new_spikes(config: GuardConfig) -> SpikeDetector | None:
+    """Return the spike detector that a recipe asks for, which has seen nothing."""
+    if config.spike_threshold is None:
+        return None
+    return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)

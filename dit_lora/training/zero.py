@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,8 +17,8 @@ from torch import nn
 
 from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.gate import weights_are_bad
+from dit_lora.numerics.parameters import trainable_state
 from dit_lora.train_config import OptimConfig
-from dit_lora.training.checkpoint import trainable_state
 from dit_lora.training.optimizer import clip_gradients, gradient_norms
 
 Tensors = Mapping[str, torch.Tensor]
@@ -83,7 +83,6 @@ class Zero2:
     ) -> None:
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
-        self.norms: Norms | None = None
         self._micro_steps = 0
         parameters = [_named(group) for group in optimizer.param_groups]
         trained = sum(one.numel() for named in parameters for one in named.values())
@@ -155,8 +154,11 @@ class Zero2:
             hook.remove()
         self._zero._grad_acc_hooks.clear()
 
-    def gradient_norms(self) -> dict[str, torch.Tensor]:
-        """As `Engine` says; the squares of all ranks' parts are added in fp64, where none overflows."""
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
+        """Return each group's gradient norm; the squares of all ranks' parts are added in fp64, where none overflows."""
         averaged = self._zero.averaged_gradients
         for index, part in enumerate(self._parts):
             # Where the optimizer and clipping look for it; DeepSpeed's step takes a view of it.
@@ -164,7 +166,7 @@ class Zero2:
                 averaged[index], part.tensor.numel()
             )
             averaged[index] = [part.tensor.grad]
-        own = gradient_norms(self.optimizer.param_groups, self.norms)
+        own = gradient_norms(self.optimizer.param_groups, norms)
         squares = torch.stack([*own.values()]).square()
         whole = self.accelerator.reduce(squares, reduction="sum").sqrt()
         return dict(zip(own, whole.unbind(), strict=True))

@@ -19,7 +19,7 @@ from dit_lora.families.videochat2 import VideoChat2Checkpoint
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.recipe import load_recipe
 from dit_lora.train_config import GroupConfig, GroupsConfig
-from dit_lora.training.chat.task import TASK
+from dit_lora.training.chat.task import ChatTask
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 RECIPES = {
@@ -139,7 +139,7 @@ def test_a_recipe_trains_what_its_header_counts(name: str) -> None:
     groups = recipe.optim.groups
     loaded: Any = SimpleNamespace(load_model=lambda dtype: model)
     with torch.device("meta"):
-        _, made, _ = TASK.load_trainable(recipe, family, loaded, torch.bfloat16)
+        _, made, _ = ChatTask().load_trainable(recipe, family, loaded, torch.bfloat16)
     counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in made}
     assert all(p.dtype == torch.float32 for group in made for p in group["params"])
     expected = {"adapter": lora_count(recipe, config)} if groups.adapter else {}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from dit_lora.data.media import MediaFile
 from dit_lora.training import compiled, offload
-from dit_lora.training import run as running
+from dit_lora.training import finish as running
 from dit_lora.training.chat.answering import load_answerer
 
 Main = Callable[[list[str]], None]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dit_lora.data.batch import draw_number
 from dit_lora.data.cache import TensorCache
-from dit_lora.data.loader import draw_number
 from dit_lora.errors import DitLoraError
 from dit_lora.families.cogvideox import CogVideoXCheckpoint
 from dit_lora.faults.samples import overwrite

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -16,11 +16,8 @@ from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.numerics.streams import generator
 from dit_lora.pretrained import load_pretrained
-from dit_lora.training.budget_model import from_configs
-from dit_lora.training.stock import Inputs, as_constructed
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
+from dit_lora.training.budget_model import as_constructed, from_configs
+from dit_lora.training.reference_model import Inputs
 
 _POSITIONS = 8  # of which the logits are compared, at the end
 
@@ -35,7 +32,7 @@ class ChatStock:
     def name(self) -> str:
         return self.checkpoint.model_class.__name__
 
-    def inputs(self, run: "Run") -> Inputs:
+    def inputs(self, clips: Any, *, whole: bool) -> Inputs:
         """A question about one picture of random pixels."""
         how = self.checkpoint.how
         return {"question": "What is shown?", "height": how.height, "width": how.width}

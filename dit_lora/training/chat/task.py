@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,20 +15,18 @@ from dit_lora.chat_config import ChatConfig
 from dit_lora.config import Recipe
 from dit_lora.data.cache import entry_key
 from dit_lora.data.digest import Digests
+from dit_lora.data.training_set import Prepared
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily
 from dit_lora.training.chat.answers import held_out_loss, write_answers
 from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import digest_of, find_conversations, training_set
 from dit_lora.training.chat.stock import ChatStock
 from dit_lora.training.chat.training_set import ChatEntry, ChatSet
-from dit_lora.training.loop import StepResult
 from dit_lora.training.rejects import Rejects
 from dit_lora.training.runtime import Runtime
-from dit_lora.training.task import Prepared
+from dit_lora.training.step import StepResult
+from dit_lora.training.task import Setup
 from dit_lora.training.trainable import put_kernels, quantized
-
-if TYPE_CHECKING:
-    from dit_lora.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,9 @@ class PreparedChat(Prepared):
     """Conversations to train on, and others to measure on."""
 
     held_out: ChatSet | None = None
+
+
+ChatSetup: TypeAlias = Setup[PreparedChat, ChatCheckpoint]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ChatTask:
             held_out = training_set(
                 rejects.without(others.entries, lambda entry: entry.id), checkpoint, recipe
             )
-        return PreparedChat(clips, digest_of(entries), model, rejects.found, held_out)
+        return PreparedChat(clips, digest_of(entries), model, rejects.found, held_out=held_out)
 
     def load_trainable(
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
@@ -100,32 +101,28 @@ class ChatTask:
             chat["timestamps"] = True  # no choice of theirs, and what checkpoints of before have
         return {f"chat.{key}": value for key, value in chat.items()}
 
-    def provenance(self, run: "Run") -> dict[str, Any]:
-        chat = run.recipe.chat or ChatConfig()
-        checkpoint: Any = run.checkpoint
-        return {"viewing": asdict(checkpoint.how), "system": chat.system}
+    def provenance(self, setup: ChatSetup) -> dict[str, Any]:
+        chat = setup.recipe.chat or ChatConfig()
+        return {"viewing": asdict(setup.checkpoint.how), "system": chat.system}
 
-    def loss_parts(self, run: "Run", result: StepResult) -> dict[str, dict[str, float]]:
+    def loss_parts(self, setup: ChatSetup, result: StepResult) -> dict[str, dict[str, float]]:
         """All samples of a step are of one kind."""
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
 
-    def held_out_loss(self, run: "Run") -> float | None:
-        data: Any = run.data
-        return held_out_loss(run, data.held_out) if data.held_out is not None else None
+    def held_out_loss(self, setup: ChatSetup) -> float | None:
+        held_out = setup.data.held_out
+        return held_out_loss(setup, held_out) if held_out is not None else None
 
-    def show(self, run: "Run", step: int) -> None:
-        write_answers(run, step)
+    def show(self, setup: ChatSetup, step: int) -> None:
+        write_answers(setup, step)
 
     def stock(self, checkpoint: ChatCheckpoint) -> ChatStock:
         return ChatStock(checkpoint)
 
     def save(
-        self, run: "Run", made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+        self, setup: ChatSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
-        return save_chat_adapter(run.transformer, run.runtime.dir / "adapter", made, weights)
-
-
-TASK = ChatTask()
+        return save_chat_adapter(setup.transformer, setup.runtime.dir / "adapter", made, weights)
 
 
 def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:

@@ -9,24 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from dit_lora.chat_config import ChatConfig
+from dit_lora.data.batch import LOSS_WEIGHT, Batch, draw_number
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.fitting import fit
 from dit_lora.data.chat.frames import frame_seconds, random_box, read_at
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.tensors import to_tensors
-from dit_lora.data.loader import (
-    LOSS_WEIGHT,
-    Batch,
-    OrderedDataset,
-    build_loader,
-    draw_number,
-)
 from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.reading import Reading, build_loader
+from dit_lora.data.sampler import OrderedDataset
 from dit_lora.data.shards import Spec
-from dit_lora.data.training_set import Reading
 from dit_lora.data.video import ClipError, VideoHeader
 from dit_lora.data_config import VideoShape
 from dit_lora.families.chat_base import ChatCheckpoint
@@ -147,6 +143,24 @@ class ChatSet:
     def drawn(self, entry: ChatEntry, draw: int, seed: int) -> Batch:
         """One sample with frames, crop and order of turns by chance, as the recipe's `chat` section has it."""
         return self._read(entry, draw, draws_of(seed, draw))
+
+    def token_problems(self, model: nn.Module) -> list[str]:
+        """Name each token of a sample's text that the model has no embedding of."""
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+        count = embeddings.num_embeddings
+        vocabulary = self.checkpoint.tokenizer.get_vocab()
+        beyond = {token: name for name, token in vocabulary.items() if token >= count}
+        if not beyond:
+            return []
+        problems = []
+        for entry in self.entries:
+            pieces = self.render(entry, None)[0].pieces
+            ids = {token for piece in pieces if piece.part != "media" for token in piece.ids}
+            problems += [
+                f"{entry.id}: {beyond[token]!r} is token {token}, and the model has embeddings of tokens 0..{count - 1}"
+                for token in sorted(ids & beyond.keys())
+            ]
+        return problems
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         return []

@@ -11,19 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from dit_lora.data.batch import LOSS_WEIGHT, Batch, collate, draw_number
 from dit_lora.data.cache import TensorCache
-from dit_lora.data.loader import (
-    LOSS_WEIGHT,
-    Batch,
-    CachedClips,
-    ClipDataset,
-    Entry,
-    PositionSampler,
-    build_loader,
-    collate,
-    draw_number,
-)
+from dit_lora.data.loader import CachedClips, ClipDataset, Entry
 from dit_lora.data.quarantine import LeftOut, Quarantine
+from dit_lora.data.reading import build_loader
+from dit_lora.data.sampler import PositionSampler
 from dit_lora.data_config import VideoShape
 
 

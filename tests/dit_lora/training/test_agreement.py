@@ -12,7 +12,8 @@ from verified import SMOKES, quick
 from dit_lora.config import LadderConfig
 from dit_lora.numerics.policy import Action, Policy
 from dit_lora.numerics.verdict import Verdict
-from dit_lora.training.agreement import AverageBounds, _contradicted, _furthest
+from dit_lora.training.agreement import _contradicted, _furthest
+from dit_lora.training.averages import AverageBounds
 
 
 def test_one_of_three_is_outvoted_and_two_are_weighed_by_how_far_they_moved() -> None:

@@ -18,9 +18,11 @@ from dit_lora.cli import app
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.tolerances import BLOCK
 from dit_lora.training import base_output
-from dit_lora.training import run as running
+from dit_lora.training import fit as running
+from dit_lora.training import prepare as preparing
 from dit_lora.training.base_output import BASE_OUTPUT
 from dit_lora.training.run import Run
+from dit_lora.training.task import Setup
 from dit_lora.training.verify import VERIFICATION_FILE, verify_adapter
 from dit_lora_kernels import ada_norm
 
@@ -78,7 +80,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Run], N
 
 
 def flip(run: Run) -> None:
-    run.transformer.get_parameter(FROZEN).data.neg_()
+    run.setup.transformer.get_parameter(FROZEN).data.neg_()
 
 
 def ended(start: Callable[..., str], *more: str) -> str:
@@ -116,7 +118,7 @@ def test_an_output_that_is_not_finite_is_not_certified(
     """NaN outside of training alone, by a hook: no loss shows it, and the weights are whole."""
 
     def spoil(run: Run) -> None:
-        last = run.transformer.get_submodule(FROZEN.rpartition(".")[0])
+        last = run.setup.transformer.get_submodule(FROZEN.rpartition(".")[0])
         last.register_forward_hook(
             lambda _module, _args, out: out if torch.is_grad_enabled() else out * torch.nan
         )
@@ -156,11 +158,11 @@ def test_a_resume_compares_itself_with_the_first_start(
 
     note = base_output.note_base
 
-    def damaged(run: Run, resume_from: Path | None) -> Any:
-        flip(run)
-        return note(run, resume_from)
+    def damaged(setup: Setup[Any, Any], resume_from: Path | None) -> Any:
+        setup.transformer.get_parameter(FROZEN).data.neg_()
+        return note(setup, resume_from)
 
-    monkeypatch.setattr(running, "note_base", damaged)
+    monkeypatch.setattr(preparing, "note_base", damaged)
     with pytest.raises(DitLoraError, match="the base is not what it was at this run's first start"):
         start(*goes_on, run="other")
 

@@ -9,9 +9,10 @@ import pytest
 
 from dit_lora.errors import DitLoraError
 from dit_lora.recipe import parse_recipe
-from dit_lora.training import run as runs
+from dit_lora.training import fit as fitting
 from dit_lora.training.best import BEST, best_checkpoints
 from dit_lora.training.checkpoint import checkpoint_steps
+from dit_lora.training.run import Run
 
 Main = Callable[[list[str]], None]
 
@@ -80,15 +81,15 @@ def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
         "validation.held_out_draws=1",
         f"run.dir={folder}",
     ]
-    validate = runs.validate
+    validate = fitting.validate
 
-    def killed(run: runs.Run, step: int) -> None:
+    def killed(run: Run, step: int) -> None:
         if step == 4:
             raise KeyboardInterrupt
         validate(run, step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(runs, "validate", killed)
+        patched.setattr(fitting, "validate", killed)
         with pytest.raises(KeyboardInterrupt):
             lora_main(args)
     assert list(checkpoint_steps(folder)) == [2, 4]

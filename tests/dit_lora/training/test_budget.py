@@ -31,7 +31,7 @@ from dit_lora.training.budget_subject import Subject
 from dit_lora.training.budget_table import render
 from dit_lora.training.checkpointing import Mode, set_checkpointing
 from dit_lora.training.optimizer import build_optimizer
-from dit_lora.training.task import task_of
+from dit_lora.training.tasks import task_of
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 CPU, FSDP2 = torch.device("cpu"), ("--sharding", "fsdp2", "--ranks", "2")

@@ -14,7 +14,7 @@ from dit_lora.config import LoraConfig
 from dit_lora.data.chat.shapes import write_conversations
 from dit_lora.data.digest import Digests
 from dit_lora.train_config import GroupsConfig
-from dit_lora.training.chat.task import TASK, _told, _without_effect, default_targets
+from dit_lora.training.chat.task import ChatTask, _told, _without_effect, default_targets
 from dit_lora.training.optimizer import clip_gradients, gradient_norms
 
 
@@ -82,7 +82,7 @@ def test_the_lines_at_the_start_count_what_there_is(recipe: Any) -> None:
 
 
 def test_what_a_resumed_run_must_share_is_the_chat_section(recipe: Any) -> None:
-    found = TASK.identity(recipe)
+    found = ChatTask().identity(recipe)
     assert found["chat.max_tokens"] == 256
     assert found["chat.length_step"] == 32
     assert all(name.startswith("chat.") for name in found)
@@ -95,7 +95,7 @@ def test_the_models_digest_is_of_weights_and_tokenizers(recipe: Any, tmp_path: P
 
     def digest(path: Path) -> str:
         fresh = SimpleNamespace(model_files=lambda: [path])
-        return TASK.model_digest(fresh, recipe, Digests(tmp_path / "none.json"))  # type: ignore[arg-type]
+        return ChatTask().model_digest(fresh, recipe, Digests(tmp_path / "none.json"))  # type: ignore[arg-type]
 
     copy = Path(shutil.copytree(checkpoint.path, tmp_path / "copies" / checkpoint.path.name))
     assert digest(copy) == digest(checkpoint.path)
@@ -116,7 +116,7 @@ def test_with_an_adapter_and_groups_all_of_them_train(recipe: Any) -> None:
     checkpoint, _ = found_in(recipe)
     from dit_lora.families.videochat2 import FAMILY
 
-    model, found, said = TASK.load_trainable(both, FAMILY, checkpoint, torch.float32)  # type: ignore[arg-type]
+    model, found, said = ChatTask().load_trainable(both, FAMILY, checkpoint, torch.float32)  # type: ignore[arg-type]
     assert [group["name"] for group in found] == ["adapter", "connector", "backbone"]
     trained = {id(p) for group in found for p in group["params"]}
     assert trained == {id(p) for p in model.parameters() if p.requires_grad}

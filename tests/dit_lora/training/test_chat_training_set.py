@@ -9,10 +9,10 @@ import pytest
 import torch
 from chat_sets import WATCH, reading, recipe_of, records, set_of, turns, write_records
 
+from dit_lora.data.batch import LOSS_WEIGHT, Batch, draw_number
 from dit_lora.data.chat.frames import frame_seconds, read_at
 from dit_lora.data.chat.rendered import IGNORE
 from dit_lora.data.chat.shapes import write_conversations
-from dit_lora.data.loader import LOSS_WEIGHT, Batch, draw_number
 from dit_lora.data.quarantine import LeftOut
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.chat.training_set import ChatSet, draws_of

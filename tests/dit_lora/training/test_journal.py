@@ -10,7 +10,7 @@ import pytest
 from dit_lora.errors import DitLoraError
 from dit_lora.training.diffusion import by_timestep
 from dit_lora.training.journal import IDLE, Journal, held_out_losses, metrics_line, tracker_values
-from dit_lora.training.loop import StepResult
+from dit_lora.training.step import StepResult
 
 
 def result(step: int, **values: Any) -> StepResult:

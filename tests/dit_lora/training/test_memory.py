@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +23,15 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Tensors
 from dit_lora.train_config import TrainConfig
-from dit_lora.training import memory
+from dit_lora.training import choose_checkpointing as choosing
 from dit_lora.training.checkpointing import MODES, Mode, set_checkpointing
-from dit_lora.training.memory import (
-    SHARE,
-    Advice,
-    Needs,
-    advise,
+from dit_lora.training.choose_checkpointing import (
     bytes_to_come,
     choose_checkpointing,
     free_bytes,
-    measure,
     most_saving,
 )
+from dit_lora.training.memory import SHARE, Advice, Needs, advise, measure
 
 GIB = 2**30
 NEEDS: Needs = {"none": 90 * GIB, "selective": 18 * GIB, "full": 9 * GIB}
@@ -280,7 +277,7 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
     train = TrainConfig(steps=1, checkpointing=asked, batch_size=2, seed=0)
     run = SimpleNamespace(
         recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
-        engine=SimpleNamespace(bytes_in_flight=0),
+        engine=SimpleNamespace(bytes_in_flight=0, alone=nullcontext),
         runtime=SimpleNamespace(
             accelerator=SimpleNamespace(device=CPU, num_processes=1), say=said.append
         ),
@@ -308,9 +305,9 @@ def test_a_run_takes_what_its_free_memory_allows(
     needs = measure(step.transformer, step.losses, step.spec, CPU)
     run, said = stand_in(step, "auto")
     step.transformer.eval()
-    monkeypatch.setattr(memory, "free_bytes", lambda _run: needs[expected] / SHARE + 1)
+    free = int(needs[expected] / SHARE + 1)
     for _ in range(2):  # once more, from the mode that it set
-        choose_checkpointing(run)
+        choose_checkpointing(run, lambda _setup: free)
         assert is_set(step) == expected
         assert step.transformer.training
     assert len(said) == 2
@@ -327,10 +324,9 @@ def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
         choose_checkpointing(run)
         assert is_set(step) == mode
         assert [line.partition(": act")[0] for line in said] == [f"checkpointing: {mode}"]
-    monkeypatch.setattr(memory, "free_bytes", lambda _run: 100)
     for mode, hint in (("none", True), ("auto", False)):
         run, said = stand_in(step, mode)
-        choose_checkpointing(run)
+        choose_checkpointing(run, lambda _setup: 100)
         assert is_set(step) == ("none" if mode == "none" else "full")
         assert said[1].startswith("warning: these activations will hardly fit")
         assert ("train.checkpointing=auto" in said[1]) == hint
@@ -341,7 +337,7 @@ def test_another_ranks_advice_is_followed(
 ) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     theirs = Advice("selective", "selective: theirs", True)
-    monkeypatch.setattr(memory, "gather_object", lambda own: [*own, theirs])
+    monkeypatch.setattr(choosing, "gather_object", lambda own: [*own, theirs])
     run, said = stand_in(step, "auto")
     choose_checkpointing(run)
     assert is_set(step) == "selective"

@@ -9,7 +9,8 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.training.output_record import compare_output, note_output
-from dit_lora.training.stock import DiffusionStock, tuner_layers
+from dit_lora.training.reference_model import tuner_layers
+from dit_lora.training.stock import DiffusionStock
 
 
 def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(

@@ -14,8 +14,9 @@ from launching import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.training import loop
+from dit_lora.training.step import StepResult
 
 Main = Callable[[list[str]], None]
 STEPS = 3
@@ -89,7 +90,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
         before = len(reads.found)
         with reads:
             outcome = take(one, *rest)
-        assert isinstance(outcome[0], loop.StepResult)
+        assert isinstance(outcome[0], StepResult)
         reads.by_step.append(reads.found[before:])
         return outcome
 

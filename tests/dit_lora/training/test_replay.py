@@ -15,7 +15,7 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import LoraConfig, ModelConfig
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.numerics import replay as numerics_replay
 from dit_lora.numerics.gate import Trip

@@ -10,9 +10,10 @@ from accelerate import Accelerator
 
 from dit_lora.numerics.precision import Precision
 from dit_lora.recipe import parse_recipe
-from dit_lora.training.run import run_identity
+from dit_lora.training.identity import run_identity
 from dit_lora.training.runtime import Runtime
-from dit_lora.training.task import task_of
+from dit_lora.training.task import Setup
+from dit_lora.training.tasks import task_of
 
 VALUES: dict[str, Any] = {
     "model": {"family": "dit", "path": "x"},
@@ -32,8 +33,8 @@ def identity(**changes: Any) -> dict[str, Any]:
     runtime = Runtime(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
     data: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
     task = task_of(runtime.recipe.model.family)
-    run: Any = SimpleNamespace(runtime=runtime, recipe=runtime.recipe, data=data, task=task)
-    return run_identity(run)
+    nothing: Any = None
+    return run_identity(Setup(runtime, task, nothing, data, nothing))
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
+from dit_lora.data.training_set import Prepared
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.training.told import status_noted, write_data_record
 
 
-def run(folder: Path, *, is_main: bool = True, **data: Any) -> Any:
-    return SimpleNamespace(
-        runtime=SimpleNamespace(dir=folder, is_main=is_main), data=SimpleNamespace(**data)
-    )
+def runtime(folder: Path, *, is_main: bool = True) -> Any:
+    return SimpleNamespace(dir=folder, is_main=is_main)
 
 
 def status(folder: Path) -> Any:
@@ -38,7 +37,7 @@ def test_the_last_word_is_how_the_run_ended(
     tmp_path: Path, error: BaseException | None, state: str
 ) -> None:
     def body() -> None:
-        with status_noted(run(tmp_path), "/home/me/secret/kitten.yaml"):
+        with status_noted(runtime(tmp_path), "/home/me/secret/kitten.yaml"):
             assert status(tmp_path) == {"state": "running", "recipe": "kitten.yaml"}
             if error is not None:
                 raise error
@@ -54,23 +53,24 @@ def test_the_last_word_is_how_the_run_ended(
 def test_only_the_main_process_writes_and_a_full_disk_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with status_noted(run(tmp_path, is_main=False), "a.yaml"):
+    with status_noted(runtime(tmp_path, is_main=False), "a.yaml"):
         pass
-    write_data_record(run(tmp_path, is_main=False))
+    none: Any = SimpleNamespace(entries=[])
+    write_data_record(runtime(tmp_path, is_main=False), Prepared(none, "", ""))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "status.json").mkdir()
-    with status_noted(run(tmp_path), "a.yaml"):
+    with status_noted(runtime(tmp_path), "a.yaml"):
         pass
 
 
 def test_the_data_record_lists_at_most_500_rejects_and_counts_all(tmp_path: Path) -> None:
     rejected = {f"{i}.mp4": "too short" for i in range(900)}
     dropped = [{"id": str(i)} for i in range(900)]
-    report = SimpleNamespace(
+    report: Any = SimpleNamespace(
         as_dict=lambda: {"buckets": [], "dropped": list(dropped), "advice": []}
     )
-    clips = SimpleNamespace(entries=[1, 2, 3])
-    write_data_record(run(tmp_path, clips=clips, rejected=rejected, report=report))
+    clips: Any = SimpleNamespace(entries=[1, 2, 3])
+    write_data_record(runtime(tmp_path), Prepared(clips, "", "", rejected, report))
     record = json.loads((tmp_path / "data.json").read_text())
     assert (record["samples"], record["rejected_count"]) == (3, 900)
     assert len(record["rejected"]) == len(record["buckets"]["dropped"]) == 500
@@ -85,7 +85,7 @@ def test_the_last_word_is_true_though_the_disk_is_full(
         raise OSError(28, "No space left on device")
 
     def body() -> None:
-        with status_noted(run(tmp_path), "kitten.yaml"):
+        with status_noted(runtime(tmp_path), "kitten.yaml"):
             size.append((tmp_path / "status.json").stat().st_size)
             monkeypatch.setattr("dit_lora.training.told.write_whole", full)
             raise InterruptedRunError("asked", 130)

@@ -14,7 +14,7 @@ from launching import on_ranks
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
 from dit_lora.config import LoraConfig, ModelConfig
-from dit_lora.data.loader import Batch
+from dit_lora.data.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.numerics.gate import Trip
 from dit_lora.numerics.replay import MicroBatch
@@ -24,8 +24,9 @@ from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.engine import Engine, Replicated
-from dit_lora.training.loop import Loop, StepResult, train
+from dit_lora.training.loop import Loop, train
 from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.step import StepResult
 from dit_lora.training.watch import StepWatcher
 from dit_lora.training.zero import Zero2
 

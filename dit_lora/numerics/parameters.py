@@ -1,0 +1,9 @@
+"""The parameters of a model that train."""
+
+import torch
+from torch import nn
+
+
+def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

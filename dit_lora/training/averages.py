@@ -1,0 +1,45 @@
+"""Bounds on moving averages, which are never beyond what their weights were."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from dit_lora.numerics.shards import local
+
+Tensors = Mapping[str, torch.Tensor]
+_BEYOND = 10.0
+"""An average is never beyond what its weight has been; between two looks the weight may have been larger than at both."""
+
+
+@dataclass
+class AverageBounds:
+    """The largest value that each trained weight, and so its average, is known to have had; of shards, this rank's."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def note(self, weights: Tensors, averages: Tensors) -> None:
+        """What is sound now."""
+        for peaks in (_peaks(weights), _peaks(averages)):
+            for name, peak in peaks.items():
+                self.seen[name] = max(peak, self.seen.get(name, 0.0))
+
+    def beyond(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
+        """The finite averages beyond everything that their weights were: how far they reach, and the weights."""
+        now = _peaks(weights)
+        bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in now.items()}
+        return {
+            name: (peak, bounds[name])
+            for name, peak in _peaks(averages).items()
+            if math.isfinite(peak) and peak > _BEYOND * bounds[name]
+        }
+
+
+def _peaks(tensors: Tensors) -> dict[str, float]:
+    """The largest magnitude of each, NaN if a value is; one read of the device."""
+    own = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    whole = {name: tensor for name, tensor in own.items() if tensor.numel()}
+    norms = torch._foreach_norm([*whole.values()], ord=float("inf")) if whole else []
+    values = torch.stack([norm.float() for norm in norms]).tolist() if whole else []
+    return dict.fromkeys(own, 0.0) | dict(zip(whole, values, strict=True))

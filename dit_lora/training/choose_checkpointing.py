@@ -1,0 +1,103 @@
+"""Chooses the gradient checkpointing that a run takes, by the memory its activations find free."""
+
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+from accelerate.utils import gather_object
+
+from dit_lora.numerics.shards import local
+from dit_lora.numerics.streams import Streams
+from dit_lora.training.checkpointing import (
+    MODES,
+    least_memory,
+    require_checkpointing,
+    set_checkpointing,
+)
+from dit_lora.training.memory import Advice, advise, measure
+from dit_lora.training.optimizer import optimizer_bytes
+from dit_lora.training.task import AnySetup
+
+
+def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None = None) -> None:
+    """Checkpoint the run's model as `train.checkpointing` says, and say so. Collective; equal on all ranks.
+
+    `auto` is decided by the model as it is now: call it again when kernels were put in or taken out. No value
+    depends on the choice, so that a resumed run may take another. Raises `DitLoraError` for a model without
+    checkpointing that is asked for it. `free` gives the bytes that activations find, by default `free_bytes`.
+    """
+    asked = setup.recipe.train.asked_checkpointing
+    require_checkpointing(setup.transformer, asked)
+    set_checkpointing(setup.transformer, "none")
+    agreed = most_saving(gather_object([_own(setup, free or free_bytes)]))
+    set_checkpointing(setup.transformer, agreed.mode)
+    setup.runtime.say(f"checkpointing: {agreed.words}")
+    if not agreed.fits:
+        setup.runtime.say(
+            "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
+            "less"
+            + ("" if asked == "auto" else ", and train.checkpointing=auto takes what fits best")
+        )
+
+
+def most_saving(advices: Sequence[Advice]) -> Advice:
+    """Of the ranks' advices the one that all follow; the first of several."""
+    return max(advices, key=lambda advice: (MODES.index(advice.mode), not advice.fits))
+
+
+def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
+    """This rank's."""
+    asked, size = setup.recipe.train.asked_checkpointing, setup.recipe.train.batch_size
+    _, spec = setup.data.clips.largest
+    batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
+    streams = Streams(setup.recipe.train.seed, range(size))
+    try:
+        needs = measure(
+            setup.transformer.train(),
+            lambda model, tensors: setup.checkpoint.losses(model, tensors, streams),
+            batch,
+            setup.runtime.accelerator.device,
+            known={
+                name: tensor.expand(size, *tensor.shape)
+                for name, tensor in setup.data.clips.known().items()
+            },
+            alone=setup.engine.alone(),
+        )
+    # What fake tensors cannot take, and token ids that do not fit the media, are told in many classes.
+    except (RuntimeError, ValueError) as error:
+        mode = least_memory(setup.transformer) if asked == "auto" else asked
+        reason = str(error).strip().partition("\n")[0]
+        return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
+    shared = (
+        setup.recipe.train.context_parallel
+    )  # but for embeddings and the output, which are small
+    needs = {mode: peak // shared for mode, peak in needs.items()}
+    if setup.recipe.train.compile:
+        needs = {mode: peak for mode, peak in needs.items() if mode != "selective"}
+    return advise([needs], free(setup), asked)[0]
+
+
+def free_bytes(setup: AnySetup) -> int:
+    """What activations find free on this rank's device, when the optimizer has what it will have."""
+    accelerator = setup.runtime.accelerator
+    if accelerator.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(accelerator.device)
+        cached = torch.cuda.memory_reserved(accelerator.device)
+        free += cached - torch.cuda.memory_allocated(accelerator.device)
+    else:
+        free = psutil.virtual_memory().available // accelerator.num_processes
+    return max(
+        0,
+        free
+        - bytes_to_come(setup.optimizer, setup.recipe.optim.name)
+        - setup.engine.bytes_in_flight,
+    )
+
+
+def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = "adamw") -> int:
+    """Gradients, and state of the optimizer that `optim.name` calls so, that do not exist yet."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = sum(local(p).nbytes for p in trained if p.grad is None)
+    return gradients + optimizer_bytes(
+        name, [local(p) for p in trained if p not in optimizer.state]
+    )

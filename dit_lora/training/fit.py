@@ -1,0 +1,216 @@
+"""Trains a prepared run: the loop with all that happens between two steps."""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from tqdm import tqdm
+
+from dit_lora.data.batch import Batch
+from dit_lora.data.reading import Reading
+from dit_lora.data.sampler import PositionSampler
+from dit_lora.errors import InterruptedRunError
+from dit_lora.training.agreement import note_averages, require_agreement
+from dit_lora.training.base_output import check_kernels
+from dit_lora.training.best import note_best
+from dit_lora.training.guarding import chosen_norms
+from dit_lora.training.journal import held_out_losses, metrics_line
+from dit_lora.training.last_step import end_unread, kept_at
+from dit_lora.training.loop import Loop, train
+from dit_lora.training.observed import (
+    held_out_event,
+    hidden_events,
+    idle_group_events,
+    spike_events,
+)
+from dit_lora.training.optimizer import build_schedule
+from dit_lora.training.preflight import preflight
+from dit_lora.training.replay import sample_losses
+from dit_lora.training.run import Run
+from dit_lora.training.runtime import stop_signals
+from dit_lora.training.state_checks import (
+    own_state,
+    require_finite_everywhere,
+    require_not_lost,
+    require_unaltered,
+)
+from dit_lora.training.step import StepResult
+
+
+def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
+    """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops.
+
+    `on_checkpoint` is called at the start, and after each step that is saved or validated.
+    """
+    setup = run.setup
+    recipe, runtime = setup.recipe, setup.runtime
+    if run.start_step == 0 or _was_not_measured(run):
+        validate(run, step=run.start_step)
+    if recipe.guard.preflight:
+        _tell(run, preflight(setup, run.recovery, run.parity))
+    run.parity.start(compared=recipe.guard.preflight)
+    _tell(run, check_kernels(setup, run.base, run.recovery.state.switched_off))
+    note_averages(run)
+    run.recovery.snapshots.take(run.start_step)
+    on_checkpoint()
+    shown = [recipe.train.save_every, recipe.validation.every]
+    bar = tqdm(
+        total=recipe.train.steps,
+        initial=run.start_step,
+        desc="training",
+        unit="step",
+        disable=not runtime.is_main,
+        dynamic_ncols=True,
+    )
+    with bar, stop_signals(runtime.launcher) as stop_asked:
+
+        def on_step(result: StepResult) -> None:
+            with kept_at(run, result.step):
+                _after_step(run, bar, result)
+            if any(every and result.step % every == 0 for every in shown):
+                on_checkpoint()
+
+        with run.checkpoints.written_to_the_end():
+            train(
+                _loop(run),
+                lambda step: _batches(run, step),
+                start_step=run.start_step,
+                steps=recipe.train.steps,
+                stop_asked=lambda: max(stop_asked(), run.checkpoints.trouble()),
+                on_step=on_step,
+            )
+
+
+def _tell(run: Run, events: Iterable[dict[str, Any]]) -> None:
+    """Say and write down what was found before the first step."""
+    for event in events:
+        run.setup.runtime.say(f"guard: {event['verdict']['words']}")
+        if run.journal is not None:
+            run.journal.event(event)
+
+
+def _was_not_measured(run: Run) -> bool:
+    """Whether the run was stopped between a checkpoint and the held-out loss of its step."""
+    recipe, step = run.setup.recipe, run.start_step
+    every = recipe.validation.every
+    losses = held_out_losses(run.setup.runtime.dir)
+    due = every is not None and step % every == 0 and step < recipe.train.steps
+    return due and bool(losses) and step not in losses
+
+
+def _loop(run: Run) -> Loop:
+    setup, recipe = run.setup, run.setup.recipe
+    schedule = build_schedule(recipe.optim, recipe.train.steps)
+    return Loop(
+        engine=setup.engine,
+        losses=sample_losses(setup.checkpoint),
+        schedule=lambda group, step: schedule(group, step) * run.recovery.state.lr_scale,
+        optim=recipe.optim,
+        accumulate=recipe.train.accumulate,
+        copies=recipe.train.context_parallel,
+        seed=recipe.train.seed,
+        recovery=run.recovery,
+        watcher=run.watcher,
+        norms=chosen_norms(setup),
+        unreadable=lambda step, why: end_unread(run, step, why),
+    )
+
+
+def _batches(run: Run, start_step: int) -> Iterable[Batch]:
+    """The micro-batches of this rank after a step, in the order that the quarantine leaves."""
+    runtime, recipe = run.setup.runtime, run.setup.recipe
+    sampler = PositionSampler(
+        start_step=start_step,
+        steps=recipe.train.steps,
+        batch_size=recipe.train.batch_size,
+        accumulate=recipe.train.accumulate,
+        rank=runtime.data_rank,
+        ranks=runtime.data_ranks,
+    )
+    how = Reading(
+        sampler,
+        seed=recipe.train.seed,
+        caption_dropout=recipe.data.caption_dropout,
+        quarantine=run.recovery.quarantine,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        pin_memory=runtime.accelerator.device.type == "cuda",
+    )
+    return run.parity.noting(run.setup.data.clips.loader(how), start_step)
+
+
+def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
+    setup, recovery, step = run.setup, run.recovery, result.step
+    train, accelerator = setup.recipe.train, setup.runtime.accelerator
+    if run.ema is not None:
+        run.ema.step(step)
+    _note(run, bar, result)
+    if result.stop_code:
+        run.checkpoints.settle()  # what could not be written stops the run as a signal does
+    last, snapshots = step == train.steps, recovery.snapshots
+    run.parity.after_step(step, last=last)
+    to_save = step % train.save_every == 0 or last or bool(result.stop_code)
+    if to_save or snapshots.due(step):
+        require_agreement(run, step)  # first: a rank that is lost alone is not a learning rate
+        require_not_lost(setup.engine, recovery.suspects.start_peak, step)
+        require_finite_everywhere(accelerator, own_state(setup.engine, run.ema), step)
+        require_unaltered(accelerator, recovery.suspects, step, frozen=to_save)
+    if to_save:
+        run.checkpoints.save(step, recovery.record(), wait=last or bool(result.stop_code))
+    if snapshots.due(step):
+        snapshots.take(step)
+    if result.stop_code:
+        raise InterruptedRunError(
+            f"after step {step}, as asked; it is saved: continue with train.resume=auto",
+            result.stop_code,
+        )
+    every = setup.recipe.validation.every
+    if every and step % every == 0 and not last:
+        validate(run, step=step)
+
+
+def _note(run: Run, bar: tqdm, result: StepResult) -> None:
+    """Metrics, statistics and what stands out in them."""
+    setup, step, watcher = run.setup, result.step, run.watcher
+    modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
+    line = metrics_line(result, setup.task.loss_parts(setup, result))
+    spikes = watcher.observe(line)  # on every rank: the adaptive clip depends on it
+    if run.journal is None:
+        return
+    run.journal.step(line, modules)
+    starving = run.journal.starving(line, setup.recipe.data.workers)
+    if starving is not None:
+        setup.runtime.say(f"warning: step {step}: {starving}")
+    bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
+    bar.update(step - bar.n)
+    idle = idle_group_events(step, run.journal.idle_groups(line))
+    for event in [*spike_events(step, spikes), *hidden_events(step, hidden), *idle]:
+        run.journal.event(event)
+        setup.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
+
+
+def validate(run: Run, step: int) -> None:
+    """Measure the held-out loss and show samples, of what would be saved. Collective."""
+    with averaged(run):
+        _validate(run, step)
+
+
+def averaged(run: Run) -> AbstractContextManager[None]:
+    """Within it the model has what is saved: the averages, if the run keeps them."""
+    return run.ema.applied() if run.ema is not None else nullcontext()
+
+
+def _validate(run: Run, step: int) -> None:
+    setup = run.setup
+    loss = setup.task.held_out_loss(setup)
+    if run.journal is not None and loss is not None:
+        if math.isfinite(loss):
+            run.journal.held_out(step, loss)
+            note_best(setup, run.checkpoints.saver, step)
+        else:
+            event = held_out_event(step)
+            run.journal.event(event)
+            setup.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
+    setup.task.show(setup, step)
+    setup.runtime.trackers.samples(step, setup.recipe.validation.prompts)

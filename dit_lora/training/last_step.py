@@ -1,0 +1,65 @@
+"""Saves the step that a run has reached when its disk, its data or a process fails."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from dit_lora.errors import DitLoraError, InterruptedRunError, unwritable
+from dit_lora.numerics.gate import NonFiniteError, PoisonedStateError
+from dit_lora.training.checkpoint import checkpoint_path, newest_checkpoint
+from dit_lora.training.run import Run
+from dit_lora.training.runtime import agree
+
+
+@contextmanager
+def kept_at(run: Run, step: int) -> Iterator[None]:
+    """What ends the run within for want of a disk, a file or a process leaves `step` saved, and says so. Collective.
+
+    Of several ranks only errors that all agreed on: of others, the launcher ends the rest.
+    """
+    alone = run.setup.runtime.accelerator.num_processes == 1
+    try:
+        yield
+    except (NonFiniteError, PoisonedStateError, InterruptedRunError):
+        raise  # they have seen to it
+    except DitLoraError as error:
+        if not (error.collective or alone):
+            raise
+        raise _ended(run, step, error) from error
+    except OSError as error:
+        if not alone:
+            raise
+        raise _ended(run, step, unwritable(error)) from error
+
+
+def end_unread(run: Run, step: int, why: str) -> NoReturn:
+    """End the run, whose state is that of `step`, because some rank cannot read its data: `why`. Collective."""
+    accelerator = run.setup.runtime.accelerator
+    with kept_at(run, step):
+        agree(accelerator, DitLoraError(f"step {step + 1}: {why}") if why else None)
+    raise AssertionError("no rank says why")
+
+
+def _ended(run: Run, step: int, error: DitLoraError) -> DitLoraError:
+    ended = DitLoraError(f"{error}{_last_effort(run, step)}")
+    ended.exit_code, ended.collective = error.exit_code, True
+    return ended
+
+
+def _last_effort(run: Run, step: int) -> str:
+    """Save a step though something failed, and say how that went. Collective."""
+    runtime = run.setup.runtime
+    if step <= run.start_step:
+        return ""
+    if runtime.lock.lost() is None:  # else the saver, on the main process, refuses
+        run.checkpoints.saver.forget()
+    try:
+        run.checkpoints.save(step, run.recovery.record(), wait=True)
+    except DitLoraError:
+        kept = newest_checkpoint(runtime.dir) if runtime.is_main else None
+        resort = f"train.resume=auto goes on from {kept}" if kept else "there is no checkpoint"
+        return f"\nstep {step} cannot be saved either; {resort}"
+    if run.journal is not None:
+        run.journal.flush()
+    place = checkpoint_path(runtime.dir, step)
+    return f"\nstep {step} is saved in {place}: continue with train.resume=auto"

@@ -1,0 +1,143 @@
+"""Prepares a run: one object after another, each whole when the next one takes it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dit_lora.data.training_set import Prepared
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.training.averages import AverageBounds
+from dit_lora.training.base_output import keep_base, note_base
+from dit_lora.training.build_engine import build_engine
+from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.compiled import compile_blocks
+from dit_lora.training.context import share_context
+from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.guard_files import GuardFiles
+from dit_lora.training.guarding import build_recovery, build_watcher, start_of_guard
+from dit_lora.training.identity import run_identity
+from dit_lora.training.journal import Journal
+from dit_lora.training.keeping import Checkpoints, require_own, resume
+from dit_lora.training.offload import offload_base
+from dit_lora.training.optimizer import build_optimizer
+from dit_lora.training.parity_watch import ParityWatch
+from dit_lora.training.run import Run
+from dit_lora.training.runtime import Runtime, open_run_folder
+from dit_lora.training.state_checks import own_state
+from dit_lora.training.task import Setup, Task, Trained
+from dit_lora.training.told import told_to_trackers
+from dit_lora.training.watch import prime_spikes
+
+
+def prepare(
+    runtime: Runtime,
+    task: Task,
+    checkpoint: Trained,
+    data: Prepared,
+    transformer: nn.Module,
+    groups: list[dict[str, Any]],
+    resume_from: Path | None,
+    *,
+    checkpoint_blocks: Callable[[Setup[Any, Any]], None] = choose_checkpointing,
+) -> Run:
+    """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
+    setup = _set_up(runtime, task, checkpoint, data, transformer, groups)
+    recipe = runtime.recipe
+    ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
+    identity = run_identity(setup)
+    if resume_from is not None:
+        require_own(setup, identity, resume_from)  # another recipe's base is another too
+    base = note_base(setup, resume_from)
+    start_step, record = _resumed(setup, ema, identity, resume_from)
+    start = start_of_guard(setup, record)
+    checkpoint_blocks(setup)
+
+    # Nothing is written before this line: what is refused above leaves no folder behind.
+    open_run_folder(runtime)
+    keep_base(setup, base, start_step)
+    if runtime.is_main and start.quarantine.records:
+        start.quarantine.save()
+    checkpoints = Checkpoints(setup, ema, identity)
+    journal = _journal(setup, checkpoints, start_step)
+    snapshots = Snapshots(
+        lambda: own_state(setup.engine, ema),
+        every=recipe.guard.snapshot_every,
+        put=setup.engine.put_numbers,
+    )
+    watcher = build_watcher(setup, snapshots)
+    prime_spikes(watcher, journal)
+    files = GuardFiles(checkpoints, journal, watcher, start)
+    recovery = build_recovery(setup, ema, start, snapshots, files)
+    for group in groups:
+        count = sum(p.numel() for p in group["params"])
+        runtime.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
+    return Run(
+        setup,
+        start_step,
+        ema,
+        AverageBounds(),
+        base,
+        recovery,
+        watcher,
+        ParityWatch(setup, recovery, ema=ema, start_step=start_step),
+        checkpoints,
+        journal,
+    )
+
+
+def _set_up(
+    runtime: Runtime,
+    task: Task,
+    checkpoint: Trained,
+    data: Prepared,
+    transformer: nn.Module,
+    groups: list[dict[str, Any]],
+) -> Setup[Any, Any]:
+    """Spread the model over devices and ranks, with an optimizer of its groups."""
+    recipe = runtime.recipe
+    share_context(runtime, checkpoint, data, transformer)
+    offload_base(recipe, transformer, runtime.accelerator)
+    compile_blocks(recipe, transformer, runtime.accelerator)
+    engine = build_engine(runtime, transformer, build_optimizer(groups, recipe.optim))
+    return Setup(runtime, task, checkpoint, data, engine)
+
+
+def _resumed(
+    setup: Setup[Any, Any],
+    ema: TrainedEMA | None,
+    identity: dict[str, Any],
+    resume_from: Path | None,
+) -> tuple[int, dict[str, Any]]:
+    """The step to go on from, and what the guard had changed of the run until then."""
+    train, runtime = setup.recipe.train, setup.runtime
+    if resume_from is None:
+        if train.resume == "auto":
+            runtime.say(f"no checkpoint in {runtime.dir} yet: starting at step 0")
+        return 0, {}
+    step, record = resume(setup, ema, identity, resume_from)
+    if step > train.steps:
+        raise DitLoraError(
+            f"train.steps is {train.steps}, and {resume_from} is beyond it; raise train.steps or "
+            "resume an earlier checkpoint"
+        )
+    return step, record
+
+
+def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
+    """Open the journal and start the trackers, on the main process."""
+    runtime = setup.runtime
+    if not runtime.is_main:
+        return None
+    runtime.trackers.start(told_to_trackers(runtime), start_step)
+    journal = Journal(
+        runtime.dir,
+        start_step=start_step,
+        trackers=runtime.trackers,
+        say=runtime.say,
+        fail=checkpoints.saver.fail,
+    )
+    journal.rejected(setup.data.rejected, start_step)
+    return journal

@@ -1,0 +1,66 @@
+"""What has to hold of a state before it is kept: it is finite, unaltered, and not lost."""
+
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from dit_lora.errors import listed
+from dit_lora.numerics.finite import not_finite
+from dit_lora.numerics.gate import PoisonedStateError
+from dit_lora.numerics.parameters import trainable_state
+from dit_lora.numerics.shards import local
+from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
+from dit_lora.numerics.suspects import Suspects
+from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.engine import Engine
+
+
+def own_state(engine: Engine, ema: TrainedEMA | None) -> dict[str, torch.Tensor]:
+    """What training changes, live: weights, the optimizer's state and the averages; of what is sharded, this rank's."""
+    return engine.own_state() | (ema.tensors() if ema else {})
+
+
+def require_finite_everywhere(
+    accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int
+) -> None:
+    """Raise `PoisonedStateError` on every rank if any rank's state is not finite."""
+    own = {
+        name: local(tensor.detach()) for name, tensor in state.items()
+    }  # other ranks have theirs
+    floats = [tensor for tensor in own.values() if tensor.is_floating_point()]
+    device = floats[0].device  # numbers of the optimizer's are on the CPU
+    norms = torch.stack(
+        [norm.float().to(device) for norm in torch._foreach_norm(floats, float("inf"))]
+    )
+    is_bad = not torch.isfinite(norms).all()  # one read; the names only if there is need
+    found = gather_object(not_finite(own.items()) if is_bad else [])
+    if found:
+        message = listed(f"step {step} is not saved: it is not finite", found[:20])
+        raise PoisonedStateError(message, "non_finite_weights")
+
+
+def require_unaltered(
+    accelerator: Accelerator, suspects: Suspects, step: int, *, frozen: bool
+) -> None:
+    """Raise `PoisonedStateError` on every rank if on any memory has altered what is trained, or what must not change.
+
+    The frozen weights and buffers are compared where `frozen`: that reads all of them.
+    """
+    found = altered_state(suspects)
+    if frozen and suspects.frozen is not None:
+        found += suspects.frozen.changed()
+    found = gather_object(found)
+    if found:
+        message = listed(f"step {step} is not saved: it was altered", found[:20])
+        raise PoisonedStateError(message, "altered_state")
+
+
+def require_not_lost(engine: Engine, start: float, step: int) -> None:
+    """Raise `PoisonedStateError`, equally on all ranks, if trained weights ran away though they are finite."""
+    peak = weight_peak(trainable_state(engine.bare).values(), together=engine.lockstep)
+    if has_run_away(peak, start):
+        raise PoisonedStateError(
+            f"step {step}: trained weights reach {peak:.3g}", "diverged_weights"
+        )

@@ -1,0 +1,63 @@
+"""What ranks tell each other of a step, in one gather."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from dit_lora.numerics.shards import local
+
+
+class StepRows(NamedTuple):
+    """A row of doubles for each rank; the layout is the order of the fields.
+
+    The first four are made on the device, the last three on the host.
+    """
+
+    losses: torch.Tensor
+    """(ranks, samples), in the order of micro-steps."""
+    timesteps: torch.Tensor
+    """(ranks, samples)."""
+    flags: torch.Tensor
+    """(ranks, 3): a gradient is not finite, all gradients are zero, a weight is not finite."""
+    norms: torch.Tensor
+    """(ranks, groups + 1): gradient norms of the groups, then of all together; equal on all ranks."""
+    bad_data: torch.Tensor
+    """(ranks, micro-steps)."""
+    data_seconds: torch.Tensor
+    """(ranks, 1)."""
+    stop_codes: torch.Tensor
+    """(ranks, 1): the exit code with which a rank was asked to stop, or 0."""
+
+    def gather(self, accelerator: Accelerator) -> "StepRows":
+        """Return the rows of all ranks on the host, by one gather and one copy. Collective."""
+        device = self.losses.device
+        # The host's values travel in one copy that nobody waits for.
+        known = torch.cat(self[4:], dim=1).to(device, non_blocking=True)
+        row = torch.cat([*self[:4], known], dim=1)
+        widths = [part.shape[1] for part in self]
+        return StepRows(*accelerator.gather(row).cpu().split(widths, dim=1))
+
+
+def own_row(
+    losses: Sequence[torch.Tensor],
+    timesteps: Sequence[torch.Tensor],
+    norms: Mapping[str, torch.Tensor],
+    poisoned: torch.Tensor,
+    bad_data: Sequence[float],
+    data_seconds: float,
+    stop_code: int,
+) -> StepRows:
+    """Make this rank's row; `norms` has the norm over all groups last, `poisoned` says that a weight is not finite."""
+    stacked = torch.stack([local(norm) for norm in norms.values()])
+    flags = [(~torch.isfinite(stacked)).any(), (stacked == 0).all(), poisoned]
+    return StepRows(
+        torch.cat([*losses]).double()[None],
+        torch.cat([*timesteps]).double()[None],
+        torch.stack(flags).double()[None],
+        stacked.double()[None],
+        torch.tensor([[*bad_data]], dtype=torch.float64),
+        torch.tensor([[data_seconds]], dtype=torch.float64),
+        torch.tensor([[stop_code]], dtype=torch.float64),
+    )
