@@ -33,6 +33,7 @@ PATIENCE = 60.0
 _STACKS_AFTER = 0.9 * PATIENCE
 """Seconds after which such a run notes in its log where it is."""
 _OURS = re.compile(r"(dit_lora/\S+)\", line \d+ in (\w+)")
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b.*: ")
 _AFTER_A_CRASH = 20.0
 """Seconds that other ranks have to end after one has crashed."""
 
@@ -156,7 +157,9 @@ def _judgement(job: _Job) -> Judgement:
     fault, seconds = job.fault, round(time.monotonic() - job.began, 1)
     said = job.log.read_text(encoding="utf-8", errors="replace")
     if job.crashed is not None:
-        words = f"crashed: {(said.strip().splitlines() or ['nothing was said'])[-1].strip()}"
+        errors = dict.fromkeys(line.strip() for line in said.splitlines() if _ERROR.match(line))
+        codes = [job.codes.get(pid) for pid in job.pids]
+        words = f"crashed, exit codes by rank {codes}: {'; '.join(errors) or 'no error was said'}"
     else:
         where = [_OURS.search(stack) for stack in said.split("Timeout (")[1:]]
         places = sorted({f"{one[1]} in {one[2]}" for one in where if one})

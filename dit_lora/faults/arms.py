@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.backends import cuda
+from torch.distributed.tensor import DTensor
 
 from dit_lora.faults.samples import overwrite
 from dit_lora.faults.triggers import ALL_RANKS, Change, Fires, When, here, write
@@ -113,14 +114,22 @@ def parameter(stage: Stage, name: str) -> torch.Tensor:
     return dict(stage.transformer.named_parameters())[stage.site.named(name)]
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not all zero; of a sharded one, which no rank knows alone, whether it has elements."""
+    return bool(tensor.numel() if isinstance(tensor, DTensor) else tensor.any())
+
+
 def frozen(number: int, dimensions: int = 1) -> Callable[[Stage], torch.Tensor]:
-    """A frozen weight by its number, of at least so many dimensions."""
+    """A frozen weight by its number, of at least so many dimensions; none that is all zero, which no factor changes."""
 
     def find(stage: Stage) -> torch.Tensor:
         found = [
             p
             for p in stage.transformer.parameters()
-            if not p.requires_grad and p.is_floating_point() and p.ndim >= dimensions and p.numel()
+            if not p.requires_grad
+            and p.is_floating_point()
+            and p.ndim >= dimensions
+            and _has_values(p)
         ]
         return found[number % len(found)]
 
@@ -149,7 +158,7 @@ def moment(number: int, key: str) -> Callable[[Stage], torch.Tensor]:
     """A moment of AdamW; of those that ranks share out, one of this rank's."""
 
     def find(stage: Stage) -> torch.Tensor:
-        moments = stage.run.engine.own_moments()
+        moments = stage.run.setup.engine.own_moments()
         found = [tensor for name, tensor in moments.items() if name.endswith(f"/{key}")]
         return found[number % len(found)]
 
@@ -236,7 +245,7 @@ def add_switch(stage: Stage, name: str) -> dict[str, bool]:
             state["on"] = kept
 
     switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
-    stage.run.guard.suspects.switches.append(switch)
+    stage.run.recovery.suspects.switches.append(switch)
     return state
 
 
@@ -309,7 +318,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
 
     def arm(stage: Stage) -> None:
         depth = [0]
-        inner = stage.run.guard.recover
+        inner = stage.run.recovery.recover
 
         def recover(*args: Any) -> int:
             depth[0] += 1
@@ -323,7 +332,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return batch
 
-        stage.patch(stage.run.guard, "recover", recover)
+        stage.patch(stage.run.recovery, "recover", recover)
         stage.checkpoint.before.append(read)
 
     return arm
