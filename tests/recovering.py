@@ -15,6 +15,7 @@ from dit_lora.config import GuardConfig
 from dit_lora.data.order import Order
 from dit_lora.data.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.event import Event
 from dit_lora.numerics.gate import Trip
 from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.policy import Policy
@@ -39,8 +40,8 @@ class FakeFiles:
     refuse: DitLoraError | None = None
     newest: int = 0
 
-    def event(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
+    def event(self, event: Event) -> None:
+        self.events.append(event.record())
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
         self.calls.append(("rewind", step, other_trajectory))
@@ -63,7 +64,7 @@ class FakeFiles:
     def left_out(self, step: int, guard: Mapping[str, Any]) -> None:
         self.calls.append(("left_out", step))
 
-    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
+    def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         self.calls.append(("bundle", micro_batch.rank, micro_batch.micro_step))
         return f"bundles/{micro_batch.micro_step}"
 

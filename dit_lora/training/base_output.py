@@ -21,6 +21,7 @@ from torch import nn
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.fuse.check import refusal
+from dit_lora.numerics.event import Event, kernel_event
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.switches import COMPILE, Switch, attention_switches, model_switches
 from dit_lora.numerics.tolerances import KERNEL, LATER
@@ -159,9 +160,7 @@ def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) ->
     )
 
 
-def check_kernels(
-    setup: AnySetup, base: BaseOutput, switched_off: list[str]
-) -> list[dict[str, Any]]:
+def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) -> list[Event]:
     """Switch off the kernels that the run's end would refuse, for all ranks; their events. Collective.
 
     Names are added to `switched_off`.
@@ -185,7 +184,9 @@ def check_kernels(
         agree(accelerator, DitLoraError(refusal(switch, words)) if switch.insisted else None)
         switch.turn_off()
         switched_off.append(switch.name)
-        events.append(_event(f"{words}; switched off for this run", switch))
+        events.append(
+            kernel_event(0, "preflight", f"{words}; switched off for this run", switch.name)
+        )
     if events:
         choose_checkpointing(setup)  # without the kernel, more is kept for backward
         _, base.kernels = _kernels_apart(setup, inputs, KERNEL)
@@ -342,16 +343,3 @@ def _off(switch: Switch) -> str:
     if switch.cause == "attention_backend":
         return "kernels.attention=auto"
     return f"kernels.{switch.name}=off" if switch.part_of else "all of kernels off"
-
-
-def _event(words: str, switch: Switch) -> dict[str, Any]:
-    return {
-        "step": 0,
-        "micro_step": None,
-        "rank": 0,
-        "kind": "preflight",
-        "sample_ids": [],
-        "verdict": {"cause": "kernel", "words": words, "switch": switch.name, "module": ""},
-        "action": "fallback",
-        "seconds": 0.0,
-    }

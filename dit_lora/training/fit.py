@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from tqdm import tqdm
 
@@ -11,6 +10,7 @@ from dit_lora.data.batch import Batch
 from dit_lora.data.reading import Reading
 from dit_lora.data.sampler import PositionSampler
 from dit_lora.errors import InterruptedRunError
+from dit_lora.numerics.event import Event
 from dit_lora.training.agreement import note_averages, require_agreement
 from dit_lora.training.base_output import check_kernels
 from dit_lora.training.best import note_best
@@ -82,10 +82,10 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
             )
 
 
-def _tell(run: Run, events: Iterable[dict[str, Any]]) -> None:
+def _tell(run: Run, events: Iterable[Event]) -> None:
     """Say and write down what was found before the first step."""
     for event in events:
-        run.setup.runtime.say(f"guard: {event['verdict']['words']}")
+        run.setup.runtime.say(f"guard: {event.words}")
         if run.journal is not None:
             run.journal.event(event)
 
@@ -187,7 +187,7 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     idle = idle_group_events(step, run.journal.idle_groups(line))
     for event in [*spike_events(step, spikes), *hidden_events(step, hidden), *idle]:
         run.journal.event(event)
-        setup.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
+        setup.runtime.say(f"guard: step {step}: {event.words}")
 
 
 def validate(run: Run, step: int) -> None:
@@ -211,6 +211,6 @@ def _validate(run: Run, step: int) -> None:
         else:
             event = held_out_event(step)
             run.journal.event(event)
-            setup.runtime.say(f"guard: step {step}: {event['verdict']['words']}")
+            setup.runtime.say(f"guard: step {step}: {event.words}")
     setup.task.show(setup, step)
     setup.runtime.trackers.samples(step, setup.recipe.validation.prompts)

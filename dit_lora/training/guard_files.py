@@ -10,6 +10,7 @@ from tqdm import tqdm
 from dit_lora.config import Recipe
 from dit_lora.data.quarantine import Quarantine
 from dit_lora.data.sources import class_names
+from dit_lora.numerics.event import Event
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.terminal import printable
 from dit_lora.training.best import note_best
@@ -38,7 +39,7 @@ class GuardFiles:
         self.start = start
         self._bundles = len(list((self.setup.runtime.dir / "bundles").glob("step_*")))
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         if self.journal is not None:
             self.journal.event(event)
 
@@ -79,7 +80,7 @@ class GuardFiles:
         broadcast_object_list(steps)
         return steps[0]
 
-    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
+    def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         """Written by the rank that ran the micro-batch, as far as `guard.bundles` goes."""
         setup = self.setup
         if self._bundles >= setup.recipe.guard.bundles:
@@ -96,7 +97,7 @@ class GuardFiles:
             keep_bundle(
                 folder,
                 micro_batch,
-                event,
+                event.record(),
                 weights,
                 _whole_recipe(setup.recipe, micro_batch),
                 setup.runtime.precision,

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dit_lora.data.quarantine import Quarantine
+from dit_lora.numerics.event import Event
 from dit_lora.numerics.replay import MicroBatch
 
 
 class RunFiles(Protocol):
     """What recovery changes of a run's files; called on every rank, written by one."""
 
-    def event(self, event: dict[str, Any]) -> None: ...
+    def event(self, event: Event) -> None: ...
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
         """Drop what was written of the steps after `step`; of another trajectory, checkpoints too."""
@@ -31,7 +32,7 @@ class RunFiles(Protocol):
     def newest_saved(self) -> int:
         """The step of the newest checkpoint, equal on all ranks; 0 without one."""
 
-    def bundle(self, micro_batch: MicroBatch, event: dict[str, Any]) -> str | None:
+    def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         """Keep what `dit-lora replay` needs; its name."""
 
     def say(self, line: str) -> None: ...

@@ -12,6 +12,7 @@ import torch
 
 from dit_lora.errors import DitLoraError, unwritable
 from dit_lora.files import append_line, read_lines, write_whole
+from dit_lora.numerics.event import Event
 from dit_lora.training.step import StepResult
 from dit_lora.training.trackers import Trackers
 
@@ -118,27 +119,20 @@ class Journal:
         if self.trackers is not None:
             self.trackers.scalars({"held_out_loss": loss}, step)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._append("events.jsonl", event)
+    def event(self, event: Event) -> None:
+        line = event.record()
+        self._append("events.jsonl", line)
         if self.trackers is not None:
-            self.trackers.event(event)
+            self.trackers.event(line)
 
     def rejected(self, samples: Mapping[str, str], step: int) -> None:
         """What `data.rejects: skip` leaves out, by sample; once a run for equal lists."""
         if not samples:
             return
-        event = {
-            "step": step,
-            "micro_step": None,
-            "rank": 0,
-            "kind": "data_rejected",
-            "sample_ids": list(samples),
-            "verdict": {"cause": "data", "words": "; ".join(samples.values())},
-            "action": "skip",
-            "seconds": 0.0,
-        }
-        told = [one for one in _lines(self.dir / "events.jsonl") if one["kind"] == event["kind"]]
-        if not told or told[-1]["sample_ids"] != event["sample_ids"]:
+        verdict = {"cause": "data", "words": "; ".join(samples.values())}
+        event = Event(step, "data_rejected", verdict, "skip", sample_ids=tuple(samples))
+        told = [one for one in _lines(self.dir / "events.jsonl") if one["kind"] == event.kind]
+        if not told or told[-1]["sample_ids"] != list(samples):
             self.event(event)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:

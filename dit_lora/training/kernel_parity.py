@@ -211,18 +211,3 @@ def turn_off(recovery: RunRecovery, switch: Switch) -> None:
     """For the rest of the run, and of those that resume it."""
     switch.turn_off()
     recovery.state.switched_off.append(switch.name)
-
-
-def event_of(
-    step: int, kind: str, words: str, switch: str, module: str, action: str, rank: int = 0
-) -> dict[str, Any]:
-    return {
-        "step": step,
-        "micro_step": None,
-        "rank": rank,
-        "kind": kind,
-        "sample_ids": [],
-        "verdict": {"cause": "kernel", "words": words, "switch": switch, "module": module},
-        "action": action,
-        "seconds": 0.0,
-    }

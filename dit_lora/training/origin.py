@@ -58,12 +58,22 @@ def base_of(target: Path, file: Path, made: Mapping[str, Any], model: str | None
     elif recorded is not None:
         found = recorded
     else:
-        named = made.get("base_model") or peft_config(file).get("base_model_name_or_path") or ""
-        if "/" not in named:
-            known = f" (trained on {named})" if named else ""
-            raise DitLoraError(f"{file} does not say where its base model{known} is; give --model")
+        named = named_base(file, made.get("base_model") or peft_base(file.parent))
         found = ModelConfig(family=family, path=named, revision=made.get("revision"))
     return found if found.family else found.model_copy(update={"family": family_of(found)})
+
+
+def named_base(target: Path, named: str) -> str:
+    """Return the Hub id by which a result names its base. Raises `DitLoraError` where that is no more than a name."""
+    if "/" in named:
+        return named
+    known = f" (trained on {named})" if named else ""
+    raise DitLoraError(f"{target} does not say where its base model{known} is; give --model")
+
+
+def peft_base(folder: Path) -> str:
+    """Return the base that an adapter's folder in PEFT's format names, or nothing."""
+    return peft_config(folder / CONFIG_NAME).get("base_model_name_or_path") or ""
 
 
 def peft_config(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from dit_lora.data.batch import Batch
 from dit_lora.errors import listed
 from dit_lora.numerics.block_parity import is_repeated
+from dit_lora.numerics.event import kernel_event
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.switches import COMPILE, Switch
@@ -18,7 +19,6 @@ from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.kernel_parity import (
     KernelParity,
-    event_of,
     micro_batch_of,
     several_rows,
     turn_off,
@@ -121,8 +121,16 @@ class ParityWatch(KernelParity):
             words = f"{difference.words}; switched off for this run"
             if action != "rollback":
                 words += self.trained_with(step)
-            event = event_of(step, "parity", words, name, difference.module, action, rank)
-            event["seconds"] = round(seconds, 3)
+            event = kernel_event(
+                step,
+                "parity",
+                words,
+                name,
+                module=difference.module,
+                action=action,
+                rank=rank,
+                seconds=seconds,
+            )
             events.append(event)
             lines.append(words)
             recovery.files.event(event)
@@ -130,7 +138,7 @@ class ParityWatch(KernelParity):
         if action == "stop":
             message = listed(f"step {step}: a kernel has gone wrong", lines)
             raise NonFiniteError(
-                f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0]
+                f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0].record()
             )
         summary = f"guard: step {step}: a kernel has gone wrong; {done or 'training goes on'}"
         recovery.files.say(listed(summary, lines))

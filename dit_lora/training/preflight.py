@@ -14,6 +14,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.check import refusal
 from dit_lora.numerics.attention import recorded_calls
 from dit_lora.numerics.block_parity import noting_inputs
+from dit_lora.numerics.event import Event, kernel_event
 from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.preflight import (
     Finding,
@@ -34,7 +35,6 @@ from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.switches import attention_switches, eager
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.kernel_parity import (
-    event_of,
     kept_entries,
     make_batches,
     micro_batch_of,
@@ -49,7 +49,7 @@ from dit_lora.training.task import AnySetup
 _TRIES = 3  # micro-batches
 
 
-def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[dict[str, Any]]:
+def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[Event]:
     """Check a run before its first step; returns the events of what was switched off. Collective.
 
     Raises `DitLoraError` on every rank, listing everything, if the run would end in NaN or train nothing.
@@ -202,7 +202,7 @@ def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
     return [*precision, *backends]
 
 
-def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[dict[str, Any]]:
+def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[Event]:
     """Backends that are wrong on any rank are off on all for the run; `guard.on_nonfinite` is not asked."""
     known = {switch.name: switch for switch in recovery.suspects.switches}
     events = []
@@ -213,28 +213,26 @@ def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[dict[str, An
         known[name].turn_off()
         recovery.state.switched_off.append(name)
         words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
-        event = event_of(0, "preflight", words, name, "", "fallback")
-        event["verdict"]["cause"] = "attention_backend"
-        events.append(event)
+        events.append(kernel_event(0, "preflight", words, name, cause="attention_backend"))
     return events
 
 
-def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[dict[str, Any]]:
+def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[Event]:
     """Kernels that differ from the stock model, or from themselves, on any rank are off on all.
 
     Raises on every rank if one that the recipe insists on differs. What no comparison reaches is off too, unless the
     recipe insists.
     """
-    events = []
+    start, events = parity.start_step, list[Event]()
     for switch, difference, rank in parity.differing(make_batches(setup, recovery.quarantine)):
         refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(setup.runtime.accelerator, refused)
         turn_off(recovery, switch)
-        words = (
-            f"{difference.words}; switched off for this run{parity.trained_with(parity.start_step)}"
+        words = f"{difference.words}; switched off for this run{parity.trained_with(start)}"
+        module = difference.module
+        events.append(
+            kernel_event(start, "preflight", words, switch.name, module=module, rank=rank)
         )
-        place = switch.name, difference.module
-        events.append(event_of(parity.start_step, "preflight", words, *place, "fallback", rank))
     for switch, why in parity.not_compared():
         words = f"kernel {switch.name} was not compared with its reference: {why}"
         if not switch.insisted:
@@ -242,7 +240,7 @@ def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> lis
         done = "on, as it was asked for by name" if switch.insisted else "switched off for this run"
         action = "report" if switch.insisted else "fallback"
         words = f"{words}; {done}"
-        events.append(event_of(parity.start_step, "preflight", words, switch.name, "", action))
+        events.append(kernel_event(start, "preflight", words, switch.name, action=action))
     if events:
         choose_checkpointing(setup)  # without the kernel, more is kept for backward
     missed = parity.coverage.missed

@@ -14,6 +14,7 @@ from dit_lora.data.order import Draw, Order
 from dit_lora.data.quarantine import LeftOut, Quarantine
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.bisect import diagnose
+from dit_lora.numerics.event import Event, event_of
 from dit_lora.numerics.gate import NonFiniteError, Trip
 from dit_lora.numerics.policy import Action, Policy
 from dit_lora.numerics.replay import MicroBatch
@@ -87,16 +88,14 @@ class RunRecovery:
         skipped = [v.sample_id for v in self.quarantine.records]
         action = self.policy.choose(trip.step, verdicts, skipped)
         action, target = self._feasible(action, trip.step)
-        events = [
-            _event(trip, verdict, action, time.perf_counter() - began) for verdict in verdicts
-        ]
-        self._keep_bundles(own, events)  # with the weights as they are, before a rollback
+        seconds = time.perf_counter() - began
+        events = [event_of(trip.step, trip.kind, one, action.kind, seconds) for one in verdicts]
+        events = self._bundled(own, events)  # with the weights as they are, before a rollback
         notes = self._act(action, trip, verdicts, target)
-        lines = _lines(verdicts)
         for event in events:
             self.files.event(event)
         if action.kind == "stop":
-            raise self._stopped(trip, lines, action, events, notes)
+            raise self._stopped(trip, verdicts, action, events[0], notes)
         done = _DONE[action.kind]
         if action.kind == "rollback":
             again = trip.step - 1 - target
@@ -106,7 +105,7 @@ class RunRecovery:
         if action.kind == "skip" and not action.samples:
             done = "left out, for no sample is at fault"
         summary = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {done}"
-        self.files.say(listed(summary, [*lines, *notes]))
+        self.files.say(listed(summary, [*_lines(verdicts), *notes]))
         return target
 
     def _diagnose(
@@ -166,11 +165,11 @@ class RunRecovery:
             "train.batch_size, or more ranks"
         )
         verdict = Verdict("unknown", words, trip.step, rank, one.micro_step, sample_ids=one.ids)
-        event = _event(trip, verdict, Action("stop"), 0.0)
+        event = event_of(trip.step, trip.kind, verdict, "stop", 0.0)
         self.files.event(event)
         kind = trip.kind.replace("_", " ")
         summary = f"step {trip.step}: {kind}; nothing was saved at this step"
-        return NonFiniteError(listed(summary, _lines([verdict])), event)
+        return NonFiniteError(listed(summary, _lines([verdict])), event.record())
 
     def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
         """The action with the step to go on after; a rollback needs a snapshot that is finite."""
@@ -245,33 +244,38 @@ class RunRecovery:
         for_good = action.kind == "quarantine"
         return notes + (self.files.set_aside_bad(action.samples) if for_good else [])
 
-    def _keep_bundles(
-        self, own: Sequence[tuple[MicroBatch, Verdict]], events: Sequence[dict[str, Any]]
-    ) -> None:
-        """Each rank writes its own; the events name them all."""
-        by_place = {(event["rank"], event["micro_step"]): event for event in events}
-        names = {}
+    def _bundled(
+        self, own: Sequence[tuple[MicroBatch, Verdict]], events: Sequence[Event]
+    ) -> list[Event]:
+        """Write this rank's bundles; the events name those of all ranks."""
+        by_place = {(event.rank, event.micro_step): event for event in events}
+        names: dict[tuple[int, int | None], str | None] = {}
         for micro_batch, verdict in own:
             place = (verdict.rank, verdict.micro_step)
             if place in by_place:
                 names[place] = self.files.bundle(micro_batch, by_place[place])
+        written: dict[tuple[int, int | None], str | None] = {}
         for theirs in gather_object([names]):
-            for place, name in theirs.items():
-                by_place[place].setdefault("bundle", name)  # in lockstep the first rank's
+            written = theirs | written  # in lockstep the first rank's
+        places = ((one, (one.rank, one.micro_step)) for one in events)
+        return [
+            replace(one, facts={"bundle": written[place]}) if place in written else one
+            for one, place in places
+        ]
 
     def _stopped(
         self,
         trip: Trip,
-        lines: Sequence[str],
+        verdicts: Sequence[Verdict],
         action: Action,
-        events: Sequence[dict[str, Any]],
+        event: Event,
         notes: Sequence[str],
     ) -> NonFiniteError:
-        samples = [sample for event in events for sample in event["sample_ids"]]
+        samples = [sample for verdict in verdicts for sample in verdict.sample_ids]
         notes = [*notes, *self.files.set_aside_bad(samples)]
-        good = self._go_to_last_good(trip, events)
+        good = self._go_to_last_good(trip, verdicts)
         state = "not to be used" if good is None else f"those of step {good}"
-        kind, advice = trip.kind.replace("_", " "), _advice(events)
+        kind, advice = trip.kind.replace("_", " "), _advice(verdicts)
         try:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
@@ -284,14 +288,15 @@ class RunRecovery:
                 )
         except DitLoraError as error:
             notes.append(f"{error}")
-        message = listed(f"step {trip.step}: {kind}; the weights are {state}", lines)
-        return NonFiniteError("\n".join([message, f"stopped: {action.why}", *notes]), events[0])
+        message = listed(f"step {trip.step}: {kind}; the weights are {state}", _lines(verdicts))
+        return NonFiniteError(
+            "\n".join([message, f"stopped: {action.why}", *notes]), event.record()
+        )
 
-    def _go_to_last_good(self, trip: Trip, events: Sequence[dict[str, Any]]) -> int | None:
+    def _go_to_last_good(self, trip: Trip, verdicts: Sequence[Verdict]) -> int | None:
         """The last step whose state is known to be good, which is put back if need be; None if a checkpoint has it."""
-        verdicts = [event["verdict"] for event in events]
-        of_state = [one for one in verdicts if one["cause"] in _OF_STATE]
-        frozen = bool(of_state) and all(one["evidence"].get("frozen") for one in of_state)
+        of_state = [one for one in verdicts if one.cause in _OF_STATE]
+        frozen = bool(of_state) and all(one.evidence.get("frozen") for one in of_state)
         if trip.kind not in _OF_WEIGHTS and (frozen or not of_state):
             return trip.step - 1
         if frozen:  # found at a save: since when the steps went wrong is not known
@@ -326,19 +331,6 @@ def _place(verdict: Verdict) -> str:
     return f"rank {verdict.rank}"
 
 
-def _event(trip: Trip, verdict: Verdict, action: Action, seconds: float) -> dict[str, Any]:
-    return {
-        "step": trip.step,
-        "micro_step": verdict.micro_step,
-        "rank": verdict.rank,
-        "kind": trip.kind,
-        "sample_ids": list(verdict.sample_ids),
-        "verdict": verdict.record(),
-        "action": action.kind,
-        "seconds": round(seconds, 3),
-    }
-
-
 def _evidence(verdict: Verdict) -> dict[str, Any]:
     """What a verdict on a sample stands on, for the list of those left out."""
     known = ("replays", "control", "control_with_the_same_draws", "losses")
@@ -348,11 +340,11 @@ def _evidence(verdict: Verdict) -> dict[str, Any]:
     return {**facts, "rank": verdict.rank, "timesteps": list(verdict.timesteps)}
 
 
-def _advice(events: Sequence[dict[str, Any]]) -> str:
-    causes = {event["verdict"]["cause"] for event in events}
+def _advice(verdicts: Sequence[Verdict]) -> str:
+    causes = {verdict.cause for verdict in verdicts}
     if causes <= {"data", "transient"}:
         return "continue with train.resume=auto"
-    if any("weight_decay" in event["verdict"]["evidence"] for event in events):
+    if any("weight_decay" in verdict.evidence for verdict in verdicts):
         return "start afresh, or from an earlier checkpoint, with a lower optim.weight_decay"
     if "rank" in causes:
         return "continue with train.resume=auto, without the device that is named"

@@ -12,6 +12,7 @@ from dit_lora.config import LadderConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import append_line
 from dit_lora.numerics.captured import CapturedCall
+from dit_lora.numerics.event import event_of
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.loop_state import LoopState
 from dit_lora.numerics.plugin.budget import Budget
@@ -203,17 +204,7 @@ class Recovery:
     def _write(
         self, trip: Trip, verdict: Verdict, action: Action, seconds: float, facts: Mapping[str, Any]
     ) -> None:
-        event = {
-            "step": trip.step,
-            "micro_step": verdict.micro_step,
-            "rank": verdict.rank,
-            "kind": trip.kind,
-            "sample_ids": list(verdict.sample_ids),
-            "verdict": verdict.record(),
-            "action": action.kind,
-            "seconds": round(seconds, 3),
-            **facts,
-        }
+        event = event_of(trip.step, trip.kind, verdict, action.kind, seconds, facts).record()
         self.events.append(event)
         if self.folder is not None and self.host.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)

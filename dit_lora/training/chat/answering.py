@@ -32,8 +32,8 @@ from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.switches import eager
-from dit_lora.parsing import read_json
 from dit_lora.recipe import load_recipe
+from dit_lora.training.origin import named_base, peft_base
 from dit_lora.training.runtime import quiet_libraries
 
 MAX_TOKENS = 512
@@ -285,10 +285,7 @@ def find_origin(target: Path, model: str | None) -> Origin:
             raise DitLoraError(f"--model does not apply: {target} is a checkpoint, not an adapter")
         return Origin(_checkpoint(str(target)), None)
     made = read_chat_provenance(adapter)
-    path = model or made.get("base_model") or _base_by_peft(adapter)
-    if not model and "/" not in path:
-        known = f" (trained on {path})" if path else ""
-        raise DitLoraError(f"{target} does not say where its base model{known} is; give --model")
+    path = model or named_base(target, made.get("base_model") or peft_base(adapter))
     if "family" not in made:
         return Origin(_checkpoint(path), adapter)
     revision = None if model else made.get("revision")
@@ -335,14 +332,6 @@ def _stamp(checkpoint: Path) -> str:
     files = sorted(checkpoint.rglob("*.safetensors"))
     facts = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _base_by_peft(adapter: Path) -> str:
-    """The base that PEFT's own config names; empty if none."""
-    config = adapter / "adapter_config.json"
-    if not config.is_file():
-        return ""
-    return read_json(config).get("base_model_name_or_path") or ""
 
 
 def _checkpoint(path: str) -> ModelConfig:

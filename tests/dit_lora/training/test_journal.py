@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.event import Event
 from dit_lora.training.diffusion import by_timestep
 from dit_lora.training.journal import IDLE, Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.step import StepResult
+
+
+def spike(step: int) -> Event:
+    return Event(step, "spike", {"cause": "unknown", "words": "far beyond the others"})
 
 
 def result(step: int, **values: Any) -> StepResult:
@@ -98,11 +103,11 @@ def test_going_back_drops_later_lines_and_counts_samples_from_there(tmp_path: Pa
         journal.step(line_of(step))
     for step, loss in ((0, 3.0), (2, 2.0), (4, 1.0)):
         journal.held_out(step, loss)
-    journal.event({"step": 4, "kind": "spike"})
+    journal.event(spike(4))
     journal.rewind(2)
     assert [line["step"] for line in journal.history()] == [1, 2]
     assert held_out_losses(tmp_path) == {0: 3.0, 2: 2.0}
-    assert lines(tmp_path / "events.jsonl") == [{"step": 4, "kind": "spike"}]
+    assert lines(tmp_path / "events.jsonl") == [spike(4).record()]
     journal.step(line_of(3))
     journal.held_out(4, 0.5)
     assert [line["samples"] for line in journal.history()] == [2, 4, 6]
@@ -130,15 +135,15 @@ def test_lines_that_a_full_disk_does_not_take_end_the_run_and_are_written_when_t
     with monkeypatch.context() as patch:
         patch.setattr("dit_lora.training.journal.append_line", full)
         journal.step(line_of(2))
-        journal.event({"step": 2, "kind": "spike"})
+        journal.event(spike(2))
         with pytest.raises(OSError, match="No space left"):
-            Journal(tmp_path / "other", start_step=0).event({"step": 1})
+            Journal(tmp_path / "other", start_step=0).event(spike(1))
     assert [str(one) for one in failed] == [
         f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
     ] * 2
     journal.flush()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert lines(tmp_path / "events.jsonl") == [{"step": 2, "kind": "spike"}]
+    assert lines(tmp_path / "events.jsonl") == [spike(2).record()]
 
 
 def full(path: Path, text: str) -> None:
