@@ -25,7 +25,7 @@ def verify(
     as_json: JsonFlag = False,
 ) -> None:
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
-    from dit_lora.training.verify import verify_adapter
+    from dit_lora.training.verify_target import verify_adapter
 
     found = verify_adapter(target, model, allow_extreme_update=allow_extreme_update)
     if as_json:

@@ -13,7 +13,7 @@ from dit_lora.recipe import load_recipe
 from dit_lora.report.live import Reporting
 from dit_lora.training.checkpoint import find_checkpoint
 from dit_lora.training.facts import write_facts
-from dit_lora.training.finish import finish
+from dit_lora.training.finish import finish, require_verified
 from dit_lora.training.fit import fit
 from dit_lora.training.optimizer import require_optimizer
 from dit_lora.training.prepare import prepare
@@ -22,7 +22,6 @@ from dit_lora.training.summary import summary
 from dit_lora.training.tasks import task_of
 from dit_lora.training.told import status_noted, write_data_record
 from dit_lora.training.trainable import require_quantization
-from dit_lora.training.verify import require_verified
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 

@@ -29,14 +29,13 @@ from dit_lora.numerics.switches import kept_attention
 from dit_lora.objectives import LossOutput
 from dit_lora.recipe import parse_recipe
 from dit_lora.training.checkpoint import find_checkpoint, is_whole
-from dit_lora.training.finish import finish
+from dit_lora.training.finish import finish, require_verified
 from dit_lora.training.fit import fit
 from dit_lora.training.launch import Sharding
 from dit_lora.training.prepare import prepare
 from dit_lora.training.run import Run
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
 from dit_lora.training.tasks import task_of
-from dit_lora.training.verify import require_verified
 
 STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so

@@ -5,47 +5,14 @@ compared, by a 64-bit digest a tensor. It reads every byte once: 10 GB take some
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dit_lora.numerics.digest import tensor_digest
 from dit_lora.numerics.narrow import weight_values
 from dit_lora.numerics.shards import local
-
-_CHUNK = 1 << 20  # words of 8 bytes at a time: 16 MiB of memory beside the tensor
-
-
-@cache
-def _multipliers(device: torch.device) -> Tensor:
-    """Return odd numbers of 64 bits by chance, always the same, on the device: 8 MiB that stay there.
-
-    Numbers in a row would not do: sign bits that flip in all of a tensor whose size is a power of two cancel out.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.empty(_CHUNK, dtype=torch.int64, device="cpu")  # whatever device is the default
-    drawn.random_(-(2**63), 2**63 - 1, generator=generator)
-    return (drawn | 1).to(device)
-
-
-def tensor_digest(tensor: Tensor) -> Tensor:
-    """Return an int64 scalar, on the tensor's device, of its bits and their places.
-
-    The sum, modulo 2^64, of each 8 bytes times an odd number of their own, its upper half folded into the lower: two
-    tensors have the same by chance alone. Without the fold, top bits that flip in an even number of words cancel out.
-    """
-    raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-    rest = -len(raw) % 8
-    if rest or raw.data_ptr() % 8 or raw.storage_offset() % 8:
-        raw = torch.cat([raw, raw.new_zeros(rest)])
-    words = raw.view(torch.int64)
-    odd = _multipliers(words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(_CHUNK):
-        mixed = chunk * odd[: len(chunk)]
-        total = total * 3 + mixed.bitwise_xor_(mixed >> 32).sum()
-    return total
 
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

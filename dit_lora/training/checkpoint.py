@@ -20,13 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.shards import fill
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.place import samples_remedy
 
 if TYPE_CHECKING:
-    from dit_lora.training.ema import TrainedEMA
-    from dit_lora.training.engine import Engine
+    pass
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
@@ -188,18 +186,6 @@ def require_same_recipe(
     about: dict[str, Any] = read_json(path / _STATE)
     _require_same(path, about["identity"], parse_json(json.dumps(dict(identity))), place or {})
     return about
-
-
-def restore(loaded: Loaded, engine: "Engine", ema: "TrainedEMA | None" = None) -> None:
-    """Put weights, optimizer state and averages bit for bit where `engine` holds them; each rank its part."""
-    stored, averages = loaded.state, ema.tensors() if ema else {}
-    for own, kept in ((engine.weights(), stored.weights), (averages, stored.averages)):
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in kept.items()}:
-            raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
-    # Copies: what an optimizer on a CPU keeps must not live in a mapped file.
-    engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
-    for name, tensor in averages.items():
-        fill(tensor, stored.averages[name])
 
 
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:

@@ -1,22 +1,36 @@
 """Ends a run: writes the adapter or the whole pipeline, checks what was written, and measures it."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 import dit_lora
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
-from dit_lora.errors import DitLoraError
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.files import write_whole
 from dit_lora.redact import redacted
 from dit_lora.remedies import HUB
+from dit_lora.training.base_output import BaseOutput, base_fault, kernel_fault, made_up_inputs
 from dit_lora.training.fit import averaged, validate
+from dit_lora.training.output_record import NOT_RECORDED, WRONG, note_output
+from dit_lora.training.reference_model import sharing_weights, why_apart
 from dit_lora.training.run import Run
-from dit_lora.training.runtime import agree
-from dit_lora.training.task import Setup
-from dit_lora.training.verify import Verification, noted_output, verify_result
+from dit_lora.training.runtime import Runtime, agree
+from dit_lora.training.task import AnySetup, Setup
+from dit_lora.training.verify import (
+    VERIFICATION_FILE,
+    Result,
+    Verification,
+    check_adapter,
+    check_pipeline,
+)
+from dit_lora.training.verify_pipeline import pipeline_checks
 
 
 @dataclass(frozen=True)
@@ -78,3 +92,65 @@ def _lora_facts(recipe: Recipe) -> dict[str, Any]:
         return {"mode": "full"}
     lora = recipe.lora
     return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
+
+
+def verify_result(
+    setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> Verification:
+    """Check what a run has just written, and write verification.json; on the main process, not collective.
+
+    `weights` are what was trained, whole. The fresh stock model holds the run's own frozen tensors, so that no
+    weight is in memory twice. Where these are spread over ranks, or over devices, the output is left to
+    `dit-lora verify`, and `output` says so.
+    """
+    stock, dtype, live = setup.task.stock(setup.checkpoint), setup.dtype, setup.transformer
+    apart = why_apart(live)
+    full = setup.recipe.train.mode == "full"
+    fresh = stock.without_values(dtype)
+    if apart is None:
+        fresh = sharing_weights(fresh, live, dtype, trained=full)
+    later = f"{apart}; dit-lora verify {setup.runtime.dir.name} does" if apart else None
+    allow = setup.recipe.guard.allow_extreme_update
+    result = Result(
+        path, made, made["base_model"], stock, dtype, made["output"], later, allow, own=True
+    )
+    if full:
+        files = sorted((path / "transformer").glob("*.safetensors"))
+        checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
+        verification = check_pipeline(result, checks, lambda: fresh)
+    else:
+        verification = check_adapter(result, fresh)
+    text = json.dumps(verification.record(), indent=2) + "\n"
+    write_whole(setup.runtime.dir / VERIFICATION_FILE, text)
+    return verification
+
+
+def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
+    """What `output` compares, of the weights that the model has now, and what is wrong with the model. Collective.
+
+    Where a forward pass needs one rank, the main process alone notes it, and others return nothing.
+    """
+    wrong = base_fault(setup, base)
+    if not (setup.runtime.is_main or setup.engine.lockstep):
+        return {}
+    stock = setup.task.stock(setup.checkpoint)
+    try:
+        noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
+        if wrong is None and NOT_RECORDED not in noted:
+            wrong = kernel_fault(setup, base, noted)
+    except torch.OutOfMemoryError:
+        noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
+    return {**noted, WRONG: wrong} if wrong else noted
+
+
+def require_verified(runtime: Runtime, verification: Verification | None) -> None:
+    """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
+    error = None
+    if verification is not None and not verification.passed:
+        error = CheckFailedError(
+            listed(
+                f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole",
+                verification.wrong,
+            )
+        )
+    agree(runtime.accelerator, error)

@@ -6,17 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dit_lora.numerics.shards import gathered
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.shards import fill, gathered
 from dit_lora.training.best import best_checkpoints
 from dit_lora.training.checkpoint import (
+    Loaded,
     SavedState,
     checkpoint_steps,
     load_checkpoint,
     require_same_recipe,
-    restore,
     save_checkpoint,
 )
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.engine import Engine
 from dit_lora.training.place import has_dropout, moved, place_of
 from dit_lora.training.runtime import agree
 from dit_lora.training.saving import Saver
@@ -111,3 +113,15 @@ class Checkpoints:
             error = self.saver.wait()
             if error is not None and not error.shown:
                 self.setup.runtime.say(f"warning: {error}")
+
+
+def restore(loaded: Loaded, engine: Engine, ema: TrainedEMA | None = None) -> None:
+    """Put weights, optimizer state and averages bit for bit where `engine` holds them; each rank its part."""
+    stored, averages = loaded.state, ema.tensors() if ema else {}
+    for own, kept in ((engine.weights(), stored.weights), (averages, stored.averages)):
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in kept.items()}:
+            raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
+    # Copies: what an optimizer on a CPU keeps must not live in a mapped file.
+    engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
+    for name, tensor in averages.items():
+        fill(tensor, stored.averages[name])

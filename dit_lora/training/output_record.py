@@ -17,8 +17,8 @@ from torch import nn
 from dit_lora.numerics.switches import COMPILE, Switch, eager, model_switches
 from dit_lora.numerics.tolerances import rounding
 from dit_lora.training.blocks import repeated_blocks
+from dit_lora.training.modes import evaluating
 from dit_lora.training.reference_model import Inputs, ReferenceModel, tuner_layers
-from dit_lora.training.validation import evaluating
 from dit_lora.training.verify_checks import Check, percent
 
 SEED = 1255

@@ -1,12 +1,9 @@
 """Held-out loss and samples during training, on the trained weights themselves: nothing is cast."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
@@ -16,16 +13,16 @@ from dit_lora.data.media import UnreadableError
 from dit_lora.data.training_set import TrainingSet
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
-from dit_lora.errors import DitLoraError, unwritable
+from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.shards import needs_all_ranks
 from dit_lora.numerics.streams import Streams, fold
+from dit_lora.training.modes import evaluating
 from dit_lora.training.precompute import Precomputed
-from dit_lora.training.runtime import Runtime, agree
+from dit_lora.training.runtime import Runtime
+from dit_lora.training.shared import agreed, of_any_rank, own_share
 from dit_lora.training.task import Trained
-
-T = TypeVar("T")
 
 
 def held_out_loss(
@@ -146,41 +143,3 @@ def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
         )
     # The pipeline leaves given ones where they are.
     return {name: tensor[None].to(device) for name, tensor in tensors.items()}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout, then training as before."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def agreed(runtime: Runtime, work: Callable[[], T] | None) -> T | None:
-    """What `work` gives, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
-    error, result = None, None
-    if work is not None:
-        try:
-            result = work()
-        except DitLoraError as problem:
-            error = problem
-        except OSError as problem:
-            error = unwritable(problem)
-    agree(runtime.accelerator, error)
-    return result
-
-
-def own_share(items: Sequence[T], accelerator: Accelerator, model: nn.Module) -> Sequence[T]:
-    """What this rank runs of them: its share, or all of them where a forward pass needs all ranks."""
-    if needs_all_ranks(model):
-        return items
-    return items[accelerator.process_index :: accelerator.num_processes]
-
-
-def of_any_rank(faults: Mapping[str, str], model: nn.Module) -> bool:
-    """Whether a sample is left out: where all ranks run it together, if it is bad on any. Collective then."""
-    return any(gather_object([bool(faults)])) if needs_all_ranks(model) else bool(faults)

@@ -4,7 +4,6 @@ Five checks: `keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says 
 its result when it ends, with the frozen weights that it already holds, once these are shown to be those of its start.
 """
 
-import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError
 from torch import nn
 
-from dit_lora.adapters.quantize import quantize_base
 from dit_lora.adapters.store import BASE_FILE
 from dit_lora.adapters.update import (
     LoadedLayer,
@@ -29,19 +27,12 @@ from dit_lora.adapters.update import (
     module_updates,
     weight_norms,
 )
-from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import write_whole
-from dit_lora.numerics.precision import choose_precision
+from dit_lora.errors import DitLoraError, listed
 from dit_lora.parsing import parse_json, read_json
-from dit_lora.training.base_output import BaseOutput, base_fault, kernel_fault, made_up_inputs
-from dit_lora.training.output_record import NOT_RECORDED, WRONG, compare_output, note_output
-from dit_lora.training.reference_model import ReferenceModel, sharing_weights, why_apart
-from dit_lora.training.runtime import Runtime, agree, quiet_libraries
-from dit_lora.training.task import AnySetup
+from dit_lora.training.output_record import NOT_RECORDED, WRONG, compare_output
+from dit_lora.training.reference_model import ReferenceModel
 from dit_lora.training.tensor_file import header_of, tensors_of
 from dit_lora.training.verify_checks import Check, effect, finite, keys, scale
-from dit_lora.training.verify_pipeline import pipeline_checks
-from dit_lora.training.verify_target import find_target
 
 VERIFICATION_FILE = "verification.json"
 # What Diffusers, Transformers, PEFT and PyTorch raise of a file that does not fit the model.
@@ -106,101 +97,6 @@ class Verification:
         return [name for name, one in self.checks.items() if not one.passed]
 
 
-def verify_adapter(
-    target: Path, model: str | None = None, *, allow_extreme_update: bool = False
-) -> Verification:
-    """Check a run's result, an adapter's folder or file, or a whole pipeline's folder, on its base checkpoint.
-
-    `model` is the base, by default the run's own. `allow_extreme_update` makes a note of an update that is a failure
-    otherwise. Raises `DitLoraError` if there is nothing to check or no base, and `CheckFailedError` if a file cannot
-    be read at all.
-    """
-    quiet_libraries()
-    found = find_target(target, model)
-    stock = found.stock()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = choose_precision("auto", device).dtype
-    result = Result(
-        found.file,
-        found.made,
-        found.base_name,
-        stock,
-        dtype,
-        found.made.get("output"),
-        allow_extreme=allow_extreme_update,
-    )
-    if found.kind == "pipeline":
-        expected = stock.without_values(dtype).state_dict()
-        checks = pipeline_checks(stock.weight_files(), expected, stock.name)
-        return _pipeline(result, checks, lambda: stock.load(dtype).to(device))
-    fresh = stock.load(dtype)
-    if found.made.get("quantize"):  # as it was trained on
-        quantize_base(fresh, found.made["quantize"], set(tensors_of(result.base_file)))
-    return _adapter(result, fresh.to(device))
-
-
-def verify_result(
-    setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
-) -> Verification:
-    """Check what a run has just written, and write verification.json; on the main process, not collective.
-
-    `weights` are what was trained, whole. The fresh stock model holds the run's own frozen tensors, so that no
-    weight is in memory twice. Where these are spread over ranks, or over devices, the output is left to
-    `dit-lora verify`, and `output` says so.
-    """
-    stock, dtype, live = setup.task.stock(setup.checkpoint), setup.dtype, setup.transformer
-    apart = why_apart(live)
-    full = setup.recipe.train.mode == "full"
-    fresh = stock.without_values(dtype)
-    if apart is None:
-        fresh = sharing_weights(fresh, live, dtype, trained=full)
-    later = f"{apart}; dit-lora verify {setup.runtime.dir.name} does" if apart else None
-    allow = setup.recipe.guard.allow_extreme_update
-    result = Result(
-        path, made, made["base_model"], stock, dtype, made["output"], later, allow, own=True
-    )
-    if full:
-        files = sorted((path / "transformer").glob("*.safetensors"))
-        checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
-        verification = _pipeline(result, checks, lambda: fresh)
-    else:
-        verification = _adapter(result, fresh)
-    text = json.dumps(verification.record(), indent=2) + "\n"
-    write_whole(setup.runtime.dir / VERIFICATION_FILE, text)
-    return verification
-
-
-def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
-    """What `output` compares, of the weights that the model has now, and what is wrong with the model. Collective.
-
-    Where a forward pass needs one rank, the main process alone notes it, and others return nothing.
-    """
-    wrong = base_fault(setup, base)
-    if not (setup.runtime.is_main or setup.engine.lockstep):
-        return {}
-    stock = setup.task.stock(setup.checkpoint)
-    try:
-        noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
-        if wrong is None and NOT_RECORDED not in noted:
-            wrong = kernel_fault(setup, base, noted)
-    except torch.OutOfMemoryError:
-        noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
-    return {**noted, WRONG: wrong} if wrong else noted
-
-
-def require_verified(runtime: Runtime, verification: Verification | None) -> None:
-    """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
-    error = None
-    if verification is not None and not verification.passed:
-        error = CheckFailedError(
-            listed(
-                f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole",
-                verification.wrong,
-            )
-        )
-    agree(runtime.accelerator, error)
-
-
 @dataclass(frozen=True)
 class Result:
     """What is checked, and what is known of it."""
@@ -254,7 +150,7 @@ class Result:
             return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
 
 
-def _pipeline(
+def check_pipeline(
     result: Result, checks: Mapping[str, Check], load: Callable[[], nn.Module]
 ) -> Verification:
     output = Check(False, "not compared: the files do not hold what they should")
@@ -264,7 +160,7 @@ def _pipeline(
     return Verification(result.name, result.base_name, {**checks, "output": output})
 
 
-def _adapter(result: Result, fresh: nn.Module) -> Verification:
+def check_adapter(result: Result, fresh: nn.Module) -> Verification:
     """The checks of an adapter, and of base weights beside it, in a fresh model of its base."""
     config, stored, base = result.config(), _stored(result), tensors_of(result.base_file)
     expected = _expected(config, fresh)

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from dit_lora.adapters.chat_store import CHAT_ADAPTER_FILE, chat_adapter_file
+from dit_lora.adapters.quantize import quantize_base
 from dit_lora.adapters.store import (
     ADAPTER_FILE,
     BASE_FILE,
@@ -16,14 +19,18 @@ from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import Viewing
+from dit_lora.numerics.precision import choose_precision
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.remedies import HUB
 from dit_lora.training.chat.answering import find_origin
 from dit_lora.training.chat.stock import ChatStock
 from dit_lora.training.origin import base_of, family_of, find_adapter, whole_pipeline
 from dit_lora.training.reference_model import ReferenceModel
+from dit_lora.training.runtime import quiet_libraries
 from dit_lora.training.stock import DiffusionStock
-from dit_lora.training.tensor_file import header_of
+from dit_lora.training.tensor_file import header_of, tensors_of
+from dit_lora.training.verify import Result, Verification, check_adapter, check_pipeline
+from dit_lora.training.verify_pipeline import pipeline_checks
 
 Kind = Literal["diffusion", "chat", "pipeline"]
 
@@ -121,3 +128,36 @@ def _made(file: Path) -> dict[str, Any]:
 def _named(made: Mapping[str, Any], path: str) -> ModelConfig:
     found = ModelConfig(family=made.get("family") or "", path=path)
     return found if found.family else found.model_copy(update={"family": family_of(found)})
+
+
+def verify_adapter(
+    target: Path, model: str | None = None, *, allow_extreme_update: bool = False
+) -> Verification:
+    """Check a run's result, an adapter's folder or file, or a whole pipeline's folder, on its base checkpoint.
+
+    `model` is the base, by default the run's own. `allow_extreme_update` makes a note of an update that is a failure
+    otherwise. Raises `DitLoraError` if there is nothing to check or no base, and `CheckFailedError` if a file cannot
+    be read at all.
+    """
+    quiet_libraries()
+    found = find_target(target, model)
+    stock = found.stock()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = choose_precision("auto", device).dtype
+    result = Result(
+        found.file,
+        found.made,
+        found.base_name,
+        stock,
+        dtype,
+        found.made.get("output"),
+        allow_extreme=allow_extreme_update,
+    )
+    if found.kind == "pipeline":
+        expected = stock.without_values(dtype).state_dict()
+        checks = pipeline_checks(stock.weight_files(), expected, stock.name)
+        return check_pipeline(result, checks, lambda: stock.load(dtype).to(device))
+    fresh = stock.load(dtype)
+    if found.made.get("quantize"):  # as it was trained on
+        quantize_base(fresh, found.made["quantize"], set(tensors_of(result.base_file)))
+    return check_adapter(result, fresh.to(device))

@@ -16,8 +16,9 @@ from dit_lora.files import write_whole
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.chat.answering import Answerer
 from dit_lora.training.chat.training_set import ChatSet
+from dit_lora.training.modes import evaluating
+from dit_lora.training.shared import agreed, of_any_rank, own_share
 from dit_lora.training.task import Setup
-from dit_lora.training.validation import agreed, evaluating, of_any_rank, own_share
 
 ANSWERS = "answers.json"
 

@@ -23,7 +23,8 @@ from dit_lora.training import prepare as preparing
 from dit_lora.training.base_output import BASE_OUTPUT
 from dit_lora.training.run import Run
 from dit_lora.training.task import Setup
-from dit_lora.training.verify import VERIFICATION_FILE, verify_adapter
+from dit_lora.training.verify import VERIFICATION_FILE
+from dit_lora.training.verify_target import verify_adapter
 from dit_lora_kernels import ada_norm
 
 Main = Callable[[list[str]], None]

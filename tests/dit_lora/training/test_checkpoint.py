@@ -25,10 +25,10 @@ from dit_lora.training.checkpoint import (
     newest_checkpoint,
     prune,
     remove_checkpoints_after,
-    restore,
     save_checkpoint,
 )
 from dit_lora.training.engine import Replicated
+from dit_lora.training.keeping import restore
 from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
 
 IDENTITY = {"lora.rank": 4, "optim.betas": (0.9, 0.95), "lora.targets": None}

@@ -20,7 +20,8 @@ from dit_lora.cli import app
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.training import diffusion
-from dit_lora.training.verify import VERIFICATION_FILE, verify_adapter
+from dit_lora.training.verify import VERIFICATION_FILE
+from dit_lora.training.verify_target import verify_adapter
 
 Main = Callable[[list[str]], None]
 CHAT_FILE = "adapter_model.safetensors"

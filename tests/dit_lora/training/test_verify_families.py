@@ -13,7 +13,8 @@ from verified import SMOKES, failing, quick
 
 from dit_lora.cli import app
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.training.verify import VERIFICATION_FILE, verify_adapter
+from dit_lora.training.verify import VERIFICATION_FILE
+from dit_lora.training.verify_target import verify_adapter
 
 pytestmark = pytest.mark.thorough
 

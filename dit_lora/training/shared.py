@@ -1,0 +1,40 @@
+"""What both kinds of tasks do over ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from dit_lora.errors import DitLoraError, unwritable
+from dit_lora.numerics.shards import needs_all_ranks
+from dit_lora.training.runtime import Runtime, agree
+
+T = TypeVar("T")
+
+
+def agreed(runtime: Runtime, work: Callable[[], T] | None) -> T | None:
+    """What `work` gives, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
+    error, result = None, None
+    if work is not None:
+        try:
+            result = work()
+        except DitLoraError as problem:
+            error = problem
+        except OSError as problem:
+            error = unwritable(problem)
+    agree(runtime.accelerator, error)
+    return result
+
+
+def own_share(items: Sequence[T], accelerator: Accelerator, model: nn.Module) -> Sequence[T]:
+    """What this rank runs of them: its share, or all of them where a forward pass needs all ranks."""
+    if needs_all_ranks(model):
+        return items
+    return items[accelerator.process_index :: accelerator.num_processes]
+
+
+def of_any_rank(faults: Mapping[str, str], model: nn.Module) -> bool:
+    """Whether a sample is left out: where all ranks run it together, if it is bad on any. Collective then."""
+    return any(gather_object([bool(faults)])) if needs_all_ranks(model) else bool(faults)
