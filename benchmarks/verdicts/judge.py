@@ -44,16 +44,16 @@ class Tally:
 
     def arm(self, stage: Stage) -> None:
         self.stage = stage
-        recover = stage.run.recovery.recover
+        recover = stage.run.guard.recover
 
         def counted(*args: Any) -> int:
             self.recoveries += 1
             if self.recoveries > RECOVERIES:
-                skips = stage.run.recovery.policy.skips
+                skips = stage.run.guard.policy.skips
                 raise EndlessError(f"{RECOVERIES} recoveries, of which {skips} were counted")
             return recover(*args)
 
-        stage.patch(stage.run.recovery, "recover", counted)
+        stage.patch(stage.run.guard, "recover", counted)
 
     def acted(self) -> bool:
         """Whether the fault acted on any rank, as far as it waits for a moment that may not come. Collective."""
@@ -62,7 +62,7 @@ class Tally:
 
     @property
     def switched_off(self) -> set[str]:
-        return set(self.stage.run.recovery.state.switched_off) if self.stage else set()
+        return set(self.stage.run.guard.state.switched_off) if self.stage else set()
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) ->
         return folder
 
     def leave_out(stage: Stage) -> None:
-        stage.run.recovery.quarantine.add(records)
-        stage.run.recovery.order.forget()
+        stage.run.guard.quarantine.add(records)
+        stage.run.guard.order.forget()
 
     name = f"clean_{key}_{_unique(world)}"
     seen = world.observe(name, leave_out, overrides)

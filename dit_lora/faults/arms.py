@@ -245,7 +245,7 @@ def add_switch(stage: Stage, name: str) -> dict[str, bool]:
             state["on"] = kept
 
     switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
-    stage.run.recovery.suspects.switches.append(switch)
+    stage.run.guard.suspects.switches.append(switch)
     return state
 
 
@@ -318,7 +318,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
 
     def arm(stage: Stage) -> None:
         depth = [0]
-        inner = stage.run.recovery.recover
+        inner = stage.run.guard.recover
 
         def recover(*args: Any) -> int:
             depth[0] += 1
@@ -332,7 +332,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return batch
 
-        stage.patch(stage.run.recovery, "recover", recover)
+        stage.patch(stage.run.guard, "recover", recover)
         stage.checkpoint.before.append(read)
 
     return arm

@@ -81,7 +81,7 @@ def _add_switch(stage: Stage, name: str, state: dict[str, bool]) -> None:
             state["on"] = before
 
     switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
-    stage.run.recovery.suspects.switches.append(switch)
+    stage.run.guard.suspects.switches.append(switch)
 
 
 def _wrong_rows(stage: Stage) -> None:

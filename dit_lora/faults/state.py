@@ -82,13 +82,13 @@ def _gradient(
         stage.before_step(3, lambda: set_armed(True))
         if once:
             # Disarmed by the first replay or by the step's second attempt, whichever comes first.
-            recover = stage.run.recovery.recover
+            recover = stage.run.guard.recover
 
             def disarmed(*args: Any) -> int:
                 set_armed(False)
                 return recover(*args)
 
-            stage.patch(stage.run.recovery, "recover", disarmed)
+            stage.patch(stage.run.guard, "recover", disarmed)
 
     return arm
 

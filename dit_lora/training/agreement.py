@@ -43,7 +43,7 @@ def _require_ranks_agree(run: Run, step: int) -> None:
     state = run.setup.engine.alike() | {
         n: t for n, t in averages.items() if not isinstance(t, DTensor)
     }
-    snapshots = run.recovery.snapshots
+    snapshots = run.guard.snapshots
     held = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
     verdict = differing_rank(accelerator, state, held, step)
     if verdict is not None:

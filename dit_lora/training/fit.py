@@ -48,11 +48,11 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
-        _tell(run, preflight(setup, run.recovery, run.parity))
+        _tell(run, preflight(setup, run.guard, run.parity))
     run.parity.start(compared=recipe.guard.preflight)
-    _tell(run, check_kernels(setup, run.base, run.recovery.state.switched_off))
+    _tell(run, check_kernels(setup, run.base, run.guard.state.switched_off))
     note_averages(run)
-    run.recovery.snapshots.take(run.start_step)
+    run.guard.snapshots.take(run.start_step)
     on_checkpoint()
     shown = [recipe.train.save_every, recipe.validation.every]
     bar = tqdm(
@@ -105,12 +105,12 @@ def _loop(run: Run) -> Loop:
     return Loop(
         engine=setup.engine,
         losses=sample_losses(setup.checkpoint),
-        schedule=lambda group, step: schedule(group, step) * run.recovery.state.lr_scale,
+        schedule=lambda group, step: schedule(group, step) * run.guard.state.lr_scale,
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
         copies=recipe.train.context_parallel,
         seed=recipe.train.seed,
-        recovery=run.recovery,
+        recovery=run.guard,
         watcher=run.watcher,
         norms=chosen_norms(setup),
         unreadable=lambda step, why: end_unread(run, step, why),
@@ -132,7 +132,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         sampler,
         seed=recipe.train.seed,
         caption_dropout=recipe.data.caption_dropout,
-        quarantine=run.recovery.quarantine,
+        quarantine=run.guard.quarantine,
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
         pin_memory=runtime.accelerator.device.type == "cuda",
@@ -141,7 +141,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
 
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
-    setup, recovery, step = run.setup, run.recovery, result.step
+    setup, recovery, step = run.setup, run.guard, result.step
     train, accelerator = setup.recipe.train, setup.runtime.accelerator
     if run.ema is not None:
         run.ema.step(step)

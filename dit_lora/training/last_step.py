@@ -54,7 +54,7 @@ def _last_effort(run: Run, step: int) -> str:
     if runtime.lock.lost() is None:  # else the saver, on the main process, refuses
         run.checkpoints.saver.forget()
     try:
-        run.checkpoints.save(step, run.recovery.record(), wait=True)
+        run.checkpoints.save(step, run.guard.record(), wait=True)
     except DitLoraError:
         kept = newest_checkpoint(runtime.dir) if runtime.is_main else None
         resort = f"train.resume=auto goes on from {kept}" if kept else "there is no checkpoint"

@@ -24,7 +24,7 @@ class Run:
     ema: TrainedEMA | None
     bounds: AverageBounds
     base: BaseOutput
-    recovery: RunRecovery
+    guard: RunRecovery
     watcher: StepWatcher
     parity: ParityWatch
     checkpoints: Checkpoints
