@@ -180,6 +180,7 @@ def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) ->
     seen = world.observe(name, leave_out, overrides)
     if seen.error is not None:
         raise RuntimeError(f"the clean run failed: {seen.error}")
+    world.accelerator.wait_for_everyone()  # the other ranks have read what is about to be renamed
     if world.accelerator.is_main_process and not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         try:
