@@ -14,7 +14,9 @@ from dit_lora.numerics.switches import eager
 from dit_lora.objectives import LossOutput
 
 
-@dataclass(frozen=True)
+@dataclass(
+    frozen=True, eq=False
+)  # a sample may come twice: it is itself alone, and tensors have no one answer
 class MicroBatch:
     """What one rank ran in one micro-step.
 

@@ -223,3 +223,16 @@ def test_a_verdicts_record_leaves_out_what_is_not_known_and_holds_lists() -> Non
         "timesteps": [],
         "evidence": {"losses": [0.2]},
     }
+
+
+def test_a_sample_that_comes_twice_in_a_micro_batch_is_told_from_itself() -> None:
+    """By identity: equal names go on to tensors, of which Python cannot say whether they are equal."""
+
+    def alone(row: int) -> MicroBatch:
+        latents = torch.full((1, 4), float(row))
+        forward = lambda: pytest.fail("nothing runs")  # noqa: E731
+        return MicroBatch(("a.mp4",), 1, 0, 0, {"latents": latents}, forward, alone)
+
+    first, second = alone(0), alone(1)
+    assert second not in [first]
+    assert second in [first, second]
