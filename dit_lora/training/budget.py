@@ -149,7 +149,7 @@ def count(
 def _mode(
     recipe: Recipe, needs: Needs, weights: Weights, state: Training, gpu: int | None, launch: Launch
 ) -> Mode:
-    """As `memory.choose_checkpointing` would in the run."""
+    """Advise as `choose_checkpointing` would in the run."""
     asked = recipe.train.asked_checkpointing
     if asked != "auto" and asked not in needs:
         raise DitLoraError(

@@ -41,7 +41,7 @@ def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None
 
 
 def most_saving(advices: Sequence[Advice]) -> Advice:
-    """Of the ranks' advices the one that all follow; the first of several."""
+    """Return the advice that all ranks follow: the most saving one, the first of several."""
     return max(advices, key=lambda advice: (MODES.index(advice.mode), not advice.fits))
 
 

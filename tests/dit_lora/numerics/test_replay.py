@@ -226,7 +226,7 @@ def test_a_verdicts_record_leaves_out_what_is_not_known_and_holds_lists() -> Non
 
 
 def test_a_sample_that_comes_twice_in_a_micro_batch_is_told_from_itself() -> None:
-    """By identity: equal names go on to tensors, of which Python cannot say whether they are equal."""
+    """Two of one name are compared by identity: Python cannot say whether their tensors are equal."""
 
     def alone(row: int) -> MicroBatch:
         latents = torch.full((1, 4), float(row))
