@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -22,7 +21,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says on stdout: no GPU
 from accelerate.state import AcceleratorState
 from launching import ROOT, SCRIPT, launch_command, launch_environment, started
-from torch import nn
 
 from dit_lora.data.shapes import write_shapes
 from dit_lora.families import FAMILIES, get_family
@@ -110,7 +108,7 @@ def smoke(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) 
 @pytest.fixture(scope="session")
 def lora_main() -> Callable[[list[str]], None]:
     """`main` of recipes/lora.py, to run a recipe in this process."""
-    from dit_lora.training import choose_checkpointing as choosing
+    from quick_runs import quick_runs
 
     spec = importlib.util.spec_from_file_location("lora_recipe", SCRIPT)
     assert spec is not None
@@ -118,37 +116,12 @@ def lora_main() -> Callable[[list[str]], None]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    measured = counted_once(choosing.measure)
-
     def main(args: list[str]) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-        with mock.patch.object(choosing, "measure", measured):
+        with quick_runs():
             module.main(args)
 
     return main
-
-
-def counted_once(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """`memory.measure`, which is a third of a tiny run, once for equal weights and batches."""
-    found: dict[Any, Any] = {}
-
-    def measured(
-        model: nn.Module,
-        losses: Any,
-        batch: dict[str, Any],
-        device: Any,
-        known: dict[str, Any] | None = None,
-        alone: Any = None,
-    ) -> Any:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        weights = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named]
-        values = [(name, tensor.flatten().tolist()) for name, tensor in (known or {}).items()]
-        key = str((type(model), model.training, weights, batch, device, values))
-        if key not in found:
-            found[key] = measure(model, losses, batch, device, known, alone)
-        return found[key]
-
-    return measured
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from launching import SCRIPT
+from quick_runs import quick_runs
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.shards import local
@@ -76,7 +77,7 @@ def run_all(cases: list[Case]) -> list[Seen]:
     torch.set_num_threads(1)
     PartialState(cpu=True)  # before a recipe is refused: all ranks tell that
     main = _script_main()
-    with _one_group():
+    with _one_group(), quick_runs():
         return [_run(case, main) for case in cases]
 
 

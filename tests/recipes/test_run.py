@@ -130,39 +130,35 @@ def test_each_groups_schedule_ends_with_the_run(
     assert [r["connector"] for r in rates] == pytest.approx([5e-5, 1e-4, 1e-4, 1e-4])
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("train.seed=1", "train.seed"),
-        ("train.batch_size=4", "train.batch_size x accumulate x processes"),
-        ("train.accumulate=2", "train.batch_size x accumulate x processes"),
-        ("data.caption_dropout=0.9", "data.caption_dropout"),
-        ("data.fps=16", "data (digest of clips, captions and shape)"),
-        ("model.dtype=bf16", "model.dtype"),
-        ("model.path={other}", "model (digest of the transformer's files)"),
-        ("lora.alpha=5", "lora.alpha"),
-        ("optim.weight_decay=0.5", "optim.weight_decay"),
-        ("optim.groups.adapter.lr=0.5", "optim.groups.adapter"),
-        ("optim.schedule=linear", "train.steps"),
-    ],
-)
+OTHER_TRAJECTORIES = {
+    "train.seed=1": "train.seed",
+    "train.batch_size=4": "train.batch_size x accumulate x processes",
+    "train.accumulate=2": "train.batch_size x accumulate x processes",
+    "data.caption_dropout=0.9": "data.caption_dropout",
+    "data.fps=16": "data (digest of clips, captions and shape)",
+    "model.dtype=bf16": "model.dtype",
+    "model.path={other}": "model (digest of the transformer's files)",
+    "lora.alpha=5": "lora.alpha",
+    "optim.weight_decay=0.5": "optim.weight_decay",
+    "optim.groups.adapter.lr=0.5": "optim.groups.adapter",
+    "optim.schedule=linear": "train.steps",
+}
+
+
 def test_a_resume_that_would_change_the_trajectory_is_refused(
-    lora_main: Main,
-    smoke: list[str],
-    tmp_path: Path,
-    tiny_checkpoints: dict[str, Path],
-    change: str,
-    named: str,
+    lora_main: Main, smoke: list[str], tmp_path: Path, tiny_checkpoints: dict[str, Path]
 ) -> None:
     """And the run's own config.yaml stays as it was."""
-    run = tmp_path / "run"
-    lora_main([*smoke, f"run.dir={run}", "train.steps=1"])
-    before = (run / "config.yaml").read_bytes()
-    change = change.format(other=tiny_checkpoints["cogvideox-2b"])
-    with pytest.raises(DitLoraError, match="belongs to another recipe") as error:
-        lora_main([*smoke, f"run.dir={run}", "train.steps=1", "train.resume=auto", change])
-    assert named in str(error.value)
-    assert (run / "config.yaml").read_bytes() == before
+    args = [*smoke, f"run.dir={tmp_path / 'run'}", "train.steps=1"]
+    lora_main(args)
+    config = tmp_path / "run" / "config.yaml"
+    before = config.read_bytes()
+    for change, named in OTHER_TRAJECTORIES.items():
+        override = change.format(other=tiny_checkpoints["cogvideox-2b"])
+        with pytest.raises(DitLoraError, match="belongs to another recipe") as error:
+            lora_main([*args, "train.resume=auto", override])
+        assert named in str(error.value), change
+        assert config.read_bytes() == before, change
 
 
 def test_steps_may_grow_where_the_schedule_is_constant(

@@ -1,0 +1,47 @@
+"""Makes tiny runs quick by what does not change them: memory is counted once, kernels repeat themselves less often."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from dit_lora.training import choose_checkpointing as choosing
+from dit_lora.training import kernel_parity
+
+PASSES = 4
+"""Passes through blocks that ask whether a kernel repeats itself: in a tiny model all of them are two blocks', and
+take a fifth of a run. Tests of kernels that are wrong now and then set `numerics.block_parity.PASSES` here."""
+
+
+@contextmanager
+def quick_runs() -> Iterator[None]:
+    """Recipes that run in this process are quick within."""
+    with (
+        mock.patch.object(choosing, "measure", _counted_once),
+        mock.patch.object(kernel_parity, "PASSES", PASSES),
+    ):
+        yield
+
+
+_MEASURE: Callable[..., Any] = choosing.measure
+_COUNTED: dict[str, Any] = {}
+
+
+def _counted_once(
+    model: nn.Module,
+    losses: Any,
+    batch: dict[str, Any],
+    device: Any,
+    known: dict[str, Any] | None = None,
+    alone: Any = None,
+) -> Any:
+    """Return what `memory.measure` does, a third of a tiny run, but count once for equal weights and batches."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    weights = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named]
+    values = [(name, tensor.flatten().tolist()) for name, tensor in (known or {}).items()]
+    key = str((type(model), model.training, weights, batch, device, values))
+    if key not in _COUNTED:
+        _COUNTED[key] = _MEASURE(model, losses, batch, device, known, alone)
+    return _COUNTED[key]
