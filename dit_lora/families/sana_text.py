@@ -7,30 +7,8 @@ from typing import Any
 
 import torch
 
-from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, text_limit
+from dit_lora.families.base import Tensors, TextEncoder
 from dit_lora.pretrained import load_pretrained
-
-
-def gemma_facts(path: Path, pipeline_class: Any) -> dict[str, Any]:
-    defaults = _prompt_defaults(pipeline_class)
-    return {
-        "text_encoder": path / "text_encoder",
-        "tokenizer": path / "tokenizer",
-        "tokens": defaults["max_sequence_length"],
-        "instruction": defaults["complex_human_instruction"],
-    }
-
-
-def gemma_limit(path: Path, pipeline_class: Any) -> TextLimit:
-    return text_limit(path, _prompt_defaults(pipeline_class)["max_sequence_length"])
-
-
-def gemma_spec(pipeline_class: Any, width: int, dtype: torch.dtype) -> TensorSpec:
-    tokens = _prompt_defaults(pipeline_class)["max_sequence_length"]
-    return {
-        "prompt_embeds": (torch.Size((tokens, width)), dtype),
-        "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
-    }
 
 
 def gemma_encoder(
@@ -43,7 +21,7 @@ def gemma_encoder(
     pipeline = load_pretrained(
         pipeline_class, path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
     ).to(device)
-    defaults = _prompt_defaults(pipeline_class)
+    defaults = prompt_defaults(pipeline_class)
 
     def encode_one(caption: str) -> tuple[torch.Tensor, torch.Tensor]:
         embeddings, mask, _, _ = pipeline.encode_prompt(
@@ -66,17 +44,7 @@ def gemma_encoder(
     return encode
 
 
-def gemma_conditions(prompt: str | Tensors, empty: Tensors | None) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    given: dict[str, Any] = dict(prompt)
-    if empty:
-        given |= {f"negative_{name}": tensor for name, tensor in empty.items()}
-        given["negative_prompt"] = None  # its default, "", contradicts embeddings
-    return given
-
-
-def _prompt_defaults(pipeline_class: Any) -> dict[str, Any]:
+def prompt_defaults(pipeline_class: Any) -> dict[str, Any]:
     """Text length and instruction, the defaults of the pipeline's own call."""
     parameters = inspect.signature(pipeline_class.__call__).parameters
     names = ("max_sequence_length", "complex_human_instruction")

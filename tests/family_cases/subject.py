@@ -9,7 +9,8 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.data_config import VideoShape
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint, Family
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.family import DiffusionFamily
 from dit_lora.fuse.core import OPS
 from family_cases import CASES
 from family_cases.case import Case
@@ -29,7 +30,7 @@ EVERY = {case.variant: case for case in CASES}
 
 class Subject(NamedTuple):
     case: Case
-    family: Family
+    family: DiffusionFamily
     checkpoint: Checkpoint
     path: Path
 
