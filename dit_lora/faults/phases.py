@@ -23,8 +23,8 @@ def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
     """A VAE that gives a bad value for one clip, on whichever rank encodes it."""
 
     def play(fault: Fault, world: World) -> Observation:
-        owner = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
-        load = owner.load_video_encoder  # type: ignore[attr-defined]
+        owner: Any = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
+        load = owner.load_video_encoder
 
         def loaded(self: Any, *args: Any, **given: Any) -> Any:
             encode = load(self, *args, **given)

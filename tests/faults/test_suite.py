@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from dit_lora.cli import app
 from dit_lora.errors import DitLoraError
+from dit_lora.faults import phases, suite
 from dit_lora.faults.fault import Expected, Fault, judged
 from dit_lora.faults.site import DEFAULT, SITES, site_of
 from dit_lora.faults.suite import catalog, chosen, judge_all, run_suite, totals
