@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class License:
-    """As the Hub's metadata has it: an identifier of its list, or `other` with a name and a link."""
+    """A licence in the Hub's terms: an identifier of its list, or `other` with a name and a link."""
 
     id: str
     name: str | None = None
@@ -28,7 +28,10 @@ class License:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One tiny variant, what it trains on, and its modules by name: where faults are put. None where it has none."""
+    """What a tiny variant trains on, and what its modules are called, so that faults can be put into them.
+
+    A name is None where the model has no such module.
+    """
 
     family: str
     variant: str
@@ -102,7 +105,7 @@ class Family:
     default_recipe: str
     """The recipe that the family's name stands for: its smallest."""
     licenses: Mapping[str, License] = field(default_factory=dict)
-    """By patterns of Hub ids, the first that fits counts; each base's page on the Hub is the source."""
+    """Licences of bases by patterns of Hub ids, of which the first that fits counts; each base's own page is the source."""
     called_alone: tuple[str, ...] = ()
     """Parts of blocks that the model calls by themselves too, outside of their block."""
 
