@@ -231,6 +231,17 @@ class Checkpoint(Encoders, Denoiser, Sampler):
     takes: ClassVar[tuple[str, ...]] = ()
     """The options of `refuse_options` that mean something for it."""
 
+    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the stock pipeline with its text encoder alone, whose `encode_prompt` encodes captions as it does."""
+        return load_pretrained(
+            self.pipeline_class,
+            self.path,
+            transformer=None,
+            vae=None,
+            dtype=dtype,
+            use_safetensors=True,
+        ).to(device)
+
     @property
     def class_names(self) -> Sequence[str] | None:
         """The names of the classes that its files have; None where it has no classes."""
@@ -290,13 +301,14 @@ def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict
     return index
 
 
-def require_whole_weights(path: Path, components: Sequence[str]) -> None:
-    """Every component has safetensors weights with all their bytes; all that is wrong is listed.
+def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> None:
+    """Refuse a checkpoint of which one of these, or a transformer that is not drawn, lacks bytes of its weights.
 
-    Reads headers only, before anything is encoded with one half of a checkpoint.
+    All that is wrong is listed. Reads headers only, before anything is encoded with one half of a checkpoint.
     """
     wrong = []
-    for component in components:
+    transformer = ("transformer",) if model.from_scratch is None else ()
+    for component in (*transformer, *components):
         files = sorted((path / component).glob("*.safetensors"))
         if not files:
             wrong.append(f"{component}: no .safetensors file")

@@ -31,8 +31,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXChe
     kind = _KINDS[read_index(model, path, family.pipeline_names)["_class_name"]]
     transformer = _transformer_config(path, model)
     vae = read_component_config(path, "vae")
-    drawn = model.from_scratch is not None
-    require_whole_weights(path, ("vae", "text_encoder", *(() if drawn else ("transformer",))))
+    require_whole_weights(model, path, "vae", "text_encoder")
     _require_channels(model, transformer, vae, kind)
     scheduler = CogVideoXDDIMScheduler.from_config(read_component_config(path, "scheduler"))
     if scheduler.config.prediction_type != "v_prediction":

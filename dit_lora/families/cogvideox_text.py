@@ -103,14 +103,7 @@ class CogVideoXCheckpoint(Checkpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """T5 as the pipeline uses it: padded to `max_text_seq_length`, no attention mask."""
-        pipeline = load_pretrained(
-            self.pipeline_class,
-            self.path,
-            transformer=None,
-            vae=None,
-            dtype=dtype,
-            use_safetensors=True,
-        ).to(device)
+        pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:

@@ -163,7 +163,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoin
     scratch = model.from_scratch
     stored = read_component_config(path, "transformer")
     table = ClassTable(stored["num_embeds_ada_norm"], names_of(index))
-    require_whole_weights(path, ("vae",) if scratch is not None else ("transformer", "vae"))
+    require_whole_weights(model, path, "vae")
     config = {**stored, **(scratch or {})}
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
     learns_variance(model.path, config)

@@ -32,7 +32,6 @@ from dit_lora.families.base import (
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
 from dit_lora.families.refusals import wrong_sides
-from dit_lora.pretrained import load_pretrained
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 MASKED = -10000.0  # latte_transformer_3d.py, forward: the bias of a token to leave out
@@ -74,9 +73,7 @@ class LatteCheckpoint(NoisePrediction):
         Captions are taken as they are, in lower case: the pipeline's `clean_caption` does something only
         where ftfy and bs4 are installed.
         """
-        pipeline: Any = load_pretrained(
-            LattePipeline, self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
-        ).to(device)
+        pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -152,8 +149,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpo
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
     scratch = model.from_scratch
-    weights = ["vae", "text_encoder"]
-    require_whole_weights(path, weights if scratch is not None else ["transformer", *weights])
+    require_whole_weights(model, path, "vae", "text_encoder")
     config = {**read_component_config(path, "transformer"), **(scratch or {})}
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
     if not learns_variance(model.path, config):

@@ -6,8 +6,9 @@ SANA-Video is another of these: `sana_video_checkpoint` has what it does otherwi
 Shapes: B batch, T text tokens, C latent channels, H and W latent size.
 """
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -43,7 +44,6 @@ from dit_lora.families.base import (
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.sana_attention import keep_linear_attention_fp32
-from dit_lora.families.sana_text import gemma_encoder, prompt_defaults
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.preflight import stored_dtype
 from dit_lora.numerics.streams import Streams, moved, normal
@@ -85,11 +85,10 @@ class SanaCheckpoint(Checkpoint):
         return text_limit(self.path, self._text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
-        instruction = prompt_defaults(self.pipeline_class)["complex_human_instruction"]
         return {
             **super().text_facts(),
             "tokens": self._text_tokens,
-            "instruction": instruction,
+            "instruction": self._instruction,
         }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
@@ -100,7 +99,31 @@ class SanaCheckpoint(Checkpoint):
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        return gemma_encoder(self.pipeline_class, self.path, dtype, device)
+        """Gemma as the pipeline uses it: its instruction before each caption, the first token and the last 299 kept.
+
+        "" is encoded as the pipeline encodes its negative prompt, without the instruction.
+        """
+        pipeline, instruction = self.text_pipeline(dtype, device), self._instruction
+
+        def encode_one(caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+            embeddings, mask, _, _ = pipeline.encode_prompt(
+                caption,
+                do_classifier_free_guidance=False,
+                device=device,
+                max_sequence_length=self._text_tokens,
+                complex_human_instruction=instruction if caption else None,
+            )
+            return embeddings, mask
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            embeddings, masks = zip(*[encode_one(caption) for caption in captions], strict=True)
+            return {
+                "prompt_embeds": torch.cat(embeddings),
+                "prompt_attention_mask": torch.cat(masks),
+            }
+
+        return encode
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -188,7 +211,15 @@ class SanaCheckpoint(Checkpoint):
 
     @property
     def _text_tokens(self) -> int:
-        return prompt_defaults(self.pipeline_class)["max_sequence_length"]
+        return self._default_of("max_sequence_length")
+
+    @property
+    def _instruction(self) -> Sequence[str]:
+        return self._default_of("complex_human_instruction")
+
+    def _default_of(self, argument: str) -> Any:
+        """The default of an argument of the pipeline's own call."""
+        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:
@@ -218,8 +249,7 @@ def read_sana(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
     objective = flow_objective(model, read_component_config(path, "scheduler"))
-    drawn = model.from_scratch is not None
-    require_whole_weights(path, ("vae", "text_encoder", *(() if drawn else ("transformer",))))
+    require_whole_weights(model, path, "vae", "text_encoder")
     return {
         "path": path,
         "transformer_config": read_component_config(path, "transformer")

@@ -95,14 +95,7 @@ class VideoDiTOfText(VideoDiTCheckpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Texts to what CLIP pools, (B, D)."""
-        pipeline = load_pretrained(
-            VideoDiTPipeline,
-            self.path,
-            transformer=None,
-            vae=None,
-            dtype=dtype,
-            use_safetensors=True,
-        ).to(device)
+        pipeline = self.text_pipeline(dtype, device)
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
 
     def pipeline(
@@ -171,8 +164,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> VideoDiTChec
     scratch = model.from_scratch
     config = {**read_component_config(path, "transformer"), **(scratch or {})}
     is_text = config.get("num_classes") is None
-    weights = ["vae", *(["text_encoder"] if is_text else [])]
-    require_whole_weights(path, weights if scratch is not None else ["transformer", *weights])
+    require_whole_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))
     learns_variance(model.path, config)
     shared: dict[str, Any] = {
         "path": path,
