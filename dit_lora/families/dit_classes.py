@@ -124,9 +124,10 @@ class ClassCheckpoint(NoisePrediction):
         """With the classes of the data: new ones are added, from scratch they are all there is."""
         fitting = super().for_recipe(recipe)
         classes = self._classes_for(recipe, class_names(recipe.data, recipe.cache_dir))
-        for name in unknown(recipe.validation.prompts, classes):
-            known = classes.near(name)
-            raise DitLoraError(listed(f"validation.prompts: no class {name!r}; there are", known))
+        absent = unknown(recipe.validation.prompts, classes)
+        if absent:
+            what = f"validation.prompts: no class {', '.join(map(repr, absent))}; there are"
+            raise DitLoraError(listed(what, classes.near(absent[0])))
         return fitting.with_classes(classes)
 
     def with_classes(self, classes: ClassTable) -> Self:

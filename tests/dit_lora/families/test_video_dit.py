@@ -372,7 +372,7 @@ def test_options_that_do_not_apply_are_refused(
     with pytest.raises(DitLoraError, match=r"data\.image_dropout: family"):
         prepared(data={"image_dropout": 0.1})
     if variant == "video-dit-class":
-        with pytest.raises(DitLoraError, match=r"validation\.prompts: no class a horse"):
+        with pytest.raises(DitLoraError, match=r"validation\.prompts: no class 'a horse'"):
             prepared(validation={"prompts": ["red disc", "a horse"]})
 
 
