@@ -51,7 +51,7 @@ class NoisePrediction(Checkpoint):
                 f"train.vlb: {self.path.name} has no learned variance (its transformer has as many channels out "
                 "as in); remove it"
             )
-        return replace(fitting, vlb=recipe.train.vlb is not False)
+        return replace(fitting, vlb=self.learned and recipe.train.vlb is not False)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
