@@ -202,10 +202,10 @@ def launch(recipe: dict[str, Any], path: Path) -> None:
 
 def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict[str, np.ndarray]:
     """Pictures of each class that the model knows, from one seed a class: uint8 (n, 16, 16)."""
-    checkpoint = get_family("dit").open(ModelConfig(family="dit", path=str(model)))
-    if adapter:
-        file = adapter / "pytorch_lora_weights.safetensors"
-        checkpoint = checkpoint.as_trained(read_provenance(file)["index"])
+    file = adapter / "pytorch_lora_weights.safetensors" if adapter else None
+    index = read_provenance(file)["index"] if file else None
+    config = ModelConfig(family="dit", path=str(model))
+    checkpoint = get_family("dit").open(config, index=index)
     pipeline = checkpoint.pipeline(torch.float32)
     if adapter:
         load_adapter(pipeline, adapter)

@@ -60,7 +60,7 @@ def run(work: Path, samples: int) -> None:
             "run": {"dir": str(work / f"run_{count}")},
         }
         recipe = parse_recipe(values, "benchmark")
-        fill(recipe, get_family("dit").open(recipe.model).for_recipe(recipe))
+        fill(recipe, get_family("dit").open(recipe.model, recipe))
         parts = restart(recipe)
         cells = " | ".join(f"{part:.1f} s" for part in (*parts, sum(parts)))
         print(f"| {count:,} | {cells} |", flush=True)
@@ -69,7 +69,7 @@ def run(work: Path, samples: int) -> None:
 def restart(recipe: Recipe) -> tuple[float, float, float]:
     """Seconds of what a restarted run does before its first batch, but for the model."""
     began = time.perf_counter()
-    checkpoint = get_family("dit").open(recipe.model).for_recipe(recipe)
+    checkpoint = get_family("dit").open(recipe.model, recipe)
     opened = time.perf_counter()
     AcceleratorState._reset_state(reset_partial_state=True)
     with running(recipe) as runtime:

@@ -24,7 +24,7 @@ from dit_lora.cli_complete import Overrides, RecipeFile, recipe_files, tiny_vari
 from dit_lora.cli_help import EPILOG, arrange
 from dit_lora.cli_json import JsonFlag, print_json, silence_the_end
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
-from dit_lora.families import TINY_VARIANTS
+from dit_lora.families import every_family
 from dit_lora.terminal import echo
 
 app = typer.Typer(
@@ -89,8 +89,8 @@ def _make_folder(out: Path) -> None:
 @app.command()
 def families() -> None:
     """List the model families and the tiny checkpoints that can be built of each."""
-    for name, variants in TINY_VARIANTS.items():
-        echo(f"{name}: tiny {', '.join(variants)}")
+    for name, family in every_family().items():
+        echo(f"{name}: tiny {', '.join(family.tiny_variants)}")
 
 
 @app.command()
@@ -105,15 +105,15 @@ def tiny(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal bytes.")] = 0,
 ) -> None:
     """Build a complete random checkpoint, small enough for a CPU, without the Hub."""
-    family_of = {name: family for family, names in TINY_VARIANTS.items() for name in names}
+    families = every_family().values()
+    family_of = {name: family for family in families for name in family.tiny_variants}
     if variant not in family_of:
         raise DitLoraError(f"no tiny checkpoint {variant!r}; known: {', '.join(family_of)}")
-    from dit_lora.families import get_family
     from dit_lora.training.runtime import quiet_libraries
 
     _make_folder(out)
     quiet_libraries()
-    get_family(family_of[variant]).build_tiny(variant, out, seed)
+    family_of[variant].build_tiny(variant, out, seed)
     echo(f"wrote {out}")
 
 

@@ -7,19 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from dit_lora.families import TINY_VARIANTS
+from dit_lora.families import FAMILIES, every_family
 from dit_lora.parsing import read_json
-from dit_lora.stock import DEFAULTS, accelerate_configs, recipe_names, stock_files
+from dit_lora.stock import accelerate_configs, recipe_names, stock_files
 
 
 def recipes_and_families(incomplete: str) -> list[str]:
     """Recipes for `init`, and the families that stand for one."""
-    return _starting([*DEFAULTS, *recipe_names()], incomplete)
+    return _starting([*FAMILIES, *recipe_names()], incomplete)
 
 
 def families(incomplete: str) -> list[str]:
     """Families with recipes."""
-    return _starting(DEFAULTS, incomplete)
+    return _starting(FAMILIES, incomplete)
 
 
 def launches(incomplete: str) -> list[str]:
@@ -29,7 +29,7 @@ def launches(incomplete: str) -> list[str]:
 
 def tiny_variants(incomplete: str) -> list[str]:
     """Tiny checkpoints."""
-    names = [name for variants in TINY_VARIANTS.values() for name in variants]
+    names = [name for family in every_family().values() for name in family.tiny_variants]
     return _starting(names, incomplete)
 
 

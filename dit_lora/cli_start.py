@@ -10,7 +10,8 @@ import typer
 from dit_lora.cli_complete import families, launches, recipes_and_families
 from dit_lora.cli_json import JsonFlag, print_json
 from dit_lora.errors import DitLoraError
-from dit_lora.stock import DEFAULTS, StockRecipe, accelerate_configs, recipe_names, write_folder
+from dit_lora.families import FAMILIES, default_recipes
+from dit_lora.stock import StockRecipe, accelerate_configs, recipe_names, write_folder
 from dit_lora.terminal import echo
 
 
@@ -22,9 +23,10 @@ def recipes(
     as_json: JsonFlag = False,
 ) -> None:
     """List the recipes that come with dit-lora: task, model, memory and time; `smoke/` ones need a CPU alone."""
-    if family is not None and family not in DEFAULTS:
-        raise DitLoraError(f"no family {family!r}; it is one of {', '.join(DEFAULTS)}")
-    records = [StockRecipe.named(name).record() for name in recipe_names()]
+    if family is not None and family not in FAMILIES:
+        raise DitLoraError(f"no family {family!r}; it is one of {', '.join(FAMILIES)}")
+    defaults = default_recipes()
+    records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
     found = [record for record in records if family in (None, record["family"])]
     if as_json:
         print_json(context, {"recipes": found})
@@ -50,14 +52,14 @@ def init(
     ] = None,
 ) -> None:
     """Write a folder to train in: recipe, training script, Accelerate config; and say what to type next."""
-    chosen = StockRecipe.named(recipe)
+    chosen = StockRecipe.named(recipe, default_recipes())
     config = accelerate or chosen.accelerate_config
     if config not in accelerate_configs():
         known = ", ".join(accelerate_configs())
         raise DitLoraError(f"no Accelerate config {config!r}; it is one of {known}")
     written = write_folder(chosen, out, config)
     echo(f"wrote {', '.join(map(str, written))}")
-    if recipe in DEFAULTS:
+    if recipe in FAMILIES:
         echo(f"It is {chosen.name}; others of the family: dit-lora recipes --family {recipe}")
     if not chosen.smoke:
         data = chosen.values["data"]["path"]

@@ -76,6 +76,10 @@ class VPrediction:
     sigma: torch.Tensor
     """sqrt of one minus it, fp32 (timesteps,)."""
 
+    @property
+    def train_timesteps(self) -> int:
+        return len(self.alpha)
+
     @classmethod
     def from_alphas_cumprod(cls, alphas_cumprod: torch.Tensor) -> "VPrediction":
         """Square roots are taken in fp64 and rounded once."""
@@ -153,6 +157,10 @@ class EpsilonPrediction:
     """Weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), fp32 (timesteps,)."""
     noisy_share: torch.Tensor
     """Weight of x_t in it."""
+
+    @property
+    def train_timesteps(self) -> int:
+        return len(self.alpha)
 
     @classmethod
     def from_betas(cls, betas: torch.Tensor) -> "EpsilonPrediction":

@@ -3,6 +3,7 @@
 import difflib
 import re
 import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,18 +11,6 @@ from typing import Any
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.parsing import parse_yaml
-
-DEFAULTS = {
-    "cogvideox": "cogvideox/2b_t2v",
-    "dit": "dit/xl2_256_lora",
-    "sana": "sana/600m_512",
-    "sana_video": "sana/video_2b",
-    "video_dit": "video_dit/ucf101_lora",
-    "latte": "latte/latte1_lora",
-    "videochat2": "videochat2/mistral_stage3",
-    "chat": "chat/smolvlm2",
-}
-"""The recipe that a family's name stands for: its smallest."""
 
 
 def stock_files() -> Path:
@@ -57,13 +46,14 @@ class StockRecipe:
     text: str
 
     @classmethod
-    def named(cls, name: str) -> "StockRecipe":
-        """The recipe of that name, or the default of the family of that name; else the nearest are suggested."""
+    def named(cls, name: str, defaults: Mapping[str, str] | None = None) -> "StockRecipe":
+        """Read the recipe of that name, or of the family of that name by `defaults`; else the nearest are suggested."""
+        defaults = defaults or {}
         name = name.removeprefix("recipes/").removesuffix(".yaml")
-        name = DEFAULTS.get(name, name)
+        name = defaults.get(name, name)
         names = recipe_names()
         if name not in names:
-            raise DitLoraError(_unknown(name, names))
+            raise DitLoraError(_unknown(name, names, defaults))
         path = stock_files() / "recipes" / f"{name}.yaml"
         return cls(name, path.read_text(encoding="utf-8"))
 
@@ -105,7 +95,7 @@ class StockRecipe:
         values: dict[str, Any] = parse_yaml(self.text)
         return values
 
-    def record(self) -> dict[str, Any]:
+    def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
         """What `dit-lora recipes --json` prints of it."""
         return {
             "name": self.name,
@@ -118,7 +108,7 @@ class StockRecipe:
             "time": self.facts["Time"].rstrip("."),
             "title": self.facts["Title"],
             "smoke": self.smoke,
-            "default": self.name in DEFAULTS.values(),
+            "default": self.name in defaults.values(),
         }
 
     @property
@@ -175,12 +165,12 @@ def _placed(recipe: StockRecipe, config: str) -> str:
     return header + recipe.text[len(recipe.header) :]
 
 
-def _unknown(name: str, names: list[str]) -> str:
+def _unknown(name: str, names: list[str], families: Iterable[str]) -> str:
     inside = [known for known in names if known.startswith(f"{name}/")]
     if inside:
         return listed(f"{name!r} has several recipes; choose one:", inside)
     spelled = {known.split("/")[-1]: known for known in names} | {known: known for known in names}
-    spelled |= {family: family for family in DEFAULTS}
+    spelled |= {family: family for family in families}
     near = [spelled[match] for match in difflib.get_close_matches(name, spelled, n=3)]
     near += [known for known in names if name and name in known]
     if near:

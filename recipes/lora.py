@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         raise DitLoraError(f"usage: {USAGE}")
     recipe = load_recipe(argv[0], argv[1:])
     family = get_family(recipe.model.family)
-    checkpoint = family.open(recipe.model).for_recipe(recipe)
+    checkpoint = family.open(recipe.model, recipe)
 
     with running(recipe) as runtime:
         train(runtime, family, checkpoint, argv[0])

@@ -150,7 +150,7 @@ def with_peft(run: Path) -> Answerer:
     """The run's result by the stock model, its base weights by hand, and `PeftModel.from_pretrained`."""
     recipe = load_recipe(run / "config.yaml")
     config = ModelConfig(family=recipe.model.family, path=recipe.model.path)
-    checkpoint = get_family(config.family).open(config).for_recipe(recipe)
+    checkpoint = get_family(config.family).open(config, recipe)
     model = checkpoint.model_class.from_pretrained(checkpoint.path)
     weights = load_file(run / "adapter" / "base_weights.safetensors")
     assert not model.load_state_dict(weights, strict=False).unexpected_keys

@@ -65,7 +65,7 @@ def recipe_of(
 
 
 def found_in(recipe: Recipe) -> tuple[ChatCheckpoint, ChatSamples]:
-    checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
+    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     return checkpoint, find_conversations(recipe, checkpoint, recipe.data, quiet=True)
 
 

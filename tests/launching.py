@@ -33,7 +33,7 @@ _PRELOADED = [
     "dit_lora.report.run_report",
     "dit_lora.training.diffusion",
     "dit_lora.training.precompute",
-    "dit_lora.families.cogvideox",
+    "dit_lora.families.cogvideox_checkpoint",
     "dit_lora.fuse.api",
 ]
 _GRACE = 5.0

@@ -46,6 +46,7 @@ LAYERS = (
         "dit_lora.data",
         "dit_lora.models",
         "dit_lora.families.base",
+        "dit_lora.families.refusals",
     ),
     ("dit_lora.families",),
     ("dit_lora.training", "dit_lora.report", "dit_lora.doctor", "dit_lora.hub"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dit_lora.faults.site import Site
+from dit_lora.families.family import Site
 from dit_lora.faults.triggers import ALL_RANKS, Mode, When
 from dit_lora.faults.world import STEPS, Arm, Overrides
 

@@ -16,8 +16,8 @@ from benchmarks.verdicts.cases import (
     right,
 )
 from benchmarks.verdicts.computing import COMPUTING
+from dit_lora.families.family import Site
 from dit_lora.faults import arms
-from dit_lora.faults.site import Site
 from dit_lora.faults.triggers import ALL_RANKS, Change, When, before, element, row, times
 from dit_lora.faults.world import Arm
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.chat_store import save_chat_adapter
 from dit_lora.adapters.hollow import folded, load_lora_file, load_state
-from dit_lora.adapters.key_maps import Layout, comfyui_layout, kohya_layout
+from dit_lora.adapters.key_maps import Layout
 from dit_lora.adapters.store import BASE_FILE, PROVENANCE_KEY, base_weights, save_adapter
 from dit_lora.adapters.terms import Updates, require_same, updates_of
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
@@ -19,11 +19,8 @@ from dit_lora.errors import CheckFailedError, DitLoraError, listed
 LoraForm = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
 Hollow = Callable[[], Any]
 """A new hollow model of the base's architecture."""
-
-_LAYOUTS: Mapping[str, Callable[[str, Updates], Layout]] = {
-    "comfyui": comfyui_layout,
-    "kohya": kohya_layout,
-}
+LayoutOf = Callable[[Updates], Layout]
+"""Another program's layout of an adapter's layers; raises `DitLoraError` where it has none."""
 
 
 def write_form(
@@ -34,6 +31,7 @@ def write_form(
     hollow: Hollow,
     pipeline_class: Any,
     family: str,
+    layout_of: LayoutOf | None,
     made: Mapping[str, Any],
     name: str,
 ) -> None:
@@ -43,8 +41,9 @@ def write_form(
     `DitLoraError` if the family has no such form, and `CheckFailedError` if what is read back is not the adapter.
     """
     expected, trained = updates_of(model), base_weights(model)
-    if form in _LAYOUTS:
-        _write_layout(form, model, out / f"{name}.safetensors", family, made)
+    if layout_of is not None:
+        layout = _layout(form, family, layout_of, expected)
+        _write_layout(form, model, out / f"{name}.safetensors", layout, made)
         return
     if form == "peft":
         save_chat_adapter(model, out, made)
@@ -91,9 +90,10 @@ def _require_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
         )
 
 
-def _write_layout(form: str, model: Any, file: Path, family: str, made: Mapping[str, Any]) -> None:
+def _write_layout(
+    form: str, model: Any, file: Path, layout: Layout, made: Mapping[str, Any]
+) -> None:
     updates = updates_of(model)
-    layout = _layout(form, family, updates)
     trained = base_weights(model)
     if trained:
         raise DitLoraError(
@@ -111,9 +111,9 @@ def _write_layout(form: str, model: Any, file: Path, family: str, made: Mapping[
     require_same(updates, layout.updates(load_file(file)), file.name)
 
 
-def _layout(form: str, family: str, updates: Updates) -> Layout:
+def _layout(form: str, family: str, layout_of: LayoutOf, updates: Updates) -> Layout:
     try:
-        return _LAYOUTS[form](family, updates)
+        return layout_of(updates)
     except DitLoraError as error:
         forms = "diffusers, folded, peft, merged"
         raise DitLoraError(

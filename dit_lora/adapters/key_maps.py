@@ -1,12 +1,10 @@
-"""Names that other programs give a transformer's layers in LoRA files, for the families where they have such names.
+"""Layouts that other programs give a LoRA's file; their names of a model's layers are a fact of its family.
 
 Read from: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its own name>`), weight_adapter/lora.py
-(`lora_A`, `lora_B`, `alpha` over rank), ldm/cogvideo/model.py (the names); aigc-apps/VideoX-Fun
-videox_fun/utils/lora_utils.py (kohya's layout for CogVideoX). Neither kohya-ss/sd-scripts nor musubi-tuner has a
-network for a family of ours.
+(`lora_A`, `lora_B`, `alpha` over rank); aigc-apps/VideoX-Fun videox_fun/utils/lora_utils.py (kohya's layout for
+CogVideoX). Neither kohya-ss/sd-scripts nor musubi-tuner has a network for a family of ours.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,33 +13,6 @@ import torch
 from dit_lora.adapters.terms import Term, Updates
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 
-_IN_BLOCKS = {
-    "norm1.linear": "norm1.linear",
-    "norm2.linear": "norm2.linear",
-    "attn1.to_q": "q",
-    "attn1.to_k": "k",
-    "attn1.to_v": "v",
-    "attn1.to_out.0": "attn_out",
-    "ff.net.0.proj": "ff_proj",
-    "ff.net.2": "ff_out",
-}
-_OUTSIDE = {
-    "patch_embed.proj": "patch_embed.proj",
-    "patch_embed.text_proj": "patch_embed.text_proj",
-    "time_embedding.linear_1": "time_embedding_linear_1",
-    "time_embedding.linear_2": "time_embedding_linear_2",
-    "ofs_embedding.linear_1": "ofs_embedding_linear_1",
-    "ofs_embedding.linear_2": "ofs_embedding_linear_2",
-    "norm_out.linear": "norm_out.linear",
-    "proj_out": "proj_out",
-}
-_NO_COMFYUI = {
-    "sana": "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it",
-    "sana_video": "ComfyUI has no SANA-Video",
-    "dit": "ComfyUI has no DiT with class labels",
-    "video_dit": "ComfyUI has no such model",
-    "latte": "ComfyUI has no Latte",
-}
 _NO_KOHYA = "kohya's trainers (sd-scripts, musubi-tuner) have no such model, and nobody publishes names for it"
 
 
@@ -88,26 +59,25 @@ class Layout:
         return Term(a, b, own["alpha"].item() / len(a))
 
 
-def comfyui_layout(family: str, updates: Updates) -> Layout:
-    """ComfyUI's own names. Raises `DitLoraError` where it has no such model, or no such layer."""
-    if family != "cogvideox":
-        raise DitLoraError(
-            _NO_COMFYUI.get(family, f"no names of ComfyUI are known here for the family {family}")
-        )
-    names = {name: _in_comfyui(name) for name in updates}
-    unknown = [name for name, found in names.items() if found is None]
+def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> Layout:
+    """ComfyUI's layout by its `names` of Diffusers' layers, in which `*` is a block's number.
+
+    Raises `DitLoraError` where it has no such layer, and where `names` says why it has no such model.
+    """
+    if isinstance(names, str):
+        raise DitLoraError(names or "no names of ComfyUI are known here for this family")
+    found = {name: _in_comfyui(names, name) for name in updates}
+    unknown = [name for name, theirs in found.items() if theirs is None]
     if unknown:
-        raise DitLoraError(
-            listed("ComfyUI's CogVideoX has no counterpart of these layers", unknown)
-        )
+        raise DitLoraError(listed("ComfyUI's model has no counterpart of these layers", unknown))
     return Layout(
-        {name: f"diffusion_model.{found}" for name, found in names.items()}, "lora_A", "lora_B"
+        {name: f"diffusion_model.{theirs}" for name, theirs in found.items()}, "lora_A", "lora_B"
     )
 
 
-def kohya_layout(family: str, updates: Updates) -> Layout:
-    """kohya's layout as VideoX-Fun has it for CogVideoX. Raises `DitLoraError` for other models and convolutions."""
-    if family != "cogvideox":
+def kohya_layout(has_names: bool, updates: Updates) -> Layout:
+    """kohya's layout as VideoX-Fun has it. Raises `DitLoraError` for models without, and for convolutions."""
+    if not has_names:
         raise DitLoraError(_NO_KOHYA)
     wide = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]
     if wide:
@@ -119,12 +89,13 @@ def kohya_layout(family: str, updates: Updates) -> Layout:
     return Layout(names, "lora_down", "lora_up")
 
 
-def _in_comfyui(name: str) -> str | None:
-    block = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", name)
-    if block is None:
-        return _OUTSIDE.get(name)
-    inner = _IN_BLOCKS.get(block[2])
-    return inner and f"blocks.{block[1]}.{inner}"
+def _in_comfyui(names: Mapping[str, str], name: str) -> str | None:
+    if name in names:
+        return names[name]
+    list_name, _, rest = name.partition(".")
+    number, _, inner = rest.partition(".")
+    theirs = names.get(f"{list_name}.*.{inner}") if number.isdecimal() else None
+    return theirs and theirs.replace("*", number)
 
 
 def _heads(key: str) -> Iterable[str]:

@@ -1,6 +1,7 @@
-"""One file per model family; `FAMILIES` maps the names used in recipes to their modules."""
+"""The model families; `FAMILIES` maps the names used in recipes to the modules of their facts."""
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from dit_lora.errors import DitLoraError
@@ -23,32 +24,20 @@ CHAT_FAMILIES = {
 }
 """They have the contract of `families.chat_base`."""
 FAMILIES = DIFFUSION_FAMILIES | CHAT_FAMILIES
-TINY_VARIANTS = {
-    "cogvideox": (
-        "cogvideox-2b",
-        "cogvideox-5b",
-        "cogvideox-5b-i2v",
-        "cogvideox-1.5",
-        "cogvideox-1.5-i2v",
-    ),
-    "dit": ("dit-tiny",),
-    "sana": ("sana-600m", "sana-1.5", "sana-fp16"),
-    "sana_video": ("sana-video",),
-    "video_dit": ("video-dit-class", "video-dit-text"),
-    "latte": ("latte",),
-    "videochat2": (
-        "videochat2-mistral",
-        "videochat2-vicuna",
-        "videochat2-phi3",
-        "videochat2-hd",
-    ),
-    "chat": ("llava-next-video", "qwen2.5-vl", "qwen3-vl", "smolvlm2", "internvl"),
-}
-"""Each family's own, repeated here because importing a family takes seconds."""
 
 
 def get_family(name: str) -> Any:
-    """The family of that name, a `Family` or a `ChatFamily`, imported when asked for."""
+    """The family of that name, a `DiffusionFamily` or a `ChatFamily`, imported when asked for."""
     if name not in FAMILIES:
         raise DitLoraError(f"no family {name!r}; model.family is one of {', '.join(FAMILIES)}")
     return importlib.import_module(FAMILIES[name]).FAMILY
+
+
+def every_family() -> Mapping[str, Any]:
+    """Each family by its name; their facts are read in milliseconds."""
+    return {name: get_family(name) for name in FAMILIES}
+
+
+def default_recipes() -> dict[str, str]:
+    """The recipe that each family's name stands for."""
+    return {name: family.default_recipe for name, family in every_family().items()}

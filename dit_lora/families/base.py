@@ -1,16 +1,19 @@
-"""The family contract: everything that training must know about one model family, and nothing else.
+"""What training must know of an opened checkpoint of a diffusion family, in three roles; nothing else.
 
-A family holds facts and pure functions. It has no optimizer, no loop and no logging, so that no family can
-lose the guard. `Family` is what is known before a checkpoint is opened; `Checkpoint` is bound to one.
+A checkpoint holds facts and pure functions. It has no optimizer, no loop and no logging, so that no family can
+lose the guard. `Encoders` make what is cached of a sample, the `Denoiser` is what trains, the `Sampler` makes
+videos with it; who needs one role takes one. A family's `Checkpoint` is all three, and writes only what is
+peculiar to it.
 
 Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from torch import nn
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.refusals import refuse_options
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
@@ -63,59 +67,104 @@ class TextLimit:
     """With its special tokens; what is beyond is cut off."""
 
 
-class Checkpoint(Protocol):
-    """One opened checkpoint of a family."""
+@dataclass(frozen=True, kw_only=True)
+class Opened(ABC):
+    """What all roles know: where the checkpoint is, its configs, and the shapes that it takes."""
 
     path: Path
-    pipeline_class: Any
-    """The stock Diffusers pipeline of this checkpoint."""
+    transformer_config: Mapping[str, Any]
+    """With what `model.from_scratch` changes, and with the defaults that its family needs."""
+    vae_config: Mapping[str, Any]
+    from_scratch: Mapping[str, Any] | None = None
+    """`model.from_scratch`."""
+
+    @property
+    @abstractmethod
+    def side_step(self) -> int:
+        """Height and width come in multiples of this many pixels."""
+
+    @abstractmethod
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """Say what the VAE or the patches cannot take of this shape, each with the nearest that works."""
+
+    def refusal(self, shape: VideoShape) -> str | None:
+        """Return why the checkpoint cannot take this shape; None if it can."""
+        wrong = self.wrong_shape(shape)
+        return listed(f"{self.path.name} cannot take this shape", wrong) if wrong else None
+
+    def check_shape(self, shape: VideoShape) -> None:
+        """Raise `DitLoraError` with the refusal of a shape that does not fit."""
+        refusal = self.refusal(shape)
+        if refusal is not None:
+            raise DitLoraError(refusal)
+
+
+class Encoders(Opened):
+    """The role of what is cached of a sample, and of what that depends on."""
+
+    transform: ClassVar[str]
+    """How pixels are encoded; part of each sample's cache key, so changed whenever they would be encoded otherwise."""
+
+    def text_facts(self) -> Mapping[str, Any]:
+        """Return what embeddings depend on besides caption and dtype: files (`Path`) and values."""
+        return {"text_encoder": self.path / "text_encoder", "tokenizer": self.path / "tokenizer"}
+
+    def video_facts(self) -> Mapping[str, Any]:
+        """Return what a clip's cached tensors depend on besides pixels and dtype: files (`Path`) and values."""
+        return {"vae": self.path / "vae", "transform": self.transform}
+
+    @abstractmethod
+    def text_limit(self) -> TextLimit | None:
+        """Load the tokenizer; None where samples have classes in place of captions."""
+
+    @abstractmethod
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        """Return what one caption's tensors of `load_text_encoder` of that dtype are, known from the configs."""
+
+    @abstractmethod
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Load what conditions the model on a caption; "" is what caption dropout puts in place."""
+
+    @abstractmethod
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Load the VAE: it keeps `latent_mean`, with `latent_logvar` where the latent is drawn from the two."""
+
+
+class Objective(Protocol):
+    """What the network is trained to predict."""
+
+    @property
+    def train_timesteps(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denoiser(Opened):
+    """The role of what trains: the transformer, and its losses."""
+
+    objective: Objective
+    transformer_class: ClassVar[Any]
 
     @property
     def train_timesteps(self) -> int:
         """Timesteps are drawn from 0 to this minus one."""
-
-    @property
-    def side_step(self) -> int:
-        """Height and width come in multiples of this many pixels."""
-
-    def check_shape(self, shape: VideoShape) -> None:
-        """Raise with the nearest shapes that work if the VAE or the patches cannot take this one."""
-
-    def for_recipe(self, recipe: Recipe) -> "Checkpoint":
-        """The checkpoint as a recipe trains it, with the options and classes that it needs of it.
-
-        Raises if it cannot train what the recipe asks for: shape, options that do not apply.
-        """
-
-    def text_facts(self) -> Mapping[str, Any]:
-        """What embeddings depend on besides caption and dtype: files (`Path`) and values."""
-
-    def video_facts(self) -> Mapping[str, Any]:
-        """What a clip's cached tensors depend on besides pixels and dtype: files (`Path`) and values."""
-
-    def text_limit(self) -> TextLimit | None:
-        """Loads the tokenizer; None where samples have classes in place of captions."""
-
-    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        """One caption's tensors as `load_text_encoder` of that dtype gives them, known from the configs."""
-
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder: ...
-
-    def load_video_encoder(
-        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
-    ) -> VideoEncoder: ...
+        return self.objective.train_timesteps
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        """The frozen transformer, loaded in `dtype` from the start, on the CPU.
+        """Load the frozen transformer in `dtype` from the start, on the CPU.
 
         With `model.from_scratch`, random weights drawn from torch's generator.
         """
+        return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch)
 
+    @abstractmethod
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Per-sample losses of a cached batch; every draw comes from `streams`."""
+        """Return per-sample losses of a cached batch, fp32; every draw comes from `streams`."""
 
+    @abstractmethod
     def predict(
         self,
         transformer: nn.Module,
@@ -123,44 +172,101 @@ class Checkpoint(Protocol):
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The network's prediction for noisy latents of a cached batch, as the pipeline would call it."""
+        """Return the prediction for noisy latents of a cached batch: one call, as the pipeline's."""
+
+    def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
+        """Count text and video tokens of a sample in the transformer, for ranks that share them."""
+        raise DitLoraError(f"{self.path.name}: no rule says which tokens its ranks could share")
+
+
+class Sampler(Opened):
+    """The role of what makes videos: the stock pipeline, and how it is called."""
+
+    output: ClassVar[str] = "frames"
+    """The field of the pipeline's output: `frames` of videos, or `images`."""
+
+    @property
+    @abstractmethod
+    def pipeline_class(self) -> Any:
+        """The stock Diffusers pipeline of this checkpoint."""
 
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        """The stock Diffusers pipeline, around `transformer` if given; without encoder unless `text`."""
+        """Load the stock pipeline, around `transformer` if given; without text encoder unless `text`."""
+        given: dict[str, Any] = {} if transformer is None else {"transformer": transformer}
+        if not text:
+            given |= {"text_encoder": None, "tokenizer": None}
+        return load_pretrained(
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **given
+        )
 
+    @abstractmethod
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        """The pipeline's arguments for a prompt as text, or as its text encoder's tensors with those of ""."""
+        """Return the pipeline's arguments for a prompt as text, or as its text encoder's tensors with those of ""."""
 
-    def index_changes(self) -> dict[str, Any]:
-        """What a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""
-
-    def as_trained(self, index: Mapping[str, Any]) -> "Checkpoint":
-        """The checkpoint as one that `index_changes` describes."""
+    @abstractmethod
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        """Return the pipeline's arguments for a shape, and others that it is always called with."""
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        """One video, or an image of one frame: uint8 (frames, height, width, 3)."""
+        """Make one video, or an image of one frame: uint8 (frames, height, width, 3)."""
+        if how.image is not None:
+            raise DitLoraError(f"{self.path.name} starts from no image; leave --image out")
+        made = pipeline(
+            **conditions,
+            **self.arguments(how.shape),
+            num_inference_steps=how.inference_steps,
+            guidance_scale=how.guidance_scale,
+            generator=torch.Generator("cpu").manual_seed(how.seed),
+            output_type="np",
+        )
+        frames = made.images if self.output == "images" else made.frames[0]
+        return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
 
 
-class Family(Protocol):
-    """What is known of a family before a checkpoint is opened."""
+class Checkpoint(Encoders, Denoiser, Sampler):
+    """One opened checkpoint of a family, in all roles; `Family.open` makes it, for a recipe or as it is stored."""
 
-    name: str
-    lora_targets: tuple[str, ...]
-    """Default names of the linear layers that get an adapter, as PEFT matches them."""
-    group_patterns: Mapping[str, tuple[str, ...]]
-    """Patterns of base parameter names for the `connector` and `backbone` groups."""
-    tiny_variants: tuple[str, ...]
-    """Names that `dit-lora tiny` takes."""
-    pipeline_names: tuple[str, ...]
-    """The `_class_name` of the pipelines whose checkpoints it trains."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """The options of `refuse_options` that mean something for it."""
 
-    def open(self, model: ModelConfig) -> Checkpoint:
-        """Read the checkpoint's configs, no weights; refuse one of another family."""
+    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the stock pipeline with its text encoder alone, whose `encode_prompt` encodes captions as it does."""
+        return load_pretrained(
+            self.pipeline_class,
+            self.path,
+            transformer=None,
+            vae=None,
+            dtype=dtype,
+            use_safetensors=True,
+        ).to(device)
 
-    def build_tiny(self, variant: str, out: Path, seed: int) -> None:
-        """Write a complete random pipeline of that variant, small enough for tests."""
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """The names of the classes that its files have; None where it has no classes."""
+        return None
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """Return the checkpoint as a recipe trains it, with the options and classes that it needs of it.
+
+        Raises if it cannot train what the recipe asks for: shape, options that do not apply.
+        """
+        self.check_shape(VideoShape.of(recipe.data))
+        refuse_options(recipe, self.takes)
+        return self
+
+    def index_changes(self) -> dict[str, Any]:
+        """Return what a pipeline trained from this says otherwise in its model_index.json; an adapter's header has it too."""
+        return {}
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return what its transformer's config says otherwise than the files', with what `index_changes` describes."""
+        return {}
+
+    def as_trained(self, index: Mapping[str, Any]) -> Self:
+        """Return the checkpoint as one that `index_changes` describes."""
+        return self
 
 
 def local_checkpoint(model: ModelConfig) -> Path:
@@ -184,13 +290,25 @@ def local_checkpoint(model: ModelConfig) -> Path:
         ) from error
 
 
-def require_whole_weights(path: Path, components: Sequence[str]) -> None:
-    """Every component has safetensors weights with all their bytes; all that is wrong is listed.
+def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:
+    """Read the model_index.json of a folder; refuse one of another pipeline than the family's."""
+    index = read_component_config(path)
+    found = index.get("_class_name")
+    if found not in pipelines:
+        raise DitLoraError(
+            f"{model.path} is a {found} checkpoint; family {model.family} trains {' and '.join(pipelines)}"
+        )
+    return index
 
-    Reads headers only, before anything is encoded with one half of a checkpoint.
+
+def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> None:
+    """Refuse a checkpoint of which one of these, or a transformer that is not drawn, lacks bytes of its weights.
+
+    All that is wrong is listed. Reads headers only, before anything is encoded with one half of a checkpoint.
     """
     wrong = []
-    for component in components:
+    transformer = ("transformer",) if model.from_scratch is None else ()
+    for component in (*transformer, *components):
         files = sorted((path / component).glob("*.safetensors"))
         if not files:
             wrong.append(f"{component}: no .safetensors file")
@@ -210,11 +328,6 @@ def text_limit(path: Path, max_tokens: int | None = None) -> TextLimit:
 
     tokenizer = load_pretrained(AutoTokenizer, path / "tokenizer")
     return TextLimit(tokenizer, max_tokens or tokenizer.model_max_length)
-
-
-def to_uint8(frames: np.ndarray) -> torch.Tensor:
-    """What a pipeline gives with `output_type="np"`, in [0, 1], as uint8 of the same shape."""
-    return torch.from_numpy((frames * 255).round().clip(0, 255).astype("uint8"))
 
 
 def load_or_init(
@@ -243,34 +356,6 @@ def load_or_init(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.requires_grad_(False)
-
-
-def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
-    """Raise if the recipe sets options of other families: all but those in `takes`.
-
-    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`
-    and `train.vlb`; `data.fps` of images; and what is for chat models.
-    """
-    given = {
-        "chat": recipe.chat is not None,
-        "data.media": any(source.media is not None for source in recipe.data.all_sources),
-        "validation.media": bool(recipe.validation.media),
-        "optim.groups.adapter: null": (
-            recipe.train.mode == "lora" and recipe.optim.groups.adapter is None
-        ),
-        "data.classes": recipe.data.classes is not None,
-        "data.image_column": recipe.data.image_column is not None,
-        "data.image_dropout": recipe.data.image_dropout > 0,
-        "data.image_noise": recipe.data.image_noise is not None,
-        "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
-        "validation.images": bool(recipe.validation.images),
-        "train.vlb": recipe.train.vlb is not None,
-    }
-    wrong = [name for name, is_set in given.items() if is_set and name not in takes]
-    if wrong:
-        raise DitLoraError(
-            f"{', '.join(wrong)}: family {recipe.model.family} has nothing that this applies to; remove it"
-        )
 
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:

@@ -6,24 +6,29 @@ As with `families.base`: facts and pure functions, no optimizer, no loop. What s
 Shapes: B batch, L tokens (padded), A answer tokens (padded), F frames, H and W pixels.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 
 from dit_lora.chat_config import ChatConfig
-from dit_lora.config import ModelConfig, Recipe
+from dit_lora.config import Recipe
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data_config import VideoShape
+from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
+from dit_lora.pretrained import load_pretrained
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """In the order that losses are told apart by."""
+Fit = Literal["stretch", "cover"]
+"""How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
 
 
 @dataclass(frozen=True)
@@ -45,47 +50,47 @@ class Viewing:
         return cls(data.frames, data.height, data.width, chat.tiles, chat.timestamps)
 
 
-class ChatCheckpoint(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class ChatCheckpoint(ABC):
     """One opened checkpoint of a chat family."""
 
-    @property
-    def path(self) -> Path: ...
+    path: Path
+    config: Any
+    """As Transformers reads it."""
+    tokenizer: Any
+    """The language model's."""
+    how: Viewing
+    fit: Fit = "stretch"
 
     @property
-    def how(self) -> Viewing: ...
-
-    @property
-    def fit(self) -> Literal["stretch", "cover"]:
-        """How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
-
-    @property
+    @abstractmethod
     def model_class(self) -> Any:
         """The class of Transformers' kind that `load_model` loads."""
 
     @property
-    def tokenizer(self) -> Any:
-        """The language model's."""
-
-    @property
     def pad_token_id(self) -> int:
         """What tokens are padded with; never looked at."""
+        found = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if found is None else found
 
-    def for_recipe(self, recipe: Recipe) -> "ChatCheckpoint":
-        """The checkpoint as a recipe trains it; raises if it cannot do what the recipe asks for."""
+    @abstractmethod
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """Return the checkpoint as a recipe trains it; raises if it cannot do what the recipe asks for."""
 
-    def viewing(self, how: Viewing) -> "ChatCheckpoint":
-        """The checkpoint with that much shown to it; raises if its vision encoder cannot take it."""
+    @abstractmethod
+    def viewing(self, how: Viewing) -> Self:
+        """Return the checkpoint with that much shown to it; raises if its vision encoder cannot take it."""
 
-    def in_notebook(self) -> "ChatCheckpoint":
-        """The checkpoint as MVBench's notebook asks it: no seconds in the prompt, where it can do without, and of
+    def in_notebook(self) -> Self:
+        """Return the checkpoint as MVBench's notebook asks it: no seconds in the prompt, where it can do without, and of
         VideoChat2 the notebook's prompt and colours, which are not those of its training."""
+        return self
 
-    def model_files(self) -> Sequence[Path]:
-        """The files and folders whose contents make the model and its tokens."""
-
+    @abstractmethod
     def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
         """Pixels that the model sees of a picture of height x width as stored; None of kind `text`."""
 
+    @abstractmethod
     def render(
         self,
         conversation: Conversation,
@@ -101,8 +106,11 @@ class ChatCheckpoint(Protocol):
         """
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
-        """The frozen model, loaded in `dtype` from the start, on the CPU; takes `answer_labels` (objectives)."""
+        """Load the frozen model in `dtype` from the start, on the CPU; it takes `answer_labels` (objectives)."""
+        model = load_pretrained(self.model_class, self.path, dtype=dtype, use_safetensors=True)
+        return with_answer_losses(model.requires_grad_(False))
 
+    @abstractmethod
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's arguments for a batch with `input_ids` (B, L), `pixels` uint8 (B, F, 3, H, W) unless of kind
         text, and, where `render` gives instructions, `instruction_ids` and `instruction_mask` (B, I).
@@ -113,46 +121,25 @@ class ChatCheckpoint(Protocol):
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Mean next-token loss of each sample's answers, fp32 (B,); in place of timesteps, indices into `KINDS`.
+        """Return the mean next-token loss of each sample's answers, fp32 (B,); for timesteps, indices into `KINDS`.
 
         Beside what `inputs` takes, `labels` (B, A) are the answer tokens (or -100) and `answer_positions` (B, A)
         the positions that predict them.
         """
+        losses = model(
+            **self.inputs(batch),
+            answer_positions=batch["answer_positions"],
+            answer_labels=batch["labels"],
+        )
+        pixels = batch.get("pixels")
+        kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
+        return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
+    @abstractmethod
     def answer(
         self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
         """What the model says next, greedily; `pixels` uint8 (F, 3, H, W)."""
-
-
-class ChatFamily(Protocol):
-    """What is known of a chat family before a checkpoint is opened."""
-
-    name: str
-    lora_targets: tuple[str, ...]
-    """Default names of the linear layers that get an adapter."""
-    lora_within: tuple[str, ...]
-    """The submodules in which they are looked for, such as the language model."""
-    group_patterns: Mapping[str, tuple[str, ...]]
-    tiny_variants: tuple[str, ...]
-
-    def open(self, model: ModelConfig) -> ChatCheckpoint: ...
-
-    def build_tiny(self, variant: str, out: Path, seed: int) -> None: ...
-
-
-def answered_losses(
-    checkpoint: ChatCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor]
-) -> LossOutput:
-    """`ChatCheckpoint.losses` of a model with `with_answer_losses`; in place of timesteps, indices into `KINDS`."""
-    losses = model(
-        **checkpoint.inputs(batch),
-        answer_positions=batch["answer_positions"],
-        answer_labels=batch["labels"],
-    )
-    pixels = batch.get("pixels")
-    kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
-    return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
 
 def greedy_answer(

@@ -10,13 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from transformers.image_processing_utils import select_best_resolution
 
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
+from dit_lora.families.chat_base import Fit
 from dit_lora.families.chat_views import (
     Normalisation,
     processor_config,
@@ -26,7 +27,6 @@ from dit_lora.families.chat_views import (
 )
 
 Tensors = dict[str, torch.Tensor]
-Fit = Literal["stretch", "cover"]
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)

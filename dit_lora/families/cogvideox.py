@@ -1,32 +1,37 @@
 """CogVideoX: text-to-video and image-to-video, versions 1.0 and 1.5, whichever the checkpoint's configs say."""
 
-import inspect
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
+from dit_lora.families.family import DiffusionFamily, License, Site
 
-from dit_lora.config import ModelConfig
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import local_checkpoint, read_component_config, require_whole_weights
-from dit_lora.families.cogvideox_image import CogVideoXImageCheckpoint
-from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
-from dit_lora.families.tiny_cogvideox import VARIANTS, build_cogvideox
-from dit_lora.objectives import VPrediction
+if TYPE_CHECKING:
+    from pathlib import Path
 
-_CHECKPOINTS = {
-    kind.pipeline_class.__name__: kind for kind in (CogVideoXCheckpoint, CogVideoXImageCheckpoint)
-}
+    from dit_lora.config import ModelConfig
+    from dit_lora.families.base import Checkpoint
+
+_LICENSE = License(
+    "other", "cogvideox-license", "https://huggingface.co/THUDM/CogVideoX-5b/blob/main/LICENSE"
+)
+_VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
 
 
-class CogVideoX:
-    """CogVideoX, every checkpoint of text-to-video and image-to-video."""
+def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
+    from dit_lora.families.cogvideox_checkpoint import open_checkpoint
 
-    name = "cogvideox"
-    # CogVideo's and Diffusers' own trainers adapt these four (finetune/schemas/args.py).
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    group_patterns: Mapping[str, tuple[str, ...]] = {
+    return open_checkpoint(family, model)
+
+
+def _build_tiny(variant: str, out: "Path", seed: int) -> None:
+    from dit_lora.families.tiny_cogvideox import build_cogvideox
+
+    build_cogvideox(variant, out, seed)
+
+
+FAMILY = DiffusionFamily(
+    name="cogvideox",
+    # The default targets are what CogVideo's and Diffusers' own trainers adapt (finetune/schemas/args.py).
+    group_patterns={
         "connector": (
             "patch_embed.*",
             "time_embedding.*",
@@ -36,76 +41,47 @@ class CogVideoX:
             "proj_out.*",
         ),
         "backbone": ("transformer_blocks.*",),
-    }
-    tiny_variants = tuple(VARIANTS)
-    pipeline_names = tuple(_CHECKPOINTS)
-
-    def open(self, model: ModelConfig) -> CogVideoXCheckpoint:
-        path = local_checkpoint(model)
-        pipeline_name = read_component_config(path).get("_class_name")
-        if pipeline_name not in _CHECKPOINTS:
-            raise DitLoraError(
-                f"{model.path} is a {pipeline_name} checkpoint; family cogvideox trains "
-                f"{' and '.join(_CHECKPOINTS)}"
-            )
-        kind = _CHECKPOINTS[pipeline_name]
-        transformer = _transformer_config(path, model)
-        vae = read_component_config(path, "vae")
-        drawn = model.from_scratch is not None
-        require_whole_weights(path, ("vae", "text_encoder", *(() if drawn else ("transformer",))))
-        _require_channels(model, transformer, vae, kind)
-        scheduler = CogVideoXDDIMScheduler.from_config(read_component_config(path, "scheduler"))
-        if scheduler.config.prediction_type != "v_prediction":
-            raise DitLoraError(
-                f"{model.path}: CogVideoX predicts velocity, but its scheduler says "
-                f"prediction_type={scheduler.config.prediction_type}"
-            )
-        return kind(
-            path=path,
-            transformer_config=transformer,
-            vae_config=vae,
-            objective=VPrediction.from_alphas_cumprod(scheduler.alphas_cumprod),
-            from_scratch=model.from_scratch,
-        )
-
-    def build_tiny(self, variant: str, out: Path, seed: int) -> None:
-        build_cogvideox(variant, out, seed)
-
-
-def _transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
-    """The checkpoint's, over the class's defaults (1.0's files say nothing of what came later), with what
-    `model.from_scratch` changes."""
-    parameters = inspect.signature(CogVideoXTransformer3DModel.__init__).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    config = read_component_config(path, "transformer")
-    changes = model.from_scratch or {}
-    unknown = sorted(set(changes) - set(defaults))
-    if unknown:
-        known = f"model.from_scratch takes {', '.join(sorted(defaults))}; it does not know"
-        raise DitLoraError(listed(known, unknown))
-    return {**defaults, **config, **changes}
-
-
-def _require_channels(
-    model: ModelConfig,
-    transformer: Mapping[str, Any],
-    vae: Mapping[str, Any],
-    kind: type[CogVideoXCheckpoint],
-) -> None:
-    """Latents go in (beside an image's, if it starts from one) and latents come out."""
-    latents = vae["latent_channels"]
-    inputs = latents * (2 if issubclass(kind, CogVideoXImageCheckpoint) else 1)
-    wanted = {"in_channels": inputs, "out_channels": latents}
-    wrong = [
-        f"{name} must be {value}; got {transformer[name]}"
-        for name, value in wanted.items()
-        if transformer[name] != value
-    ]
-    if wrong:
-        name = kind.pipeline_class.__name__
-        raise DitLoraError(
-            listed(f"{model.path}: the transformer of a {name} with this VAE", wrong)
-        )
-
-
-FAMILY = CogVideoX()
+    },
+    pipeline_names=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"),
+    default_recipe="cogvideox/2b_t2v",
+    licenses={
+        "THUDM/CogVideoX-2b": License("apache-2.0"),
+        "zai-org/CogVideoX-2b": License("apache-2.0"),
+        "THUDM/CogVideoX*": _LICENSE,
+        "zai-org/CogVideoX*": _LICENSE,
+    },
+    # Comfy-Org/ComfyUI, comfy/ldm/cogvideo/model.py.
+    comfyui={
+        "transformer_blocks.*.norm1.linear": "blocks.*.norm1.linear",
+        "transformer_blocks.*.norm2.linear": "blocks.*.norm2.linear",
+        "transformer_blocks.*.attn1.to_q": "blocks.*.q",
+        "transformer_blocks.*.attn1.to_k": "blocks.*.k",
+        "transformer_blocks.*.attn1.to_v": "blocks.*.v",
+        "transformer_blocks.*.attn1.to_out.0": "blocks.*.attn_out",
+        "transformer_blocks.*.ff.net.0.proj": "blocks.*.ff_proj",
+        "transformer_blocks.*.ff.net.2": "blocks.*.ff_out",
+        "patch_embed.proj": "patch_embed.proj",
+        "patch_embed.text_proj": "patch_embed.text_proj",
+        "time_embedding.linear_1": "time_embedding_linear_1",
+        "time_embedding.linear_2": "time_embedding_linear_2",
+        "ofs_embedding.linear_1": "ofs_embedding_linear_1",
+        "ofs_embedding.linear_2": "ofs_embedding_linear_2",
+        "norm_out.linear": "norm_out.linear",
+        "proj_out": "proj_out",
+    },
+    kohya=True,
+    sites=(
+        Site(family="cogvideox", variant="cogvideox-2b", data=_VIDEO, has_buffers=True),
+        Site(family="cogvideox", variant="cogvideox-5b", data=_VIDEO),
+        Site(
+            family="cogvideox",
+            variant="cogvideox-5b-i2v",
+            data={**_VIDEO, "height": 64, "width": 96},
+            has_buffers=True,
+        ),
+        Site(family="cogvideox", variant="cogvideox-1.5", data=_VIDEO),
+        Site(family="cogvideox", variant="cogvideox-1.5-i2v", data=_VIDEO),
+    ),
+    stored=_stored,
+    build_tiny=_build_tiny,
+)

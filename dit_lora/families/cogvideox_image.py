@@ -9,7 +9,7 @@ Shapes: B batch, K encodings of one image, C latent channels, F latent frames, H
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import CogVideoXImageToVideoPipeline
@@ -19,14 +19,8 @@ from torch import nn
 
 from dit_lora.config import Recipe
 from dit_lora.data.video import read_frames
-from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import (
-    Sampling,
-    Tensors,
-    VideoEncoder,
-    refuse_options,
-)
+from dit_lora.families.base import Sampling, Tensors, VideoEncoder
 from dit_lora.families.cogvideox_text import CogVideoXCheckpoint, encode_video
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams, generator, integers, moved, normal
@@ -38,47 +32,42 @@ IMAGE_TRANSFORM = "cogvideox-i2v-1: the pipeline's preprocessing; clean, then no
 OFFSET = 2.0
 
 
-_IMAGE_OPTIONS = (
-    "data.image_column",
-    "data.image_dropout",
-    "data.image_noise",
-    "validation.images",
-)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     """One CogVideoX image-to-video checkpoint."""
 
     image_noise: bool = True
     image_dropout: float = 0.0
     pipeline_class: ClassVar[Any] = CogVideoXImageToVideoPipeline
+    takes: ClassVar[tuple[str, ...]] = (
+        "data.image_column",
+        "data.image_dropout",
+        "data.image_noise",
+        "validation.images",
+    )
 
-    def for_recipe(self, recipe: Recipe) -> "CogVideoXImageCheckpoint":
+    def for_recipe(self, recipe: Recipe) -> Self:
         """With `data.image_noise` and `data.image_dropout`; refuses prompts without their first images."""
-        self.check_shape(VideoShape.of(recipe.data))
-        refuse_options(recipe, _IMAGE_OPTIONS)
-        prompts, images = recipe.validation.prompts, recipe.validation.images
+        fitting = super().for_recipe(recipe)
+        data, validation = recipe.data, recipe.validation
         wrong = []
-        if len(prompts) != len(images):
+        if len(validation.prompts) != len(validation.images):
             wrong.append(
-                f"validation.images: give one first image a prompt; got {len(images)} for "
-                f"{len(prompts)} in validation.prompts"
+                f"validation.images: give one first image a prompt; got {len(validation.images)} for "
+                f"{len(validation.prompts)} in validation.prompts"
             )
-        if recipe.data.flip:
+        if data.flip:
             wrong.append(
                 "data.flip: it would not mirror a first image of the clip's own; remove it"
             )
         if wrong:
             raise DitLoraError(listed(f"{self.path.name} is image-to-video", wrong))
-        data = recipe.data
-        return replace(
-            self, image_noise=data.image_noise is not False, image_dropout=data.image_dropout
-        )
+        noise = data.image_noise is not False
+        return replace(fitting, image_noise=noise, image_dropout=data.image_dropout)
 
-    def video_facts(self) -> dict[str, Any]:
+    def video_facts(self) -> Mapping[str, Any]:
         encodings = 1 + NOISED_ENCODINGS * self.image_noise
-        return super().video_facts() | {"image": f"{IMAGE_TRANSFORM}: {encodings}"}
+        return {**super().video_facts(), "image": f"{IMAGE_TRANSFORM}: {encodings}"}
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -163,7 +152,8 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
             )
         size = {"height": how.shape.height, "width": how.shape.width}
         first = read_frames(how.image, frames=1, fps=None, **size)[0]
-        return self._generate(pipeline, {**conditions, "image": as_picture(first)}, how)
+        given = {**conditions, "image": as_picture(first)}
+        return super().generate(pipeline, given, replace(how, image=None))
 
 
 def as_picture(pixels: torch.Tensor) -> Image.Image:

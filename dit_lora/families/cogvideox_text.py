@@ -8,7 +8,6 @@ Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W late
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,41 +15,31 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from torch import nn
 
-from dit_lora.config import Recipe
 from dit_lora.data_config import VideoShape
-from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
-    Sampling,
+    Checkpoint,
     Tensors,
     TensorSpec,
     TextEncoder,
     TextLimit,
     VideoEncoder,
-    load_or_init,
-    refuse_options,
     text_limit,
-    to_uint8,
 )
+from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams, integers, moved, normal
 from dit_lora.objectives import LossOutput, VPrediction, mean_squared_error
 from dit_lora.pretrained import load_pretrained
 
-# Changes whenever the same pixels would be encoded otherwise; part of each clip's cache key.
-VIDEO_TRANSFORM = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
 
-
-@dataclass(frozen=True)
-class CogVideoXCheckpoint:
+@dataclass(frozen=True, kw_only=True)
+class CogVideoXCheckpoint(Checkpoint):
     """One CogVideoX text-to-video checkpoint."""
 
-    path: Path
-    transformer_config: Mapping[str, Any]
-    """Whole: what config.json leaves out has the model class's default."""
-    vae_config: Mapping[str, Any]
     objective: VPrediction
-    from_scratch: Mapping[str, Any] | None = None
     pipeline_class: ClassVar[Any] = CogVideoXPipeline
+    transformer_class: ClassVar[Any] = CogVideoXTransformer3DModel
+    transform = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
 
     @property
     def spatial_factor(self) -> int:
@@ -60,10 +49,6 @@ class CogVideoXCheckpoint:
     @property
     def temporal_factor(self) -> int:
         return int(self.vae_config["temporal_compression_ratio"])
-
-    @property
-    def train_timesteps(self) -> int:
-        return len(self.objective.alpha)
 
     @property
     def text_tokens(self) -> int:
@@ -76,27 +61,17 @@ class CogVideoXCheckpoint:
     def text_limit(self) -> TextLimit:
         return text_limit(self.path, self.text_tokens)
 
-    def check_shape(self, shape: VideoShape) -> None:
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
 
         Not 4n + 1: the VAE decodes latent frames two at a time and only an odd one out as the first, so the 4
         latents of 13 frames come back as 16 (autoencoder_kl_cogvideox.py, `_decode`).
         """
-        step = self.side_step
-        wrong = [
-            f"data.{name} must be a multiple of {step}; got {value}, nearest {_multiples(value, step)}"
-            for name, value in (("height", shape.height), ("width", shape.width))
-            if value % step
+        return [
+            *wrong_sides(shape, self.side_step),
+            *wrong_frames(shape.frames, 2 * self.temporal_factor),
+            *self._beyond_positions(shape),
         ]
-        pair = 2 * self.temporal_factor
-        if (shape.frames - 1) % pair:
-            below = (shape.frames - 1) // pair * pair + 1
-            wrong.append(
-                f"data.frames must be {pair}n + 1; got {shape.frames}, nearest {below} and {below + pair}"
-            )
-        wrong += self._beyond_positions(shape)
-        if wrong:
-            raise DitLoraError(listed(f"{self.path.name} cannot take this shape", wrong))
 
     def _beyond_positions(self, shape: VideoShape) -> list[str]:
         """What the transformer has no positions for."""
@@ -119,21 +94,8 @@ class CogVideoXCheckpoint:
             if given[name] > most
         ]
 
-    def for_recipe(self, recipe: Recipe) -> "CogVideoXCheckpoint":
-        """The checkpoint itself; refuses options of image-to-video."""
-        self.check_shape(VideoShape.of(recipe.data))
-        refuse_options(recipe)
-        return self
-
-    def text_facts(self) -> dict[str, Any]:
-        return {
-            "text_encoder": self.path / "text_encoder",
-            "tokenizer": self.path / "tokenizer",
-            "tokens": self.text_tokens,
-        }
-
-    def video_facts(self) -> dict[str, Any]:
-        return {"vae": self.path / "vae", "transform": VIDEO_TRANSFORM}
+    def text_facts(self) -> Mapping[str, Any]:
+        return {**super().text_facts(), "tokens": self.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.text_tokens, self.transformer_config["text_embed_dim"])
@@ -141,14 +103,7 @@ class CogVideoXCheckpoint:
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """T5 as the pipeline uses it: padded to `max_text_seq_length`, no attention mask."""
-        pipeline = load_pretrained(
-            self.pipeline_class,
-            self.path,
-            transformer=None,
-            vae=None,
-            dtype=dtype,
-            use_safetensors=True,
-        ).to(device)
+        pipeline = self.text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -178,9 +133,6 @@ class CogVideoXCheckpoint:
         return load_pretrained(
             AutoencoderKLCogVideoX, self.path, subfolder="vae", dtype=dtype, use_safetensors=True
         ).to(device)
-
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        return load_or_init(CogVideoXTransformer3DModel, self.path, dtype, self.from_scratch)
 
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
@@ -256,53 +208,19 @@ class CogVideoXCheckpoint:
             **given,
         )[0]
 
-    def pipeline(
-        self,
-        dtype: torch.dtype,
-        transformer: nn.Module | None = None,
-        text: bool = True,
-    ) -> Any:
-        given: dict[str, Any] = {} if transformer is None else {"transformer": transformer}
-        if not text:
-            given |= {"text_encoder": None, "tokenizer": None}
-        return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **given
-        )
-
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         given = {"prompt_embeds": prompt["prompt_embeds"]}
         return given | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
 
-    def index_changes(self) -> dict[str, Any]:
-        return {}
-
-    def as_trained(self, index: Mapping[str, Any]) -> "CogVideoXCheckpoint":
-        return self
-
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        if how.image is not None:
-            raise DitLoraError(
-                f"{self.path.name} is text-to-video and starts from no image; leave --image out"
-            )
-        return self._generate(pipeline, conditions, how)
-
-    def _generate(
-        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
-    ) -> torch.Tensor:
-        frames = pipeline(
-            **conditions,
-            num_frames=how.shape.frames,
-            height=how.shape.height,
-            width=how.shape.width,
-            num_inference_steps=how.inference_steps,
-            guidance_scale=how.guidance_scale,
-            max_sequence_length=self.text_tokens,
-            generator=torch.Generator("cpu").manual_seed(how.seed),
-            output_type="np",
-        ).frames[0]
-        return to_uint8(frames)
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {
+            "num_frames": shape.frames,
+            "height": shape.height,
+            "width": shape.width,
+            "max_sequence_length": self.text_tokens,
+        }
 
     def _rotary(
         self, frames: int, height: int, width: int, device: torch.device
@@ -324,8 +242,3 @@ def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
     video = (pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)
     posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
-
-
-def _multiples(value: int, step: int) -> str:
-    below = value // step * step
-    return f"{below} and {below + step}" if below else str(step)

@@ -1,4 +1,4 @@
-"""The classes of a DiT: names, rows of its label tables, and where the null class is.
+"""The classes of a DiT: names, rows of its label tables, and where the null class is; a checkpoint that has some.
 
 A table of n classes has n + 1 rows. The null class is row n, but never beyond 1000: Diffusers' DiTPipeline
 guides with row 1000 whatever the table, so classes that are added to ImageNet's 1000 go behind it.
@@ -7,14 +7,21 @@ guides with row 1000 whatever the table, so classes that are added to ImageNet's
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import DiTPipeline as StockPipeline
 from torch import nn
+
+from dit_lora.config import Recipe
+from dit_lora.data.sources import class_names
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import TensorSpec, TextEncoder, load_or_init
+from dit_lora.families.noise_prediction import NoisePrediction
 
 STOCK_NULL = 1000  # diffusers/pipelines/dit/pipeline_dit.py: class_null
 TABLE = "transformer_blocks.{}.norm1.emb.class_embedder.embedding_table.weight"
@@ -28,7 +35,7 @@ class ClassTable:
     names: Mapping[int, str]
 
     @classmethod
-    def of_names(cls, names: Sequence[str], count: int | None = None) -> "ClassTable":
+    def of_names(cls, names: Sequence[str], count: int | None = None) -> Self:
         """The first classes of a table that has no other."""
         table = cls(max(count or 0, len(names)), {})
         return cls(table.count, dict(zip(table.rows(), names, strict=False)))
@@ -57,12 +64,11 @@ class ClassTable:
         found = {labels.get(part.strip()) for part in name.split(",")}
         return found.pop() if len(found) == 1 else None
 
-    def extended(self, names: Sequence[str]) -> "ClassTable":
+    def extended(self, names: Sequence[str]) -> Self:
         """With new classes at the end; the rows of the old ones stay."""
-        wider = ClassTable(self.count + len(names), {})
-        return ClassTable(
-            wider.count, {**self.names, **dict(zip(wider.rows()[self.count :], names, strict=True))}
-        )
+        wider = type(self)(self.count + len(names), {})
+        rows = wider.rows()[self.count :]
+        return replace(wider, names={**self.names, **dict(zip(rows, names, strict=True))})
 
     def labels(self) -> dict[str, str]:
         """As model_index.json's `id2label`."""
@@ -88,6 +94,110 @@ class ClassTable:
 
     def _named(self) -> list[tuple[int, str]]:
         return sorted(self.names.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassCheckpoint(NoisePrediction):
+    """A checkpoint that is conditioned on classes: a caption is a class's name, and "" the null class."""
+
+    stored: ClassTable
+    """The classes of the files."""
+    classes: ClassTable
+    """Those that it is trained on."""
+    count_key: ClassVar[str]
+    """Their number's name in the transformer's config."""
+    takes: ClassVar[tuple[str, ...]] = ("data.classes", "train.vlb")
+
+    @abstractmethod
+    def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
+        """Raise unless the rows of new classes, which are base weights, train in mode `lora`."""
+
+    @abstractmethod
+    def grow(self, transformer: Any) -> None:
+        """Give the label tables of a loaded transformer, and its config, the classes that are trained on."""
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        return tuple(self.stored.labels().values())
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        """With the classes of the data: new ones are added, from scratch they are all there is."""
+        fitting = super().for_recipe(recipe)
+        classes = self._classes_for(recipe, class_names(recipe.data, recipe.cache_dir))
+        absent = unknown(recipe.validation.prompts, classes)
+        if absent:
+            what = f"validation.prompts: no class {', '.join(map(repr, absent))}; there are"
+            raise DitLoraError(listed(what, classes.near(absent[0])))
+        return fitting.with_classes(classes)
+
+    def with_classes(self, classes: ClassTable) -> Self:
+        config = {**self.transformer_config, self.count_key: classes.count}
+        return replace(self, transformer_config=config, classes=classes)
+
+    def text_limit(self) -> None:
+        return None
+
+    def text_facts(self) -> Mapping[str, Any]:
+        return {"classes": self.classes.digest()}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return {"class_labels": (torch.Size(()), torch.int64)}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Names of classes to rows of the label tables, int64 (B,); "" is the null class."""
+        return lambda names: {"class_labels": torch.tensor([self.row(name) for name in names])}
+
+    def load_transformer(self, dtype: torch.dtype) -> Any:
+        scratch = self.from_scratch
+        if scratch is not None:
+            scratch = {**scratch, self.count_key: self.classes.count}
+        transformer = load_or_init(self.transformer_class, self.path, dtype, scratch)
+        if scratch is None and self.classes.count > self.stored.count:
+            self.grow(transformer)
+        return transformer
+
+    def index_changes(self) -> dict[str, Any]:
+        return {} if self.classes == self.stored else {"id2label": self.classes.labels()}
+
+    def config_changes(self) -> dict[str, Any]:
+        return {} if self.classes == self.stored else {self.count_key: self.classes.count}
+
+    def as_trained(self, index: Mapping[str, Any]) -> Self:
+        labels = {int(row): name for row, name in index["id2label"].items()}
+        added = [labels[row] for row in sorted(set(labels) - set(self.stored.rows()))]
+        return self.with_classes(self.stored.extended(added))
+
+    def row(self, name: str) -> int:
+        """The row of a class by its name; raises with the nearest names where there is none."""
+        row = self.classes.row(name)
+        if row is None:
+            known = self.classes.near(name)
+            raise DitLoraError(listed(f"{self.path.name} has no class {name!r}; it has", known))
+        return row
+
+    def _classes_for(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:
+        if self.from_scratch is not None:
+            asked = self.from_scratch.get(self.count_key)
+            if asked is not None and asked < len(names):
+                raise DitLoraError(
+                    f"model.from_scratch.{self.count_key} is {asked}, and the data has {len(names)} "
+                    "classes; leave it out to have as many"
+                )
+            return type(self.stored).of_names(names, asked)
+        new = unknown(names, self.stored)
+        if new and recipe.train.mode == "lora":
+            self.require_rows_train(recipe, new)
+        return self.stored.extended(new)
+
+
+def names_of(index: Mapping[str, Any]) -> dict[int, str]:
+    """The names of classes by their rows, as a model_index.json has them."""
+    return {int(row): name for row, name in (index.get("id2label") or {}).items()}
+
+
+def unknown(names: Iterable[str], classes: ClassTable) -> list[str]:
+    """The names without a row, each once, sorted."""
+    return sorted({name for name in names if classes.row(name) is None})
 
 
 class DiTPipeline(StockPipeline):
@@ -170,11 +280,6 @@ def initialise(transformer: Any) -> None:
     for linear in (*outputs, *modulations):
         nn.init.zeros_(linear.weight)
         _zero(linear.bias)
-
-
-def unknown(names: Iterable[str], row: Callable[[str], int | None]) -> list[str]:
-    """The names without a row, each once, sorted."""
-    return sorted({name for name in names if row(name) is None})
 
 
 def _zero(bias: torch.Tensor | None) -> None:

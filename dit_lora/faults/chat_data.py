@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_lora.faults.data_faults import Change, DataFault
+from dit_lora.faults.data_faults import DataFault
 from dit_lora.faults.fault import Expected
-from dit_lora.faults.site import CONVERSATIONS, write_chat
+from dit_lora.faults.site import CONVERSATIONS
 from dit_lora.faults.world import Overrides
 
 
@@ -16,7 +16,7 @@ from dit_lora.faults.world import Overrides
 class ChatDataFault(DataFault):
     """A record of an annotation file that the run must refuse by name, or leave out without a trace."""
 
-    writers: tuple[Change, ...] = (write_chat,)
+    samples: str = "conversations"
 
     def given(self, data: Path) -> Overrides:
         return (*self.overrides, ("data.path", str(data / CONVERSATIONS)))

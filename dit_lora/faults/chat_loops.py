@@ -30,7 +30,7 @@ class Stock:
     def __init__(self, world: World, change: Change) -> None:
         recipe = world.recipe("stock", world.clips, world.root / "caches" / "stock", ())
         family: Any = world.family
-        self.checkpoint = family.open(recipe.model).for_recipe(recipe)
+        self.checkpoint = family.open(recipe.model, recipe)
         found = find_conversations(recipe, self.checkpoint, recipe.data, quiet=True)
         clips = training_set(found.entries, self.checkpoint, recipe)
         self.batch = collate([clips.sample(entry, 0) for entry in clips.entries[:2]])

@@ -10,12 +10,12 @@ from typing import Any
 from dit_lora.data.cache import TensorCache
 from dit_lora.data.media import VIDEO_SUFFIXES
 from dit_lora.data.shards import Stored
+from dit_lora.families.family import Site
 from dit_lora.faults.bad_archives import member, write_tar
 from dit_lora.faults.bad_cache import cut, scramble
 from dit_lora.faults.bad_media import KINDS
 from dit_lora.faults.fault import Expected, Fault, Judged, equal
 from dit_lora.faults.kind import Kind, write_good
-from dit_lora.faults.site import Site, write_class_clips, write_classes, write_clips, write_images
 from dit_lora.faults.world import Engine, Observation, Overrides, Stage, World, poisoned_files
 
 Change = Callable[[Path], None]
@@ -37,11 +37,11 @@ class DataFault(Fault):
     """Writes the bad sample."""
     layout: Change = _leave
     """What is done to the good data first, with and without the bad sample."""
-    writers: tuple[Change, ...] = (write_clips,)
-    """The sites whose data one of these has written know this fault."""
+    samples: str = "clips"
+    """The sites that train on such samples know this fault."""
 
     def fits(self, site: Site, ranks: int = 1, engine: Engine = "ddp") -> bool:
-        return super().fits(site, ranks, engine) and site.write_data in self.writers
+        return super().fits(site, ranks, engine) and site.samples == self.samples
 
     def judge(self, world: World) -> Judged:
         """A run that refuses it, one that leaves out it and its peers, one that never had them; collective."""
@@ -81,7 +81,7 @@ class DataFault(Fault):
         like = [
             one
             for one in _SAMPLES
-            if one.file and (one.layout, one.writers) == (self.layout, self.writers)
+            if one.file and (one.layout, one.samples) == (self.layout, self.samples)
         ]
         return tuple(dict.fromkeys([*like, self]))
 
@@ -213,9 +213,9 @@ def _bad(name: str, file: str, reason: str, put: Change, **more: Any) -> DataFau
     )
 
 
-def _of(name: str, reason: str, writer: Change = write_clips) -> DataFault:
+def _of(name: str, reason: str, samples: str = "clips") -> DataFault:
     kind = _BY_NAME[name]
-    return _bad(name, kind.file, reason, _put(kind), writers=(writer,))
+    return _bad(name, kind.file, reason, _put(kind), samples=samples)
 
 
 def _odd(name: str, *files: str) -> SoundOddity:
@@ -229,14 +229,14 @@ def _odd(name: str, *files: str) -> SoundOddity:
     )
 
 
-def _unknown(what: str, writer: Change, suffix: str) -> DataFault:
+def _unknown(what: str, samples: str, suffix: str) -> DataFault:
     return _bad(
         f"{what} of a class outside the table",
         f"2/clip{suffix}",
         "class",
         _unknown_label,
         overrides=(("data.classes", ("0", "1")),),
-        writers=(writer,),
+        samples=samples,
     )
 
 
@@ -281,12 +281,12 @@ _SAMPLES: tuple[DataFault, ...] = (
     _odd("two clips of one stem", "one/clip.mp4", "two/clip.mp4"),
     _odd("a variable frame rate", "vfr.mp4"),
     _odd("a rotation flag", "turned.mp4"),
-    _of("no bytes in an image", "empty_file: the file has no bytes", write_images),
-    _of("an error page named .jpg", "not_media: ", write_images),
-    _of("a jpeg cut in half", _DECODE, write_images),
-    _of("a black image", "black", write_images),
-    _unknown("an image", write_classes, ".png"),
-    _unknown("a clip", write_class_clips, ".mp4"),
+    _of("no bytes in an image", "empty_file: the file has no bytes", "images"),
+    _of("an error page named .jpg", "not_media: ", "images"),
+    _of("a jpeg cut in half", _DECODE, "images"),
+    _of("a black image", "black", "images"),
+    _unknown("an image", "classes", ".png"),
+    _unknown("a clip", "class_clips", ".mp4"),
 )
 FAULTS: tuple[Fault, ...] = (
     *_SAMPLES,

@@ -17,7 +17,7 @@ from dit_lora.training.fit import fit
 
 def main(config: Path, engine: Engine = "ddp") -> None:
     recipe = load_recipe(config)
-    opened = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
+    opened = get_family(recipe.model.family).open(recipe.model, recipe)
     run = prepared_run(recipe, Accelerator(cpu=True), opened, engine)
     write = checkpoints._write_synced
 

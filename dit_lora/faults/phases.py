@@ -12,6 +12,7 @@ import torch
 
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.site import data_of
 from dit_lora.faults.world import Arm, Observation, Stage, Tensors, World
 from dit_lora.files import write_whole
 from dit_lora.numerics.shards import local
@@ -22,8 +23,8 @@ def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
     """A VAE that gives a bad value for one clip, on whichever rank encodes it."""
 
     def play(fault: Fault, world: World) -> Observation:
-        owner = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
-        load = owner.load_video_encoder  # type: ignore[attr-defined]
+        owner: Any = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
+        load = owner.load_video_encoder
 
         def loaded(self: Any, *args: Any, **given: Any) -> Any:
             encode = load(self, *args, **given)
@@ -68,7 +69,7 @@ def _held_out(stage: Stage) -> None:
 
 def _other_conversations(fault: Fault, world: World) -> Observation:
     """Chat models measure on conversations of their own; here those that they train on."""
-    others = ("validation.conversations", str(world.clips / world.site.listing))
+    others = ("validation.conversations", str(data_of(world.site, world.clips)))
     return world.observe(fault.name, _held_out, (others,))
 
 

@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.errors import DitLoraError
+from dit_lora.families.family import Site
 from dit_lora.faults import (
     altered,
     blame,
@@ -38,7 +39,7 @@ from dit_lora.faults import (
     state,
 )
 from dit_lora.faults.fault import Fault, Judged
-from dit_lora.faults.site import DEFAULT, Site, site_of
+from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.world import Engine, World, engine_of
 from dit_lora.files import write_whole
 

@@ -21,8 +21,8 @@ from dit_lora.data.cache import TensorCache
 from dit_lora.data.shards import tombstone
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint, Family
-from dit_lora.faults.site import Site
+from dit_lora.families.family import ChatFamily, DiffusionFamily, Site
+from dit_lora.faults.site import data_of, drop_sample, write_samples
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.streams import Streams
 from dit_lora.numerics.switches import kept_attention
@@ -35,6 +35,7 @@ from dit_lora.training.launch import Sharding
 from dit_lora.training.prepare import prepare
 from dit_lora.training.run import Run
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
+from dit_lora.training.task import Trained
 from dit_lora.training.tasks import task_of
 
 STEPS = 6
@@ -70,7 +71,7 @@ class Observation:
 class ArmedCheckpoint:
     """A family's checkpoint whose losses a fault can get at, before and after."""
 
-    def __init__(self, inner: Checkpoint) -> None:
+    def __init__(self, inner: Trained) -> None:
         self.inner = inner
         self.before: list[Callable[[Tensors, Streams], Tensors]] = []
         self.after: list[Callable[[LossOutput, Tensors, Streams], LossOutput]] = []
@@ -170,7 +171,7 @@ class World:
         self.engine: Engine = engine
         """How ranks share a step, where there are several."""
         self.site = site
-        self.family: Family = get_family(site.family)
+        self.family: DiffusionFamily | ChatFamily = get_family(site.family)
         self.model = root / "model"
         self.clips = root / "clips"
         self.without = root / "clips_without"
@@ -182,9 +183,9 @@ class World:
         quiet_libraries()
         if accelerator.is_main_process:
             self.family.build_tiny(site.variant, self.model, 0)
-            site.write_data(self.clips)
+            write_samples(site, self.clips)
             shutil.copytree(self.clips, self.without)
-            site.drop(self.without, self.target)
+            drop_sample(site, self.without, self.target)
         accelerator.wait_for_everyone()
 
     @property
@@ -210,7 +211,7 @@ class World:
             **self.site.sections,
             "data": {
                 **self.site.data,
-                "path": str(clips / self.site.listing),
+                "path": str(data_of(self.site, clips)),
                 "cache": str(cache),
                 "workers": 0,
             },
@@ -282,7 +283,7 @@ class World:
         return Observation(_events(folder), error, _adapter(folder), folder, cache, said.getvalue())
 
     def _train(self, recipe: Recipe, arm: Arm | None) -> None:
-        checkpoint = ArmedCheckpoint(self.family.open(recipe.model).for_recipe(recipe))
+        checkpoint = ArmedCheckpoint(self.family.open(recipe.model, recipe))
         run = prepared_run(recipe, self.accelerator, checkpoint, self.engine)
         stage = Stage(run, self.site, self.target, checkpoint)
         with stage.patches:

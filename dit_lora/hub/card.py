@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from dit_lora.families import get_family
 from dit_lora.hub.contents import VERIFICATION, Contents
-from dit_lora.hub.licenses import license_of
 from dit_lora.hub.usage import install_line, needs_ours, sample_line, usage_code
 from dit_lora.redact import redacted_words, without_tokens
 
@@ -80,7 +80,7 @@ def task_of(contents: Contents) -> str | None:
 def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
     base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
-    known = license_of(base) if derived else None
+    known = get_family(contents.made["family"]).license_of(base) if derived else None
     relation = "finetune" if contents.kind == "pipeline" else "adapter"
     trigger = contents.facts["data"].get("caption_prefix")
     gallery = [
@@ -334,7 +334,7 @@ def _versions(contents: Contents) -> Iterator[str]:
 
 
 def _licence(contents: Contents) -> str:
-    known = license_of(contents.base)
+    known = get_family(contents.made["family"]).license_of(contents.base)
     if contents.base is None:
         return "Not stated: the base model was a local folder. What is derived from it is under its licence."
     where = f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dit_lora.adapters.store import BASE_FILE
+from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
 
-# Their autoencoder is kept in fp32, as Sana's own scripts do.
-_FP32_VAE = ("SanaPipeline", "SanaVideoPipeline")
 _LOCAL_BASE = "path/to/base"
 
 
@@ -80,7 +79,7 @@ def _diffusion(contents: Contents, repo_id: str, prompt: str) -> list[str]:
     lines += [
         "",
         'device = "cuda" if torch.cuda.is_available() else "cpu"',
-        f"pipe = {name}.from_pretrained({source}, dtype={_dtype(facts)})",
+        f"pipe = {name}.from_pretrained({source}, dtype={_dtype(contents)})",
     ]
     if base_weights:
         lines += [
@@ -128,7 +127,7 @@ def _chat(contents: Contents, repo_id: str) -> list[str]:
         lines.append(f"from {model['module']} import {name}")
     lines += [
         "",
-        f"model = {name}.from_pretrained({_base(contents)}, dtype={_dtype(contents.made)})",
+        f"model = {name}.from_pretrained({_base(contents)}, dtype={contents.made['dtype']})",
     ]
     if base_weights:
         lines += [
@@ -148,9 +147,9 @@ def _base(contents: Contents) -> str:
     return f"{base}, revision={literal(revision)}" if revision else base
 
 
-def _dtype(facts: Mapping[str, Any]) -> str:
-    dtype = str(facts["dtype"])
-    if facts.get("class") in _FP32_VAE and dtype != "torch.float32":
+def _dtype(contents: Contents) -> str:
+    dtype = str(contents.facts["pipeline"]["dtype"])
+    if get_family(contents.made["family"]).fp32_vae and dtype != "torch.float32":
         return f'{{"vae": torch.float32, "default": {dtype}}}'
     return dtype
 

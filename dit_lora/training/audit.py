@@ -20,7 +20,7 @@ from dit_lora.data.sources import Scan, scan
 from dit_lora.data_config import DataConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.recipe import load_recipe
 from dit_lora.terminal import one_line
 from dit_lora.training.chat.audit import audit_conversations
@@ -93,16 +93,17 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
         return audit_folder(target)
     quiet_libraries()
     recipe = load_recipe(target, overrides)
-    checkpoint = get_family(recipe.model.family).open(recipe.model)
+    family = get_family(recipe.model.family)
     if recipe.model.family in CHAT_FAMILIES:
         if encode:
             raise DitLoraError("--encode: a chat model's samples are not encoded before training")
         judged, words, notes = audit_conversations(
-            recipe, checkpoint.for_recipe(recipe), progress=True
+            recipe, family.open(recipe.model, recipe), progress=True
         )
         return Audit(recipe.data.path or "data.sources", merge(judged, words), tuple(notes))
-    found = audit_recipe(recipe, checkpoint)
-    return with_encodings(found, recipe, checkpoint) if encode else found
+    # As it is stored: what the recipe cannot train with is for the audit to list.
+    found = audit_recipe(recipe, family.open(recipe.model))
+    return with_encodings(found, recipe, family.open(recipe.model, recipe)) if encode else found
 
 
 def audit_folder(path: str, *, progress: bool = True) -> Audit:
@@ -114,7 +115,7 @@ def audit_folder(path: str, *, progress: bool = True) -> Audit:
     return Audit(path, merge(judged, _problems(found), captions))
 
 
-def audit_recipe(recipe: Recipe, checkpoint: Checkpoint, *, progress: bool = True) -> Audit:
+def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
     """What a recipe trains on, by its shapes and its model's tokenizer; what was decoded before is remembered."""
     data, root = recipe.data, recipe.cache_dir
     found = scan(data, root)
@@ -156,7 +157,7 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
     data = recipe.data.model_copy(update={"rejects": "skip", "precompute": True})
     recipe = recipe.model_copy(update={"data": data})
     with running(recipe) as runtime:
-        encoded = precompute(runtime, checkpoint.for_recipe(recipe))
+        encoded = precompute(runtime, checkpoint)
     damaged: Findings = {}
     found, statistics = check_encoded(_tensors(encoded, damaged))
     failed = {

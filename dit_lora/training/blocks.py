@@ -1,7 +1,8 @@
 """The repeated blocks of a transformer: what is checkpointed, offloaded and compiled one by one."""
 
+from collections.abc import Sequence
+
 from accelerate.utils import DistributedType
-from diffusers import DiTTransformer2DModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,8 +23,6 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     return [block for blocks in lists for block in blocks]
 
 
-def read_outside(transformer: nn.Module) -> set[nn.Parameter]:
-    """Weights of blocks that the model reads outside of them too: DiT's head embeds time and class by its first block."""
-    if isinstance(transformer, DiTTransformer2DModel):
-        return set(transformer.get_submodule("transformer_blocks.0.norm1.emb").parameters())
-    return set()
+def read_outside(transformer: nn.Module, called_alone: Sequence[str]) -> set[nn.Parameter]:
+    """Weights of blocks that the model reads outside of them too, those of its family's `called_alone`."""
+    return {p for name in called_alone for p in transformer.get_submodule(name).parameters()}

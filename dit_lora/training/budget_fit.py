@@ -226,14 +226,14 @@ class _Search:
         for scale in _SCALES:
             fewer = range(int(data.frames * scale), 1, -1)
             given = (VideoShape(frames, data.height, data.width) for frames in fewer)
-            taken = next((one for one in given if _takes(checkpoint, one)), None)
+            taken = next((one for one in given if checkpoint.refusal(one) is None), None)
             if taken is not None:
                 yield _Step("shape", (f"data.frames={taken.frames}",))
         for scale in _SCALES:
             height, width = (
                 max(step, round(side * scale / step) * step) for side in (data.height, data.width)
             )
-            if _takes(checkpoint, VideoShape(data.frames, height, width)):
+            if checkpoint.refusal(VideoShape(data.frames, height, width)) is None:
                 yield _Step("shape", (f"data.height={height}", f"data.width={width}"))
 
 
@@ -254,14 +254,6 @@ class _Step:
     ]
     overrides: tuple[str, ...]
     launch: Launch | None = None
-
-
-def _takes(checkpoint: Any, shape: VideoShape) -> bool:
-    try:
-        checkpoint.check_shape(shape)
-    except DitLoraError:
-        return False
-    return True
 
 
 def _gib(sizes: Any) -> dict[str, float]:

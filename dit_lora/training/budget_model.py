@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dit_lora.config import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.families.base import Checkpoint
 from dit_lora.pretrained import load_pretrained
 from dit_lora.remedies import hub_name, hub_remedy, missing_folder
 
@@ -129,11 +130,10 @@ def text_encoder(path: Path, dtype: torch.dtype) -> nn.Module | None:
 
 def opened(recipe: Recipe) -> tuple[Any, Any]:
     """Family and checkpoint of a recipe that `without_weights` gave; classes are the checkpoint's where data lack."""
-    family = get_family(recipe.model.family)
-    checkpoint = family.open(recipe.model)
-    if not data_is_here(recipe) and recipe.data.classes is None:
-        recipe = _with_classes(recipe, checkpoint)
-    return family, checkpoint.for_recipe(recipe)
+    family, is_chat = get_family(recipe.model.family), recipe.model.family in CHAT_FAMILIES
+    if not data_is_here(recipe) and recipe.data.classes is None and not is_chat:
+        recipe = _with_classes(recipe, family.open(recipe.model))
+    return family, family.open(recipe.model, recipe)
 
 
 def data_is_here(recipe: Recipe) -> bool:
@@ -141,11 +141,11 @@ def data_is_here(recipe: Recipe) -> bool:
     return all(Path(one.path).expanduser().exists() for one in recipe.data.all_sources)
 
 
-def _with_classes(recipe: Recipe, checkpoint: Any) -> Recipe:
-    stored = getattr(checkpoint, "stored", None)
+def _with_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
+    stored = checkpoint.class_names
     if stored is None:
         return recipe
-    names = tuple(recipe.validation.prompts) or tuple(stored.labels().values())[:1] or ("class",)
+    names = tuple(recipe.validation.prompts) or tuple(stored[:1]) or ("class",)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": names})})
 
 

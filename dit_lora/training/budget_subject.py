@@ -17,7 +17,6 @@ from dit_lora.config import Recipe
 from dit_lora.data.buckets import buckets_of
 from dit_lora.data.cache import Spec
 from dit_lora.data_config import VideoShape
-from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.fuse import api, kernel_support
 from dit_lora.numerics.patches import Patches
@@ -112,7 +111,10 @@ class Subject:
         model = self.model(recipe)
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-        blocks, kept = repeated_blocks(model), {id(p) for p in read_outside(model)}
+        blocks, kept = (
+            repeated_blocks(model),
+            {id(p) for p in read_outside(model, self.family.called_alone)},
+        )
         in_blocks = [
             sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in kept)
             for block in blocks
@@ -172,14 +174,7 @@ class Subject:
         used = {sample.shape for sample in self.samples or ()}
         if used:
             return tuple(used)
-        return buckets_of(data, self.checkpoint.side_step, self._refusal)
-
-    def _refusal(self, shape: VideoShape) -> str | None:
-        try:
-            self.checkpoint.check_shape(shape)
-        except DitLoraError as error:
-            return str(error)
-        return None
+        return buckets_of(data, self.checkpoint.side_step, self.checkpoint.refusal)
 
     def _encoded(self, shape: VideoShape) -> Spec:
         made, _ = self._encode(shape)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from dit_lora.families import get_family
 from dit_lora.training.context import ContextParallel
 from dit_lora.training.engine import Engine, Replicated
 from dit_lora.training.offload import placement
@@ -16,7 +17,8 @@ def build_engine(runtime: Runtime, model: nn.Module, optimizer: Any) -> Engine:
     """Place the model and its optimizer as the launch and `train.context_parallel` say."""
     accelerator = runtime.accelerator
     if runtime.sharding is not None:
-        return shard(accelerator, model, optimizer, runtime.sharding)
+        alone = get_family(runtime.recipe.model.family).called_alone
+        return shard(accelerator, model, optimizer, runtime.sharding, alone)
     if runtime.zero is not None:
         return Zero2(accelerator, model, optimizer)
     degree = runtime.recipe.train.context_parallel

@@ -2,13 +2,14 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
 
 from dit_lora.data.training_set import Prepared
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import Denoiser
 from dit_lora.fuse.context import (
     BACKENDS,
     context_problems,
@@ -18,6 +19,7 @@ from dit_lora.fuse.context import (
 )
 from dit_lora.training.engine import Replicated
 from dit_lora.training.runtime import Runtime
+from dit_lora.training.task import Trained
 
 
 @dataclass
@@ -35,7 +37,7 @@ class ContextParallel(Replicated):
         super().backward(loss * self.degree)
 
 
-def share_context(runtime: Runtime, checkpoint: Any, data: Prepared, model: nn.Module) -> None:
+def share_context(runtime: Runtime, checkpoint: Trained, data: Prepared, model: nn.Module) -> None:
     """Split the model's tokens as `train.context_parallel` says, before DDP. Refuses what cannot be shared."""
     recipe, accelerator = runtime.recipe, runtime.accelerator
     degree, ranks = recipe.train.context_parallel, accelerator.num_processes
@@ -45,7 +47,8 @@ def share_context(runtime: Runtime, checkpoint: Any, data: Prepared, model: nn.M
     if not has_context_plan(model):
         name = type(model).__name__
         raise DitLoraError(f"{asked}: {name} has no plan for its tokens; CogVideoX has one")
-    tokens = {checkpoint.context_tokens(entry.shape) for entry in data.clips.entries}
+    denoiser = cast(Denoiser, checkpoint)  # such a plan is a diffusion transformer's
+    tokens = {denoiser.context_tokens(entry.shape) for entry in data.clips.entries}
     problems = context_problems(model, degree, tokens)
     if recipe.kernels.attention not in ("auto", *BACKENDS):
         problems.append(

@@ -12,7 +12,8 @@ from dit_lora.adapters.own_files import own_files
 from dit_lora.adapters.store import save_adapter, save_pipeline
 from dit_lora.config import Recipe
 from dit_lora.data.digest import Digests
-from dit_lora.families.base import Checkpoint, Family
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.family import DiffusionFamily
 from dit_lora.training.plan import transformer_digest
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import Runtime
@@ -38,7 +39,7 @@ class DiffusionTask:
         return precompute(runtime, checkpoint)
 
     def load_trainable(
-        self, recipe: Recipe, family: Family, checkpoint: Checkpoint, dtype: torch.dtype
+        self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
         return load_trainable(recipe, family, checkpoint, dtype)
 

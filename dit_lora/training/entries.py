@@ -14,7 +14,7 @@ from dit_lora.data.digest import Digests
 from dit_lora.data.fill import Job
 from dit_lora.data.video import DECODE_VERSION, ClipError, read_frames
 from dit_lora.data_config import VideoShape
-from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
+from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.training.samples import Sample
 
@@ -41,7 +41,7 @@ class Encoding:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype, digests: Digests
+        cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests
     ) -> "Encoding":
         def resolved(facts: Mapping[str, Any]) -> dict[str, Any]:
             """Folders become digests of their contents; the dtype of encoding is a fact too."""

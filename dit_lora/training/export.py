@@ -11,14 +11,17 @@ from typing import Any, Literal, cast
 
 import torch
 
-from dit_lora.adapters.forms import LoraForm, write_form
+from dit_lora.adapters.forms import LayoutOf, LoraForm, write_form
 from dit_lora.adapters.hollow import combine, hollowed, load_lora_file, load_state
+from dit_lora.adapters.key_maps import comfyui_layout, kohya_layout
 from dit_lora.adapters.merge_pipeline import require_merged, stored_dtype, write_merged
 from dit_lora.adapters.store import base_weights
 from dit_lora.adapters.terms import require_same, summed, updates_of
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families import get_family
+from dit_lora.families.base import Denoiser
+from dit_lora.families.family import DiffusionFamily
 from dit_lora.training.budget_model import configs_alone, from_configs
 from dit_lora.training.chat.export import export_merged
 from dit_lora.training.export_source import Source, find_source, is_chat
@@ -95,11 +98,22 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
                 hollow=loaded.hollow,
                 pipeline_class=loaded.pipeline_class,
                 family=base.family,
+                layout_of=_layout_of(request.to, base.family),
                 made=loaded.made,
                 name=request.out.name,
             )
         say(f"{len(updates_of(loaded.model))} layers, read back and compared: the same update")
     return request.out
+
+
+def _layout_of(form: Form, name: str) -> LayoutOf | None:
+    """The layout of another program, with what the family says of its names; None of the forms that are not one."""
+    family: DiffusionFamily = get_family(name)
+    layouts: dict[str, LayoutOf] = {
+        "comfyui": partial(comfyui_layout, family.comfyui),
+        "kohya": partial(kohya_layout, family.kohya),
+    }
+    return layouts.get(form)
 
 
 @contextlib.contextmanager
@@ -147,8 +161,7 @@ def _load(
     sources: Sequence[Source], weights: Sequence[float], base: ModelConfig, configs: ModelConfig
 ) -> _Loaded:
     index = sources[0].made.get("index") or {}
-    opened = get_family(base.family).open(configs)
-    checkpoint = opened.as_trained(index) if index else opened
+    checkpoint = get_family(base.family).open(configs, index=index)
     loaded = _Loaded(
         model=None,
         base=base,
@@ -173,7 +186,7 @@ def _load(
     return loaded
 
 
-def _hollow(checkpoint: Any) -> Any:
+def _hollow(checkpoint: Denoiser) -> Any:
     with torch.device("meta"), from_configs():
         model = checkpoint.load_transformer(torch.float32)
     return hollowed(model)
@@ -223,23 +236,18 @@ def _header(
 
 
 def _write_merged(loaded: _Loaded, staged: Path, say: Say) -> None:
-    family = get_family(loaded.base.family)
-    checkpoint = family.open(loaded.base)
-    if loaded.index:
-        checkpoint = checkpoint.as_trained(loaded.index)
-    base: Path = checkpoint.path
+    family: DiffusionFamily = get_family(loaded.base.family)
+    checkpoint = family.open(loaded.base, index=loaded.index)
+    base = checkpoint.path
     updates, weights = updates_of(loaded.model), base_weights(loaded.model)
     dtype = stored_dtype(base)
-    grown = {
-        k: v for k, v in loaded.model.config.items() if k in ("num_embeds_ada_norm", "num_classes")
-    }
     say(f"merging {len(updates)} layers into {base.name}, {str(dtype).removeprefix('torch.')}")
     write_merged(
         base,
         staged,
         updates,
         weights,
-        config=grown if loaded.index else {},
+        config=checkpoint.config_changes(),
         index=checkpoint.index_changes(),
         made=loaded.made,
         progress=bar("merging", "tensor", quiet=False),

@@ -17,7 +17,7 @@ from dit_lora.data.fill import Job
 from dit_lora.data.loader import EncodedClips, Pick, Picker
 from dit_lora.data.reading import Reading, build_loader
 from dit_lora.data.video import ClipError
-from dit_lora.families.base import Checkpoint, Tensors, TextEncoder, VideoEncoder
+from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.finite import describe_all
 from dit_lora.training.entries import Encoding, Pixels
@@ -33,7 +33,7 @@ Read = tuple[Tensors, str | None]
 
 def live_clips(
     runtime: Runtime,
-    checkpoint: Checkpoint,
+    checkpoint: Encoders,
     encoding: Encoding,
     wanted: Sequence[Wanted],
     texts: Mapping[str, Job],

@@ -9,6 +9,7 @@ sends a block's weights away when its recomputation ends, which is before its ba
 recomputation stops early, as torch's does, it sends nothing away; and it prefetches in the forward pass's order only.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
 from dit_lora.training.blocks import LAUNCHES, read_outside, repeated_blocks
 from dit_lora.training.checkpointing import before_each_computation, supports_checkpointing
 
@@ -39,7 +41,8 @@ def offload_base(recipe: Recipe, transformer: nn.Module, accelerator: Accelerato
             f"train.offload=group: {accelerator.distributed_type.value} places the weights itself; launch "
             "with accelerate_configs/ddp.yaml or in one process, or set it to none"
         )
-    transformer.__dict__[_OFFLOAD] = Offload(transformer, accelerator.device)
+    alone = get_family(recipe.model.family).called_alone
+    transformer.__dict__[_OFFLOAD] = Offload(transformer, accelerator.device, alone)
 
 
 def placement(*prepared: Any) -> list[bool] | None:
@@ -51,9 +54,11 @@ def placement(*prepared: Any) -> list[bool] | None:
 class Offload:
     """The frozen weights of a model's blocks, and where they are now: at rest, all are in host memory."""
 
-    def __init__(self, transformer: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, transformer: nn.Module, device: torch.device, called_alone: Sequence[str] = ()
+    ) -> None:
         """Puts all else on `device` and hooks on the model. Raises `DitLoraError` if it has nothing to offload."""
-        self.groups = _groups(transformer)
+        self.groups = _groups(transformer, called_alone)
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.resident: list[_Group] = []
@@ -146,7 +151,7 @@ class _Group:
 _Trail = tuple[_Group | None, _Group | None]
 
 
-def _groups(transformer: nn.Module) -> dict[nn.Module, _Group]:
+def _groups(transformer: nn.Module, called_alone: Sequence[str]) -> dict[nn.Module, _Group]:
     """The blocks of a model that have frozen weights."""
     name = type(transformer).__name__
     if not supports_checkpointing(transformer):
@@ -154,7 +159,7 @@ def _groups(transformer: nn.Module) -> dict[nn.Module, _Group]:
             f"train.offload=group: {name} has no gradient checkpointing, which brings a block's weights back "
             "for its backward pass; set it to none"
         )
-    stays = read_outside(transformer)
+    stays = read_outside(transformer, called_alone)
     frozen = {
         block: [p for p in block.parameters() if not p.requires_grad and p not in stays]
         for block in repeated_blocks(transformer)

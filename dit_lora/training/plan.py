@@ -11,7 +11,7 @@ from dit_lora.data.cache import entry_key
 from dit_lora.data.digest import Digests
 from dit_lora.data.fill import Job
 from dit_lora.data.loader import Entry
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Encoders, Opened
 from dit_lora.training.entries import Encoding
 from dit_lora.training.samples import Sample, Samples, bar, find_samples
 
@@ -67,7 +67,7 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, checkpoint: Checkpoint, dtype: torch.dtype, *, group: int, quiet: bool
+    recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, *, group: int, quiet: bool
 ) -> Plan:
     """Read the sources, and the files that were not read before; remembers their digests unless `quiet`."""
     digests = Digests(recipe.cache_dir / "digests.json")
@@ -94,7 +94,7 @@ def make_plan(
     return Plan(encoding, found, tuple(wanted), rejected, texts, transformer)
 
 
-def transformer_digest(checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
+def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:
     """Of the transformer's files, or of what it is drawn from."""
     scratch = recipe.model.from_scratch
     if scratch is None:

@@ -21,7 +21,7 @@ from dit_lora.data.fill import Filled, Job, fill
 from dit_lora.data.loader import CachedClips, EncodedClips, Entry
 from dit_lora.data.training_set import Prepared
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Checkpoint, read_component_config
+from dit_lora.families.base import Checkpoint, Encoders, read_component_config
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.training.live import live_clips
 from dit_lora.training.plan import Plan, Wanted, make_plan
@@ -104,7 +104,7 @@ def _missing(videos: TensorCache, plan: Plan) -> list[Wanted]:
 
 def _cached(
     runtime: Runtime,
-    checkpoint: Checkpoint,
+    checkpoint: Encoders,
     plan: Plan,
     rejects: Rejects,
     videos: TensorCache,

@@ -16,13 +16,13 @@ from dit_lora.data.folders import media_in
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import SourceConfig, VideoShape
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Sampling
+from dit_lora.families.base import Sampler, Sampling
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.streams import fold
 from dit_lora.training.runtime import Runtime, agree
 
 
-def generate_prior(runtime: Runtime, checkpoint: Checkpoint) -> None:
+def generate_prior(runtime: Runtime, checkpoint: Sampler) -> None:
     """Fill the folder of each source that has `generate` with as many samples of its caption; collective.
 
     The main process samples with the stock pipeline, in the recipe's shape and with the steps and guidance of
@@ -93,7 +93,7 @@ def _lacking(runtime: Runtime) -> list[tuple[int, int]]:
 @dataclass(frozen=True)
 class _Sampler:
     runtime: Runtime
-    checkpoint: Checkpoint
+    checkpoint: Sampler
 
     @cached_property
     def pipeline(self) -> Any:

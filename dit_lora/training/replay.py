@@ -268,7 +268,7 @@ def _rebuild(
     """The model as it was, and the micro-batch on it."""
     family = get_family(recipe.model.family)
     try:
-        checkpoint = family.open(recipe.model).for_recipe(recipe)
+        checkpoint = family.open(recipe.model, recipe)
     except DitLoraError as error:
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
     task = task_of(recipe.model.family)

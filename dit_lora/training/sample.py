@@ -21,6 +21,7 @@ from dit_lora.data.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import (
+    Sampler,
     Sampling,
     VideoShape,
 )
@@ -59,18 +60,17 @@ def sample(request: SampleRequest) -> list[Path]:
     made = read_provenance(adapter) if adapter else _made(whole)
     model = _base_model(request, made, whole, adapter)
     family = get_family(made.get("family") or family_of(model))
-    checkpoint = family.open(model)
-    if adapter and made.get("index"):
-        checkpoint = checkpoint.as_trained(made["index"])  # it may add classes
+    # What was trained may add classes.
+    sampler: Sampler = family.open(model, index=made.get("index") if adapter else None)
     video = made.get("video", {})
     shape = VideoShape(
         frames=_value("frames", request.frames, video),
         height=_value("height", request.height, video),
         width=_value("width", request.width, video),
     )
-    checkpoint.check_shape(shape)
+    sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pipeline = checkpoint.pipeline(choose_precision("auto", device).dtype)
+    pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
     if adapter:
         load_adapter(pipeline, adapter)
     pipeline.to(device)
@@ -82,7 +82,7 @@ def sample(request: SampleRequest) -> list[Path]:
     if out.exists() and not out.is_dir():
         raise DitLoraError(f"--out {out} is a file; give a folder")
     for prompt in request.prompts:
-        frames = checkpoint.generate(pipeline, checkpoint.conditions(prompt), how)
+        frames = sampler.generate(pipeline, sampler.conditions(prompt), how)
         fps = _value("fps", request.fps, video) if len(frames) > 1 else None
         paths.append(write_sample(out / _file_name(prompt, how), frames, fps))
     return paths

@@ -17,8 +17,7 @@ from dit_lora.data.media import Media
 from dit_lora.data.sources import Clip, scan
 from dit_lora.data.video import ClipError, VideoHeader, too_short
 from dit_lora.data_config import VideoShape
-from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint
+from dit_lora.families.base import Opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Samples:
     """Buckets that the model cannot take."""
 
 
-def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: bool) -> Samples:
+def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool) -> Samples:
     """Read the sources, and headers where shapes depend on them; nothing is decoded.
 
     `group` is the number of samples of a step. With one shape, headers are left to `check_headers`.
@@ -69,9 +68,7 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
         samples = tuple(Sample(clip.id, clip, shape) for clip in clips)
         return Samples(samples, rejected, (shape,), tuple(found.clips))
     notes: list[str] = []
-    shapes = buckets_of(
-        data, checkpoint.side_step, lambda one: _refusal(checkpoint, one), notes.append
-    )
+    shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placed | Dropped]] = []
     all_samples: list[Sample] = []
@@ -124,14 +121,6 @@ def read_headers(
     if not quiet:
         headers.save()
     return found
-
-
-def _refusal(checkpoint: Checkpoint, shape: VideoShape) -> str | None:
-    try:
-        checkpoint.check_shape(shape)
-    except DitLoraError as error:
-        return str(error)
-    return None
 
 
 def bar(what: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:

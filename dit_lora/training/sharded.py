@@ -6,7 +6,7 @@ tested without a GPU is what runs on one. Accelerate keeps autocast and the proc
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -92,11 +92,13 @@ def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     sharding: Sharding,
+    called_alone: Sequence[str] = (),
 ) -> Sharded:
     """Spread the model's blocks and the rest over all ranks, and give the optimizer the parameters that result.
 
     Call it with the adapter attached, equal on all ranks, and an optimizer that has not stepped. Block by block
-    moves to the accelerator's device: the model never is there as a whole. Raises `DitLoraError` for parameters
+    moves to the accelerator's device: the model never is there as a whole. What is `called_alone`, parts of blocks that
+    the model calls by themselves too, is gathered by itself. Raises `DitLoraError` for parameters
     that cannot be spread.
     """
     _require_spreadable(model)
@@ -104,7 +106,8 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for module in (*_apart(model), *_outermost(repeated_blocks(model)), model):
+    apart = [model.get_submodule(name) for name in called_alone]
+    for module in (*apart, *_outermost(repeated_blocks(model)), model):
         before = {name: dict(getattr(module, name)) for name in _HOOKS}
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
@@ -142,15 +145,6 @@ def _inside_or_by(
         return gathering(*args, **kwargs) if is_outside else stock(*args, **kwargs)
 
     return features
-
-
-_CALLED_ALONE = {"DiTTransformer2DModel": ("transformer_blocks.0.norm1.emb",)}
-"""Parts of blocks that the model calls by themselves too, when their block's weights are not gathered."""
-
-
-def _apart(model: nn.Module) -> list[nn.Module]:
-    names = _CALLED_ALONE.get(type(model).__name__, ())
-    return [model.get_submodule(name) for name in names]
 
 
 def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:

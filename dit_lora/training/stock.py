@@ -13,7 +13,6 @@ from dit_lora.adapters.loader import lora_pipeline_class
 from dit_lora.adapters.store import load_adapter
 from dit_lora.data.cache import Spec
 from dit_lora.data_config import VideoShape
-from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, read_component_config
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.pretrained import load_pretrained
@@ -51,11 +50,7 @@ class DiffusionStock:
     def _smallest(self, shape: VideoShape) -> VideoShape:
         most = _SIDE * self.checkpoint.side_step
         small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
-        try:
-            self.checkpoint.check_shape(small)
-        except DitLoraError:
-            return shape
-        return small
+        return small if self.checkpoint.refusal(small) is None else shape
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype

@@ -11,7 +11,8 @@ from dit_lora.adapters.groups import Patterns, base_members, recipe_groups
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Family
+from dit_lora.families.base import Denoiser
+from dit_lora.families.family import DiffusionFamily
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.registry import WITHOUT_TRITON
 from dit_lora.numerics.saturation import FP16_MAX, is_emulated
@@ -20,8 +21,8 @@ from dit_lora.numerics.streams import fold
 
 def load_trainable(
     recipe: Recipe,
-    family: Family,
-    checkpoint: Checkpoint,
+    family: DiffusionFamily,
+    checkpoint: Denoiser,
     dtype: torch.dtype,
 ) -> tuple[nn.Module, list[dict[str, Any]], str]:
     """Transformer, parameter groups, and lines that say what was attached; equal on all ranks.

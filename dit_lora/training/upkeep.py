@@ -68,7 +68,7 @@ def build(target: str, overrides: Sequence[str]) -> None:
     _require_cache(recipe)
     if not recipe.data.precompute:
         raise DitLoraError("data.precompute is false: this recipe trains without a cache")
-    checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
+    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     with running(recipe) as runtime:
         encoded = precompute(runtime, checkpoint)
         count = len(encoded.clips.entries)
@@ -117,7 +117,7 @@ def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
     """Of the entries that a recipe uses on this machine."""
     _require_cache(recipe)
     quiet_libraries()
-    checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
+    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(recipe.model.dtype, device).dtype
     return make_plan(recipe, checkpoint, dtype, group=1, quiet=False).keys

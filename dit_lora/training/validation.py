@@ -14,7 +14,7 @@ from dit_lora.data.training_set import TrainingSet
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Sampling, Tensors
+from dit_lora.families.base import Sampler, Sampling, Tensors
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.shards import needs_all_ranks
 from dit_lora.numerics.streams import Streams, fold
@@ -70,7 +70,7 @@ def _sample_of(clips: TrainingSet, entry: Any, draw: int) -> tuple[Batch | None,
 
 
 def sample_videos(
-    runtime: Runtime, checkpoint: Checkpoint, model: nn.Module, encoded: Precomputed, step: int
+    runtime: Runtime, checkpoint: Sampler, model: nn.Module, encoded: Precomputed, step: int
 ) -> None:
     """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt, all from one seed.
 
@@ -90,7 +90,7 @@ def sample_videos(
 
 
 def _inputs(
-    runtime: Runtime, checkpoint: Checkpoint, encoded: Precomputed
+    runtime: Runtime, checkpoint: Sampler, encoded: Precomputed
 ) -> list[tuple[Tensors, Sampling]]:
     settings, device = runtime.recipe.validation, runtime.accelerator.device
     negative = _encoded(encoded, encoded.clips.empty_text_key, device)
@@ -111,7 +111,7 @@ def _inputs(
 
 def _sample(
     runtime: Runtime,
-    checkpoint: Checkpoint,
+    checkpoint: Sampler,
     model: nn.Module,
     inputs: list[tuple[Tensors, Sampling]],
     step: int,

@@ -18,7 +18,7 @@ from dit_lora.adapters.store import (
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
-from dit_lora.families.chat_base import Viewing
+from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.remedies import HUB
@@ -55,13 +55,14 @@ class Target:
 
     def stock(self) -> ReferenceModel:
         """Opens the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""
-        checkpoint: Any = get_family(self.model.family).open(self.model)
+        family = get_family(self.model.family)
         if self.model.family in CHAT_FAMILIES:
             viewing = self.made.get("viewing")
-            return ChatStock(checkpoint.viewing(Viewing(**viewing)) if viewing else checkpoint)
-        if self.kind == "diffusion" and self.made.get("index"):
-            checkpoint = checkpoint.as_trained(self.made["index"])  # it may add classes
-        return DiffusionStock(checkpoint)
+            chat: ChatCheckpoint = family.open(self.model)
+            return ChatStock(chat.viewing(Viewing(**viewing)) if viewing else chat)
+        # What was trained may add classes.
+        index = self.made.get("index") if self.kind == "diffusion" else None
+        return DiffusionStock(family.open(self.model, index=index))
 
 
 def find_target(target: Path, model: str | None) -> Target:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dit_lora.errors import DitLoraError
-from dit_lora.families import FAMILIES
+from dit_lora.families import default_recipes
 from dit_lora.recipe import load_recipe, recipe_schema
-from dit_lora.stock import DEFAULTS, StockRecipe, recipe_names, stock_files, write_folder
+from dit_lora.stock import StockRecipe, recipe_names, stock_files, write_folder
 
 ROOT = Path(__file__).parents[2]
 TASKS = {
@@ -33,9 +33,9 @@ def test_a_checkout_names_every_recipe_where_it_lies() -> None:
 
 
 def test_every_family_has_a_default_of_its_own() -> None:
-    assert set(DEFAULTS) == set(FAMILIES)
-    for family in DEFAULTS:
-        assert StockRecipe.named(family).record()["family"] == family
+    for family, name in default_recipes().items():
+        record = StockRecipe.named(family, default_recipes()).record(default_recipes())
+        assert (record["name"], record["family"], record["default"]) == (name, family, True)
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -62,7 +62,7 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
     named = [word for word in words if word.endswith((".yaml", ".py"))]
     assert named == [f"{recipe.accelerate_config}.yaml", "lora.py", recipe.file]
     assert all((tmp_path / "run" / word).is_file() for word in named)
-    record = recipe.record()
+    record = recipe.record(default_recipes())
     assert record["task"] in TASKS
     assert record["memory"]
     assert record["time"]
@@ -71,7 +71,7 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
 
 
 def test_the_script_in_a_folder_of_its_own_differs_in_what_it_says_alone(tmp_path: Path) -> None:
-    recipe = StockRecipe.named("sana")
+    recipe = StockRecipe.named("sana", default_recipes())
     write_folder(recipe, tmp_path, "ddp")
     text = (tmp_path / "lora.py").read_text()
     assert "accelerate launch lora.py sana_600m_512.yaml" in text
@@ -101,7 +101,7 @@ def test_options_of_a_header_that_belong_to_its_own_topology_stay_with_it() -> N
 def test_names_are_taken_as_users_write_them() -> None:
     for name in ("cogvideox/5b_t2v", "cogvideox/5b_t2v.yaml", "recipes/cogvideox/5b_t2v.yaml"):
         assert StockRecipe.named(name).file == "cogvideox_5b_t2v.yaml"
-    assert StockRecipe.named("cogvideox").file == "cogvideox_2b_t2v.yaml"
+    assert StockRecipe.named("cogvideox", default_recipes()).file == "cogvideox_2b_t2v.yaml"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_names_are_taken_as_users_write_them() -> None:
 )
 def test_an_unknown_recipe_gets_the_nearest_names(name: str, message: str) -> None:
     with pytest.raises(DitLoraError, match=message):
-        StockRecipe.named(name)
+        StockRecipe.named(name, default_recipes())
 
 
 def test_a_folder_of_recipes_is_listed() -> None:
@@ -130,7 +130,7 @@ def test_a_folder_of_recipes_is_listed() -> None:
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(DitLoraError, match="is not empty; name another folder"):
-        write_folder(StockRecipe.named("dit"), tmp_path, "cpu")
+        write_folder(StockRecipe.named("dit", default_recipes()), tmp_path, "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     with pytest.raises(DitLoraError, match=r"cannot write .*mine\.txt"):
-        write_folder(StockRecipe.named("dit"), tmp_path / "mine.txt", "cpu")
+        write_folder(StockRecipe.named("dit", default_recipes()), tmp_path / "mine.txt", "cpu")

@@ -43,6 +43,8 @@ class Case:
     noisy: Callable[[Call], torch.Tensor] = hidden_states
     timesteps: Callable[[Call], torch.Tensor] = timestep
     """As `predict` takes them."""
+    takes: frozenset[str] = frozenset({"lora_linear", "ada_norm"})
+    """The fused ops that its blocks take; tests ask that these, and no less, are put in."""
     starts_from_image: bool = False
     as_sampled: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]] = unchanged
     """(batch, seed) with what the pipeline draws for its conditions by that seed."""

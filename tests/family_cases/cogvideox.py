@@ -46,6 +46,7 @@ def case(variant: str, **other: Any) -> Case:
         "captions": ("clip 0", "clip 1", "clip 2"),
         "decode": decode,
         "vae_decode": vae_decode,
+        "takes": frozenset({"lora_linear", "qk_norm_rope", "ada_norm"}),
         "refused": (
             (VideoShape(9, 60, 96), "height must be a multiple of 16; got 60, nearest 48 and 64"),
             (VideoShape(9, 64, 7), "width must be a multiple of 16; got 7, nearest 16"),

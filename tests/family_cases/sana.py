@@ -31,6 +31,8 @@ def decode_video(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
     return pipeline.vae.decode(clean * std + mean, return_dict=False)[0]
 
 
+TAKES = frozenset({"lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"})
+
 CASES = (
     *(
         Case(
@@ -41,6 +43,7 @@ CASES = (
             captions=("picture 0", "a Picture 1", "a longer caption, 2"),
             decode=decode,
             vae_decode=vae_decode,
+            takes=TAKES,
             refused=(
                 (
                     VideoShape(1, 60, 96),
@@ -60,6 +63,7 @@ CASES = (
         captions=("clip 0", "clip 1. motion score: 5.", "another clip, 2"),
         decode=decode_video,
         vae_decode=vae_decode,
+        takes=TAKES | {"qk_norm_rope"},
         refused=(
             (VideoShape(9, 60, 96), "height must be a multiple of 32; got 60, nearest 32 and 64"),
             (VideoShape(9, 64, 7), "width must be a multiple of 32; got 7, nearest 32"),

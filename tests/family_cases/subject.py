@@ -9,27 +9,19 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.data_config import VideoShape
 from dit_lora.families import get_family
-from dit_lora.families.base import Checkpoint, Family
-from dit_lora.fuse.core import OPS
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.family import DiffusionFamily
 from family_cases import CASES
 from family_cases.case import Case
 
 CPU = torch.device("cpu")
-# What each family's blocks can take; tests ask that this, and no less, is replaced.
-TAKES = {
-    "cogvideox": {"lora_linear", "qk_norm_rope", "ada_norm"},
-    "sana": {"lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"},
-    "sana_video": set(OPS) - {"liger"},  # for language models
-    "dit": {"lora_linear", "ada_norm"},
-    "video_dit": {"lora_linear", "ada_norm"},
-    "latte": {"lora_linear", "ada_norm"},
-}
+TAKES = {case.family: case.takes for case in CASES}
 EVERY = {case.variant: case for case in CASES}
 
 
 class Subject(NamedTuple):
     case: Case
-    family: Family
+    family: DiffusionFamily
     checkpoint: Checkpoint
     path: Path
 

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from dit_lora.cli import app
 from dit_lora.errors import DitLoraError
-from dit_lora.families import FAMILIES, get_family
 from dit_lora.faults import phases, suite
 from dit_lora.faults.fault import Expected, Fault, judged
 from dit_lora.faults.site import DEFAULT, SITES, site_of
@@ -159,11 +158,6 @@ def judge_those(names: Sequence[str], variant: str) -> None:
     results = list(judge_all([known[name] for name in names], SITES[variant]))
     assert not {one.name: one.why for one in results if not one.passed}
     assert len(results) == len(names)
-
-
-def test_every_tiny_checkpoint_can_be_broken() -> None:
-    variants = {v for name in FAMILIES for v in get_family(name).tiny_variants}
-    assert set(SITES) == variants
 
 
 def test_the_suite_reaches_every_place_and_every_action() -> None:

@@ -44,7 +44,7 @@ def test_a_nan_gradient_under_a_finite_loss_stops_before_clipping_and_the_optimi
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An op that fails only in backward: no loss shows it; clipping would spread it to every weight (N16)."""
-    from dit_lora.families.cogvideox import CogVideoXCheckpoint
+    from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
 
     predict, armed = CogVideoXCheckpoint.predict, [fold(42, "dropout", 3, 0, 0)]
 

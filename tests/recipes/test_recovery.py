@@ -11,7 +11,7 @@ from runs import lines, same_adapter, trajectory
 from safetensors.torch import load_file
 
 from dit_lora.data.cache import TensorCache
-from dit_lora.families.cogvideox import CogVideoXCheckpoint
+from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
 from dit_lora.faults.samples import overwrite
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.switches import kept_attention

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dit_lora.data.batch import draw_number
 from dit_lora.data.cache import TensorCache
 from dit_lora.errors import DitLoraError
-from dit_lora.families.cogvideox import CogVideoXCheckpoint
+from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
 from dit_lora.faults.samples import overwrite
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.objectives import LossOutput

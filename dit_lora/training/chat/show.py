@@ -50,7 +50,7 @@ def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: i
         raise DitLoraError(
             f"{recipe_path} trains {recipe.model.family}, which has no conversations to show; see dit-lora audit"
         )
-    checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
+    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     found = find_conversations(recipe, checkpoint, recipe.data, quiet=False)
     name = (
         found.names[int(sample)]

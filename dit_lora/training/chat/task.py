@@ -16,7 +16,9 @@ from dit_lora.config import Recipe
 from dit_lora.data.cache import entry_key
 from dit_lora.data.digest import Digests
 from dit_lora.data.training_set import Prepared
-from dit_lora.families.chat_base import KINDS, ChatCheckpoint, ChatFamily
+from dit_lora.families import get_family
+from dit_lora.families.chat_base import KINDS, ChatCheckpoint
+from dit_lora.families.family import ChatFamily
 from dit_lora.training.chat.answers import held_out_loss, write_answers
 from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import digest_of, find_conversations, training_set
@@ -90,14 +92,15 @@ class ChatTask:
         return model, groups, f"{narrowed}{said}\n{put_kernels(recipe, model)}"
 
     def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
-        return entry_key({file.name: digests.component(file) for file in checkpoint.model_files()})
+        return entry_key({checkpoint.path.name: digests.component(checkpoint.path)})
 
     def weight_files(self, checkpoint: ChatCheckpoint) -> Sequence[Path]:
         return sorted(checkpoint.path.glob("*.safetensors"))
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
+        family: ChatFamily = get_family(recipe.model.family)
         chat = recipe.model_dump(mode="json")["chat"] or {}
-        if recipe.model.family != "videochat2" and chat.get("timestamps", "") is None:
+        if family.tells_times and chat.get("timestamps", "") is None:
             chat["timestamps"] = True  # no choice of theirs, and what checkpoints of before have
         return {f"chat.{key}": value for key, value in chat.items()}
 

@@ -252,8 +252,8 @@ def test_families_without_such_names_are_refused_with_what_there_is(make: Make, 
 
 
 def test_a_family_that_nobody_has_looked_up_is_refused_in_words() -> None:
-    with pytest.raises(DitLoraError, match="no names of ComfyUI are known here for the family wan"):
-        comfyui_layout("wan", {})
+    with pytest.raises(DitLoraError, match="no names of ComfyUI are known here"):
+        comfyui_layout("", {})
 
 
 def test_adapters_of_another_base_or_family_are_not_added(make: Make) -> None:

@@ -25,8 +25,9 @@ from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import parameter_groups
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.chat import FAMILY, LAYOUTS
+from dit_lora.families.chat import FAMILY
 from dit_lora.families.chat_base import Viewing
+from dit_lora.families.chat_checkpoint import LAYOUTS
 from dit_lora.families.tiny_chat import VARIANTS as TINY
 from dit_lora.numerics.streams import Streams
 from dit_lora.recipe import parse_recipe
@@ -261,7 +262,7 @@ def recipe_of(folder: Path, tmp_path: Path, **changes: Any) -> Any:
 def test_a_recipe_says_how_much_is_shown(folder: Path, tmp_path: Path) -> None:
     side = {"smolvlm2": 64}.get(folder.name, 56)
     recipe = recipe_of(folder, tmp_path, data={"height": side, "width": side})
-    checkpoint = FAMILY.open(recipe.model).for_recipe(recipe)
+    checkpoint = FAMILY.open(recipe.model, recipe)
     assert checkpoint.how == Viewing(4, side, side)
     shape = checkpoint.shape("video", 300, 200)
     assert shape is not None
@@ -297,7 +298,7 @@ def test_all_options_that_do_not_apply_are_listed_at_once(
         },
     )
     with pytest.raises(DitLoraError) as error:
-        FAMILY.open(recipe.model).for_recipe(recipe)
+        FAMILY.open(recipe.model, recipe)
     listed = {line.split(":")[0].strip(" -") for line in str(error.value).splitlines()[1:]}
     assert listed == {
         "data.classes",

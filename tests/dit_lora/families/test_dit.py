@@ -285,7 +285,7 @@ def values(tiny: Path, tmp_path: Path) -> Values:
 
 def trained_checkpoint(values: Values) -> Any:
     recipe = parse_recipe(values, source="test")
-    return get_family("dit").open(recipe.model).for_recipe(recipe)
+    return get_family("dit").open(recipe.model, recipe)
 
 
 def loss_of(checkpoint: Any) -> torch.Tensor:

@@ -21,8 +21,8 @@ from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.store import save_pipeline
 from dit_lora.config import LoraConfig, ModelConfig
 from dit_lora.families import get_family
-from dit_lora.families.sana import trained_in_fp16
 from dit_lora.families.sana_attention import Fp32LinearAttention, SaturatingLinearAttention
+from dit_lora.families.sana_checkpoint import trained_in_fp16
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.saturation import FP16_MAX, is_emulated
 from dit_lora.numerics.streams import Streams

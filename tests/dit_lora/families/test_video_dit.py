@@ -184,7 +184,7 @@ def test_from_scratch_the_classes_are_those_of_the_data(
 ) -> None:
     values = full(class_values(recipe_values, tiny_checkpoints, new_classes, from_scratch={}))
     recipe = parse_recipe(values, "test")
-    checkpoint = get_family("video_dit").open(recipe.model).for_recipe(recipe)
+    checkpoint = get_family("video_dit").open(recipe.model, recipe)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     captions = ["Apply Eye Makeup", "Yo Yo", "red disc", ""]
     assert encode(captions)["class_labels"].tolist() == [0, 1, 2, 3]
@@ -196,7 +196,7 @@ def test_from_scratch_the_classes_are_those_of_the_data(
     values["model"]["from_scratch"] = {"num_classes": 2}
     recipe = parse_recipe(values, "test")
     with pytest.raises(DitLoraError, match="num_classes is 2, and the data has 3 classes"):
-        get_family("video_dit").open(recipe.model).for_recipe(recipe)
+        get_family("video_dit").open(recipe.model, recipe)
 
 
 def test_full_training_adds_the_datas_classes_behind_the_old_ones(
@@ -206,7 +206,7 @@ def test_full_training_adds_the_datas_classes_behind_the_old_ones(
     recipe = parse_recipe(full(class_values(recipe_values, tiny_checkpoints, new_classes)), "test")
     family = get_family("video_dit")
     stored = family.open(recipe.model)
-    checkpoint: Any = stored.for_recipe(recipe)
+    checkpoint: Any = family.open(recipe.model, recipe)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     names = ["blue disc", "red disc", "Apply Eye Makeup", "Yo Yo", ""]
     assert encode(names)["class_labels"].tolist() == [0, 4, 6, 7, 8]
@@ -216,7 +216,7 @@ def test_full_training_adds_the_datas_classes_behind_the_old_ones(
     for row in (6, 7, 8):
         assert torch.equal(new.class_embed.weight[row], old.class_embed.weight[6])
     assert new.config.num_classes == 8
-    again: Any = stored.as_trained(checkpoint.index_changes())
+    again: Any = family.open(recipe.model, index=checkpoint.index_changes())
     assert again.classes == checkpoint.classes
 
 
@@ -225,7 +225,7 @@ def test_a_lora_refuses_classes_that_the_checkpoint_has_not(
 ) -> None:
     recipe = parse_recipe(class_values(recipe_values, tiny_checkpoints, new_classes), "test")
     with pytest.raises(DitLoraError, match="a LoRA trains no row of the label table") as error:
-        get_family("video_dit").open(recipe.model).for_recipe(recipe)
+        get_family("video_dit").open(recipe.model, recipe)
     assert "Apply Eye Makeup" in str(error.value)
     assert "red disc" not in str(error.value)
 
@@ -288,7 +288,7 @@ def test_a_class_folder_without_media_is_named(
     with pytest.raises(
         DitLoraError, match=r"data(.|\n)*YoYo: this class folder holds no video and no image"
     ):
-        get_family("video_dit").open(recipe.model).for_recipe(recipe)
+        get_family("video_dit").open(recipe.model, recipe)
 
 
 def test_labels_outside_the_table_are_refused(tiny_checkpoints: Tiny) -> None:
@@ -365,14 +365,14 @@ def test_options_that_do_not_apply_are_refused(
     def prepared(**changed: Values) -> Any:
         merged = {name: {**values.get(name, {}), **changed.get(name, {})} for name in values}
         recipe: Recipe = parse_recipe(merged, "test")
-        return get_family(VARIANTS[variant]).open(recipe.model).for_recipe(recipe)
+        return get_family(VARIANTS[variant]).open(recipe.model, recipe)
 
     assert prepared().vlb
     assert not prepared(train={"vlb": False}).vlb
     with pytest.raises(DitLoraError, match=r"data\.image_dropout: family"):
         prepared(data={"image_dropout": 0.1})
     if variant == "video-dit-class":
-        with pytest.raises(DitLoraError, match=r"validation\.prompts: no class a horse"):
+        with pytest.raises(DitLoraError, match=r"validation\.prompts: no class 'a horse'"):
             prepared(validation={"prompts": ["red disc", "a horse"]})
 
 
@@ -382,7 +382,7 @@ def test_without_a_learned_variance_there_is_no_bound(
     model = {"path": str(tiny_checkpoints["video-dit-text"]), "from_scratch": {"out_channels": 4}}
     values = full({**recipe_values, "model": {"family": "video_dit", **model}})
     recipe = parse_recipe(values, "test")
-    checkpoint: Any = get_family("video_dit").open(recipe.model).for_recipe(recipe)
+    checkpoint: Any = get_family("video_dit").open(recipe.model, recipe)
     assert not checkpoint.vlb
     batch = batch_of(checkpoint, ["a", "b"])
     transformer = checkpoint.load_transformer(torch.float32)
@@ -394,4 +394,4 @@ def test_without_a_learned_variance_there_is_no_bound(
     values["train"]["vlb"] = True
     recipe = parse_recipe(values, "test")
     with pytest.raises(DitLoraError, match=r"train\.vlb: .* has no learned variance"):
-        get_family("video_dit").open(recipe.model).for_recipe(recipe)
+        get_family("video_dit").open(recipe.model, recipe)

@@ -12,9 +12,9 @@ from card_rules import card_problems, metadata
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
+from dit_lora.families import get_family
 from dit_lora.hub.card import plain, write_card
 from dit_lora.hub.contents import Contents, Shown, collect
-from dit_lora.hub.licenses import license_of
 from dit_lora.recipe import load_recipe
 from dit_lora.training.facts import common_prefix
 
@@ -60,28 +60,29 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "license", "name"),
+    ("family", "base", "license", "name"),
     [
-        ("THUDM/CogVideoX-2b", "apache-2.0", None),
-        ("zai-org/CogVideoX1.5-5B-I2V", "other", "cogvideox-license"),
-        ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", "other", "nscl-v2-custom"),
-        ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "other", "nscl-v2-custom"),
+        ("cogvideox", "THUDM/CogVideoX-2b", "apache-2.0", None),
+        ("cogvideox", "zai-org/CogVideoX1.5-5B-I2V", "other", "cogvideox-license"),
+        ("sana", "Efficient-Large-Model/Sana_1600M_1024px_diffusers", "other", "nscl-v2-custom"),
+        ("sana", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "other", "nscl-v2-custom"),
         (
+            "sana_video",
             "Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
             "other",
             "nvidia-open-model-license",
         ),
-        ("facebook/DiT-XL-2-256", "cc-by-nc-4.0", None),
-        ("llava-hf/LLaVA-NeXT-Video-7B-hf", "llama2", None),
-        ("Qwen/Qwen2.5-VL-3B-Instruct", "other", "qwen-research"),
-        ("somebody/CogVideoX-5b", None, None),
-        (None, None, None),
+        ("dit", "facebook/DiT-XL-2-256", "cc-by-nc-4.0", None),
+        ("chat", "llava-hf/LLaVA-NeXT-Video-7B-hf", "llama2", None),
+        ("chat", "Qwen/Qwen2.5-VL-3B-Instruct", "other", "qwen-research"),
+        ("cogvideox", "somebody/CogVideoX-5b", None, None),
+        ("cogvideox", None, None, None),
     ],
 )
 def test_licences_are_the_bases_own(
-    base: str | None, license: str | None, name: str | None
+    family: str, base: str | None, license: str | None, name: str | None
 ) -> None:
-    found = license_of(base)
+    found = get_family(family).license_of(base)
     assert (found.id if found else None, found.name if found else None) == (license, name)
     if found and found.id == "other":
         assert found.link is not None

@@ -94,7 +94,7 @@ def test_the_models_digest_is_of_weights_and_tokenizers(recipe: Any, tmp_path: P
     checkpoint, _ = found_in(recipe)
 
     def digest(path: Path) -> str:
-        fresh = SimpleNamespace(model_files=lambda: [path])
+        fresh = SimpleNamespace(path=path)
         return ChatTask().model_digest(fresh, recipe, Digests(tmp_path / "none.json"))  # type: ignore[arg-type]
 
     copy = Path(shutil.copytree(checkpoint.path, tmp_path / "copies" / checkpoint.path.name))

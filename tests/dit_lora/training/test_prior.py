@@ -15,7 +15,7 @@ from dit_lora.data.video import read_header
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.sana import SanaCheckpoint
+from dit_lora.families.sana_checkpoint import SanaCheckpoint
 from dit_lora.recipe import parse_recipe
 from dit_lora.training import prior
 from dit_lora.training.prior import generate_prior

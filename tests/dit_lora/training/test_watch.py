@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.families.cogvideox import CogVideoXCheckpoint
+from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
 from dit_lora.numerics.monitor import Monitor
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.spikes import SpikeDetector

@@ -1,0 +1,176 @@
+"""What is known of a family before a checkpoint is opened: plain facts, read without importing torch.
+
+A family's module `dit_lora.families.<name>` is its facts and nothing more; what its checkpoints do is imported when
+one is opened, and what builds its tiny twins when one is built.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dit_lora.config import ModelConfig, Recipe
+    from dit_lora.families.base import Checkpoint
+    from dit_lora.families.chat_base import ChatCheckpoint
+
+
+@dataclass(frozen=True)
+class License:
+    """A licence in the Hub's terms: an identifier of its list, or `other` with a name and a link."""
+
+    id: str
+    name: str | None = None
+    link: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a tiny variant trains on, and what its modules are called, so that faults can be put into them.
+
+    A name is None where the model has no such module.
+    """
+
+    family: str
+    variant: str
+    data: Mapping[str, Any]
+    """The recipe's `data` section, without its path."""
+    samples: Literal["clips", "images", "classes", "class_clips", "conversations"] = "clips"
+    """What is written to train on."""
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    """Other sections of the recipe that this family needs."""
+    groups: Mapping[str, Any] = field(default_factory=lambda: {"adapter": {"lr": 1e-3}})
+    """`optim.groups`."""
+    attention: str = "transformer_blocks.1.attn1"
+    """A self-attention; `key` and `out` are layers of it with an adapter."""
+    key: str = "to_k"
+    out: str = "to_out.0"
+    ff: str = "transformer_blocks.0.ff"
+    ff_out: str = "transformer_blocks.0.ff.net.2"
+    """The last linear layer in `ff`."""
+    modulation: str | None = "transformer_blocks.1.norm1.linear"
+    """The layer that makes each sample's shift, scale and gate."""
+    last: str = "proj_out"
+    time_proj: str | None = "time_proj"
+    text: str | None = "prompt_embeds"
+    """The cached tensor of the caption, where it is floating point."""
+    posterior: bool = True
+    """Whether the VAE gives a distribution."""
+    has_buffers: bool = False
+    """Whether the model holds tables in floating point that are no weights, such as positions."""
+    class_table: str | None = None
+    """The weight that has a row for each class."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Of a chat model: modules by what they are."""
+    vision_attention: str | None = None
+    """Of a chat model: a self-attention of its vision encoder."""
+    queries: str | None = None
+    """The parameter of a Q-Former's queries that older trainers began at zero."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether samples are encoded before training, and noise is drawn for them."""
+        return self.samples != "conversations"
+
+    @property
+    def mark(self) -> str:
+        """The tensor of a batch that tells samples apart."""
+        return "latent_mean" if self.encoded else "labels"
+
+    @property
+    def bad(self) -> float:
+        """What makes the loss NaN where a sample's `mark` is full of it."""
+        return float("nan") if self.encoded else -100.0
+
+    def named(self, template: str) -> str:
+        """Fill `{attention}.to_out.0` with this site's names."""
+        return template.format(**asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The facts of one family. What has a default here is left out where the default is true."""
+
+    name: str
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Default names of the linear layers that get an adapter, as PEFT matches them; as Diffusers names attention's."""
+    group_patterns: Mapping[str, tuple[str, ...]]
+    """Patterns of base parameter names for the `connector` and `backbone` groups."""
+    sites: tuple[Site, ...]
+    """The tiny variants that `dit-lora tiny` builds."""
+    build_tiny: "Callable[[str, Path, int], None]"
+    """(variant, folder, seed) writes a complete random checkpoint, small enough for tests; equal bytes for equal seeds."""
+    default_recipe: str
+    """The recipe that the family's name stands for: its smallest."""
+    licenses: Mapping[str, License] = field(default_factory=dict)
+    """Licences of bases by patterns of Hub ids, of which the first that fits counts; each base's own page is the source."""
+    called_alone: tuple[str, ...] = ()
+    """Parts of blocks that the model calls by themselves too, outside of their block."""
+
+    @property
+    def tiny_variants(self) -> tuple[str, ...]:
+        """The names that `dit-lora tiny` takes."""
+        return tuple(site.variant for site in self.sites)
+
+    def license_of(self, base: str | None) -> License | None:
+        """Return the licence of a base by its Hub id; None where it is not known here."""
+        if base is None:
+            return None
+        found = next((one for ids, one in self.licenses.items() if fnmatchcase(base, ids)), None)
+        if found is None or found.id != "other" or found.link is not None:
+            return found
+        return replace(found, link=f"https://huggingface.co/{base}/blob/main/LICENSE.txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionFamily(Family):
+    """A family whose checkpoints have the contract of `families.base`."""
+
+    stored: "Callable[[DiffusionFamily, ModelConfig], Checkpoint]"
+    """Imports what this family's checkpoints do, and reads one as it is stored."""
+    pipeline_names: tuple[str, ...]
+    """The `_class_name` of the pipelines whose checkpoints it trains."""
+    fp32_vae: bool = False
+    """Whether its VAE stays in fp32 whatever the rest of the pipeline is in."""
+    comfyui: Mapping[str, str] | str = ""
+    """ComfyUI's names of the layers by Diffusers' (`*` is a block's number), or why it has none."""
+    kohya: bool = False
+    """Whether VideoX-Fun reads LoRA files in kohya's layout for it."""
+
+    def open(
+        self,
+        model: "ModelConfig",
+        recipe: "Recipe | None" = None,
+        *,
+        index: "Mapping[str, Any] | None" = None,
+    ) -> "Checkpoint":
+        """Read a checkpoint's configs, no weights; refuse one of another family.
+
+        It is as `recipe` trains it; without one as it is stored, or as it was trained where an adapter's header
+        has `index` changes. Raises `DitLoraError` if it cannot train what the recipe asks for.
+        """
+        stored = self.stored(self, model)
+        checkpoint = stored.as_trained(index) if index else stored
+        return checkpoint if recipe is None else checkpoint.for_recipe(recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFamily(Family):
+    """A family whose checkpoints have the contract of `families.chat_base`."""
+
+    stored: "Callable[[ChatFamily, ModelConfig], ChatCheckpoint]"
+    """Imports what this family's checkpoints do, and reads one as it is stored."""
+    lora_within: tuple[str, ...]
+    """The submodules in which `lora_targets` are looked for, such as the language model."""
+    tells_times: bool = True
+    """Whether its models are told when frames are, whatever `chat.timestamps` is left at."""
+
+    def open(self, model: "ModelConfig", recipe: "Recipe | None" = None) -> "ChatCheckpoint":
+        """Read a checkpoint's configs and tokenizer, no weights; refuse one of another family.
+
+        It is as `recipe` trains it, else with as much shown to it as its config says.
+        """
+        stored = self.stored(self, model)
+        return stored if recipe is None else stored.for_recipe(recipe)

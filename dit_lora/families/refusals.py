@@ -1,0 +1,61 @@
+"""What a diffusion family cannot take of a recipe, in words: shapes, and options of other families."""
+
+from collections.abc import Mapping, Sequence
+
+from dit_lora.config import Recipe
+from dit_lora.data_config import VideoShape
+from dit_lora.errors import DitLoraError
+
+
+def wrong_multiples(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Say which of the values, by their names in `data` and each beside its step, are no multiples of it."""
+    wrong = []
+    for name, (value, step) in sizes.items():
+        below = value // step * step
+        nearest = f"{below} and {below + step}" if below else str(step)
+        if value % step:
+            wrong.append(
+                f"data.{name} must be a multiple of {step}; got {value}, nearest {nearest}"
+            )
+    return wrong
+
+
+def wrong_sides(shape: VideoShape, step: int) -> list[str]:
+    """Say what is wrong with height and width, which must be multiples of `step`."""
+    return wrong_multiples({"height": (shape.height, step), "width": (shape.width, step)})
+
+
+def wrong_frames(frames: int, step: int) -> list[str]:
+    """Say what is wrong with a number of frames that must be a multiple of `step` and one more."""
+    if (frames - 1) % step == 0:
+        return []
+    below = (frames - 1) // step * step + 1
+    return [f"data.frames must be {step}n + 1; got {frames}, nearest {below} and {below + step}"]
+
+
+def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
+    """Raise if the recipe sets options of other families: all but those in `takes`.
+
+    They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`
+    and `train.vlb`; `data.fps` of images; and what is for chat models.
+    """
+    given = {
+        "chat": recipe.chat is not None,
+        "data.media": any(source.media is not None for source in recipe.data.all_sources),
+        "validation.media": bool(recipe.validation.media),
+        "optim.groups.adapter: null": (
+            recipe.train.mode == "lora" and recipe.optim.groups.adapter is None
+        ),
+        "data.classes": recipe.data.classes is not None,
+        "data.image_column": recipe.data.image_column is not None,
+        "data.image_dropout": recipe.data.image_dropout > 0,
+        "data.image_noise": recipe.data.image_noise is not None,
+        "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
+        "validation.images": bool(recipe.validation.images),
+        "train.vlb": recipe.train.vlb is not None,
+    }
+    wrong = [name for name, is_set in given.items() if is_set and name not in takes]
+    if wrong:
+        raise DitLoraError(
+            f"{', '.join(wrong)}: family {recipe.model.family} has nothing that this applies to; remove it"
+        )

@@ -1,0 +1,43 @@
+"""Facts of families: read in an instant, and each in its own place."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dit_lora.families import every_family
+from dit_lora.families.family import License
+
+FACTS = """
+import sys
+from dit_lora.families import every_family
+assert all(family.tiny_variants and family.default_recipe for family in every_family().values())
+assert not {"torch", "numpy", "diffusers", "transformers"} & set(sys.modules)
+"""
+
+
+def test_facts_are_read_without_torch() -> None:
+    subprocess.run([sys.executable, "-c", FACTS], check=True)
+
+
+def test_a_tiny_variant_is_of_one_family_and_names_it() -> None:
+    sites = [(name, site) for name, family in every_family().items() for site in family.sites]
+    assert all((name, name) == (site.family, every_family()[name].name) for name, site in sites)
+    assert len({site.variant for _, site in sites}) == len(sites)
+
+
+@pytest.mark.parametrize(
+    ("base", "link"),
+    [
+        (
+            "Efficient-Large-Model/Sana_600M_512px_diffusers",
+            "https://huggingface.co/Efficient-Large-Model/Sana_600M_512px_diffusers/blob/main/LICENSE.txt",
+        ),
+        ("somebody/Sana_600M", None),
+    ],
+)
+def test_a_licence_without_a_link_is_in_the_bases_own_repository(
+    base: str, link: str | None
+) -> None:
+    found = every_family()["sana"].license_of(base)
+    assert found == (License("other", "nscl-v2-custom", link) if link else None)
