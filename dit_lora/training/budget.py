@@ -9,12 +9,12 @@ from typing import Literal
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError
+from dit_lora.optimizers import OPTIMIZERS
 from dit_lora.training.budget_live import Work
 from dit_lora.training.budget_model import data_is_here
 from dit_lora.training.budget_subject import Encoder, Subject, Weights
 from dit_lora.training.checkpointing import Mode
 from dit_lora.training.memory import Needs, advise
-from dit_lora.training.optimizer import optimizer_bytes
 
 Sharding = Literal["ddp", "zero2", "fsdp2"]
 
@@ -198,8 +198,9 @@ def _update(recipe: Recipe, weights: Weights, state: Training, launch: Launch) -
 
 def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
     """On the device, and on the host: what is paged is counted there, where it goes when the device has no room."""
-    size = optimizer_bytes(name, weights.trained)
-    return (0, size) if name == "paged_adamw_8bit" else (size, 0)
+    record = OPTIMIZERS[name]
+    size = record.state_bytes(weights.trained)
+    return (size, 0) if record.unpaged is None else (0, size)
 
 
 def _phases(

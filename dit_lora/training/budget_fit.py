@@ -11,6 +11,7 @@ from dit_lora.config import Recipe
 from dit_lora.data_config import DataConfig, VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.optimizers import OPTIMIZERS
 from dit_lora.recipe import load_recipe
 from dit_lora.training.budget import GIB, Budget, Launch, count
 from dit_lora.training.budget_model import opened, without_weights
@@ -204,8 +205,9 @@ class _Search:
                 accumulate = train.accumulate * train.batch_size // size
                 overrides = (f"train.batch_size={size}", f"train.accumulate={accumulate}")
                 yield _Step("batch", overrides)
-        if recipe.optim.name in ("adamw", "prodigy"):
-            yield _Step("optimizer", ("optim.name=adamw_8bit",))
+        narrower = OPTIMIZERS[recipe.optim.name].narrower
+        if narrower is not None:
+            yield _Step("optimizer", (f"optim.name={narrower}",))
         if recipe.model.quantize is None and train.mode == "lora":
             for kind in ("fp8", "nf4"):
                 yield _Step("quantize", (f"model.quantize={kind}",))
