@@ -70,7 +70,7 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
         return Samples(samples, rejected, (shape,), tuple(found.clips))
     notes: list[str] = []
     shapes = buckets_of(
-        data, checkpoint.side_step, lambda one: _refusal(checkpoint, one), notes.append
+        data, checkpoint.side_step, lambda one: refusal(checkpoint, one), notes.append
     )
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placed | Dropped]] = []
@@ -126,7 +126,8 @@ def read_headers(
     return found
 
 
-def _refusal(checkpoint: Checkpoint, shape: VideoShape) -> str | None:
+def refusal(checkpoint: Checkpoint, shape: VideoShape) -> str | None:
+    """Return why the checkpoint's model cannot take the shape; None where it can."""
     try:
         checkpoint.check_shape(shape)
     except DitLoraError as error:

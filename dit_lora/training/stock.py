@@ -13,12 +13,12 @@ from dit_lora.adapters.loader import lora_pipeline_class
 from dit_lora.adapters.store import load_adapter
 from dit_lora.data.cache import Spec
 from dit_lora.data_config import VideoShape
-from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, read_component_config
 from dit_lora.numerics.streams import Streams, generator
 from dit_lora.pretrained import load_pretrained
 from dit_lora.training.budget_model import as_constructed, from_configs
 from dit_lora.training.reference_model import Inputs
+from dit_lora.training.samples import refusal
 
 _SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
 _COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
@@ -51,11 +51,7 @@ class DiffusionStock:
     def _smallest(self, shape: VideoShape) -> VideoShape:
         most = _SIDE * self.checkpoint.side_step
         small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
-        try:
-            self.checkpoint.check_shape(small)
-        except DitLoraError:
-            return shape
-        return small
+        return shape if refusal(self.checkpoint, small) else small
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
