@@ -84,7 +84,7 @@ def plan(path: str | Path, overrides: Sequence[str], launch: Launch, gpu: int | 
     _require_possible(recipe, launch)
     with without_weights(recipe) as local:
         variants = _Variants(path, overrides, local.model.path, launch, gpu)
-        budget = variants.count({})
+        budget = variants.count()
         return Planned(budget, None if budget.fits else _what_fits(variants, budget))
 
 
@@ -124,8 +124,9 @@ class _Variants:
     gpu: int | None
     _subjects: dict[str, Subject] = field(default_factory=dict)
 
-    def count(self, settings: Settings) -> Budget:
-        """The budget with these settings. Raises `DitLoraError` for what the recipe or the launch refuses."""
+    def count(self, changes: Sequence[Settings] = ()) -> Budget:
+        """The budget with these changes. Raises `DitLoraError` for what the recipe or the launch refuses."""
+        settings = _together(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_typed(settings)])
         launch = Launch(self.launch.ranks, "fsdp2") if _SHARDING in settings else self.launch
         _require_possible(recipe, launch)
@@ -133,10 +134,10 @@ class _Variants:
         recipe = recipe.model_copy(update={"model": model})
         return count(recipe, self.subject(recipe), launch, self.gpu)
 
-    def tried(self, settings: Settings) -> Budget | None:
+    def tried(self, changes: Sequence[Settings]) -> Budget | None:
         """As `count`; None for what is refused."""
         try:
-            return self.count(settings)
+            return self.count(changes)
         except DitLoraError:
             return None
 
@@ -148,29 +149,48 @@ class _Variants:
         return self._subjects[key]
 
 
-def _typed(settings: Settings) -> list[str]:
-    return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING]
-
-
 def _what_fits(variants: _Variants, budget: Budget) -> Change | None:
-    """The first change that is enough alone, else the first few together; the data's shape where no other is enough."""
-    taken: dict[str, object] = {}
+    """The first change that is enough alone, else several together; the data's shape where no other is enough."""
+    taken: list[Settings] = []
     least = budget.needs
     smaller = _smaller(budget.recipe, variants.subject(budget.recipe))
     for changes in (list(_settings(budget)), list(smaller)):
         for change in changes:
-            alone = variants.tried(change)
+            alone = variants.tried([change])
             if alone is not None and alone.fits:
-                return Change(tuple(_typed(change)), alone)
+                return _as_typed([change], alone)
         for change in changes:
-            together = variants.tried({**taken, **change})
+            together = variants.tried([*taken, change])
             if together is None or together.needs >= least:
                 continue
-            taken.update(change)
+            taken.append(change)
             least = together.needs
             if together.fits:
-                return Change(tuple(_typed(taken)), together)
+                return _without_excess(variants, taken, together)
     return None
+
+
+def _without_excess(variants: _Variants, taken: list[Settings], fitting: Budget) -> Change:
+    """Leave out, the dearest first, what the others do without: full checkpointing, say, for selective before it."""
+    for change in reversed(taken):
+        fewer = [one for one in taken if one is not change]
+        found = variants.tried(fewer)
+        if found is not None and found.fits:
+            taken, fitting = fewer, found
+    return _as_typed(taken, fitting)
+
+
+def _as_typed(changes: Sequence[Settings], budget: Budget) -> Change:
+    return Change(tuple(_typed(_together(changes))), budget)
+
+
+def _together(changes: Sequence[Settings]) -> Settings:
+    """All settings; of the same one, the last."""
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def _typed(settings: Settings) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING]
 
 
 def _settings(budget: Budget) -> Iterator[Settings]:
