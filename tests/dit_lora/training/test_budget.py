@@ -207,6 +207,16 @@ def test_a_gpus_block_saves_what_was_counted_by_another_way(
     assert a_block["full"] / tensor == pytest.approx(1.0, abs=0.02)
 
 
+def test_storages_count_while_they_live() -> None:
+    kept = torch.ones(8)
+    with Live([kept]) as live:
+        made = (kept + 1).exp()  # the sum is gone when its exponential is there
+        view = made[2:]
+    assert (live.most, live.now, view.numel()) == (4 * 16, 4 * 8, 6)
+    del made, view
+    assert live.now == 0
+
+
 ENCODED = {
     "cogvideox_i2v": "cogvideox-5b-i2v",
     "sana": "sana-600m",
