@@ -27,16 +27,9 @@ def plan(
         Literal["ddp", "zero2", "fsdp2"],
         typer.Option(help="What the launch shares out among them."),
     ] = "ddp",
-    tflops: Annotated[
-        float | None,
-        typer.Option(min=1e-6, help="Say how long a step takes at least at so many TFLOP/s."),
-    ] = None,
-    tbps: Annotated[
-        float | None, typer.Option(min=1e-6, help="The same of memory traffic, at so many TB/s.")
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what memory, disk and arithmetic a run takes, before any weight is downloaded; exit 1 if it does not fit."""
+    """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
     from dit_lora.training.budget import Launch
     from dit_lora.training.budget_fit import plan as run
     from dit_lora.training.budget_table import render
@@ -48,7 +41,7 @@ def plan(
     if as_json:
         print_json(context, planned.record())
     else:
-        render(planned, tflops=tflops, tbps=tbps)
+        render(planned)
     if not planned.budget.fits:
         raise typer.Exit(CheckFailedError.exit_code)
 

@@ -282,7 +282,7 @@ class Recipe(Section):
         groups = self.optim.groups.given()
         if self.train.mode == "full":
             groups.pop("adapter", None)  # its default, which trains nothing
-        problems = self.optim.prodigy_problems(groups)
+        problems = self.optim.rate_problems(groups)
         if problems:
             raise ValueError("; ".join(problems))
         return self

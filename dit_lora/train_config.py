@@ -3,15 +3,33 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
+from dit_lora.optimizers import DEFAULT, OPTIMIZERS
 from dit_lora.section import Count, Decay, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 _LEAST = 2.0**-126
 """The least number of fp32 with all its digits."""
-_MULTIPLIERS = (0.1, 10.0)  # of the learning rate that Prodigy finds
+
+
+def _with_a_record(name: object) -> object:
+    if isinstance(name, str) and name in OPTIMIZERS:
+        return name
+    *most, last = map(repr, OPTIMIZERS)
+    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+
+
+OptimizerName = Annotated[
+    str,
+    BeforeValidator(_with_a_record),
+    Field(
+        description="\n".join(f"`{name}`: {one.about}" for name, one in OPTIMIZERS.items()),
+        json_schema_extra={"enum": list(OPTIMIZERS)},
+    ),
+]
 
 
 class GroupConfig(Section):
@@ -52,11 +70,7 @@ class GroupsConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "prodigy"] = "adamw"
-    """`adamw`: PyTorch's, fused. `adamw_8bit`: bitsandbytes', whose moments take one byte a weight; tensors below
-    4096 elements keep theirs in fp32. `paged_adamw_8bit`: the same in memory that moves to the host where the GPU's
-    does not suffice; CUDA only. `prodigy` finds the learning rate (arXiv 2306.06101): every group's lr multiplies
-    it, 1 as a rule, and all groups have the same; its state is up to four times the weights."""
+    name: OptimizerName = DEFAULT
     groups: GroupsConfig = GroupsConfig()
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Of every optimizer as given. Prodigy estimates the learning rate over a horizon of sqrt(beta2)."""
@@ -79,14 +93,15 @@ class OptimConfig(Section):
             )
         return eps
 
-    def prodigy_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
-        """Why Prodigy cannot train these groups: it finds one learning rate, for all of them."""
-        if self.name != "prodigy":
+    def rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
+        """Why the optimizer cannot train these groups: Prodigy finds one learning rate, for all of them."""
+        record = OPTIMIZERS[self.name]
+        if record.multipliers is None:
             return []
-        low, high = _MULTIPLIERS
+        low, high = record.multipliers
         problems = [
-            f"optim.groups.{name}.lr={group.lr:g}: under optim.name=prodigy it multiplies the learning rate "
-            f"that Prodigy finds, and must be {low:g} to {high:g}; give 1"
+            f"optim.groups.{name}.lr={group.lr:g}: under optim.name={self.name} it multiplies the learning rate "
+            f"that {record.title} finds, and must be {low:g} to {high:g}; give 1"
             for name, group in groups.items()
             if not low <= group.lr <= high
         ]
@@ -100,8 +115,8 @@ class OptimConfig(Section):
         if not problems and len(set(rates.values())) > 1:
             shown = "; ".join(f"{name}: {rate}" for name, rate in rates.items())
             problems.append(
-                "optim.name=prodigy has one learning rate: give all groups the same lr, schedule and "
-                f"warmup_steps, or take adamw; got {shown}"
+                f"optim.name={self.name} has one learning rate: give all groups the same lr, schedule and "
+                f"warmup_steps, or take {DEFAULT}; got {shown}"
             )
         return problems
 

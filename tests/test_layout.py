@@ -31,6 +31,7 @@ LAYERS = (
         "dit_lora.section",
         "dit_lora.data_config",
         "dit_lora.chat_config",
+        "dit_lora.optimizers",
         "dit_lora.train_config",
         "dit_lora.config",
         "dit_lora.recipe",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.verdict import Verdict
+from dit_lora.optimizers import OPTIMIZERS
 
 
 class NonFiniteError(DitLoraError):
@@ -106,14 +107,15 @@ def gated_step(optimizer: torch.optim.Optimizer | AcceleratedOptimizer, bad: tor
 
 
 def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can leave out a step by a flag on the device: torch's fused Adam and AdamW can.
+    """Whether the optimizer can leave out a step by a flag on the device, as records say: torch's fused Adam and AdamW.
 
-    Fused SGD too, but a first step that it leaves out leaves its momentum unwritten memory.
+    Fused SGD can too, but a first step that it leaves out leaves its momentum unwritten memory.
     """
+    classes = {f"{one.__module__}:{one.__qualname__}" for one in type(optimizer).__mro__}
+    can = any(record.skips_on_device in classes for record in OPTIMIZERS.values())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-    return is_adam and fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
+    return can and fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-OF_GROUPS = ("d", "d_max", "d_numerator", "k")
-"""What Prodigy keeps in its parameter groups; d_denom and d_hat it writes and never reads."""
+from dit_lora.optimizers import of_all
 
 
 def group_numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a parameter group; of most optimizers none."""
-    return {name: group[name] for name in OF_GROUPS if name in group}
+    """Return the numbers that an optimizer keeps in a parameter group; most keep none."""
+    names = of_all(lambda record: record.group_numbers)
+    return {name: group[name] for name in names if name in group}
 
 
 def as_tensor(value: torch.Tensor | float) -> torch.Tensor:

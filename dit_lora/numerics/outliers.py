@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dit_lora.numerics.finite import has_values
 from dit_lora.numerics.shards import local
+from dit_lora.optimizers import of_all
 
 _FAR = 1e3
 """Times the largest of the others. Moments of gradients differ by less between elements of a tensor."""
 _FEW = 200
 """At most one element in so many is taken as altered, and at least one of any tensor."""
-_SQUARES = ("exp_avg_sq", "state2", "absmax2")
 
 
 def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]:
@@ -31,9 +31,10 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
     found = {n: local(t.detach()) for n, t in now.items() if local(t).numel() > 1}
     peaks = read_peaks(stacked_peaks(found))
     usual = _usual(peaks)
+    squares = of_all(lambda record: record.squares)
     words = []
     for name, peak in peaks.items():
-        far = _FAR**2 if name.endswith(_SQUARES) else _FAR
+        far = _FAR**2 if name.endswith(squares) else _FAR
         others = max(before.get(name, 0.0), usual[_kind(name)])
         if not far * others < peak < float("inf"):
             continue

@@ -13,15 +13,13 @@ from dit_lora.numerics.replay import MicroBatch
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.suspects import Case, Suspects
 from dit_lora.numerics.verdict import Cause, Verdict
+from dit_lora.optimizers import of_all
 
 # A trained weight this many times above where it started has diverged; LoRA's grow a few times.
 _DIVERGED = 100.0
 _LOST = 100.0  # in absolute terms: LoRA's matrices stay below 1
 _OVERSHOOTS = 2.0
 """A step whose weight decay takes away more than this share of a weight leaves a larger one, of the other sign."""
-
-# Second moments, and the scales of 8-bit ones: torch's and Prodigy's name, then bitsandbytes'.
-_NOT_NEGATIVE = ("exp_avg_sq", "state2", "absmax1", "absmax2")
 
 
 def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
@@ -121,7 +119,8 @@ def _gathered(case: Case, own: list[str]) -> list[str]:
 
 
 def _negative(name: str, tensor: torch.Tensor) -> str | None:
-    if not name.endswith(_NOT_NEGATIVE) or not tensor.numel() or tensor.min() >= 0:
+    cannot_be = name.endswith(of_all(lambda record: record.never_negative))
+    if not cannot_be or not tensor.numel() or tensor.min() >= 0:
         return None
     return f"{name} must not be negative and reaches {tensor.min().item():.3g}"
 

@@ -1,4 +1,4 @@
-"""What a run will take: memory of each phase on device and host, disk, and arithmetic; before anything is loaded.
+"""What a run will take: memory of each phase on device and host, and disk; before anything is loaded.
 
 Counted of the run's own code on tensors without values. What is not counted is said (`Budget.assumed`).
 """
@@ -9,12 +9,11 @@ from typing import Literal
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.training.budget_live import Work
+from dit_lora.optimizers import OPTIMIZERS
 from dit_lora.training.budget_model import data_is_here
 from dit_lora.training.budget_subject import Encoder, Subject, Weights
 from dit_lora.training.checkpointing import Mode
 from dit_lora.training.memory import Needs, advise
-from dit_lora.training.optimizer import optimizer_bytes
 
 Sharding = Literal["ddp", "zero2", "fsdp2"]
 
@@ -89,9 +88,6 @@ class Budget:
     """By shape and mode, with the gradients on their way."""
     host: Mapping[str, int]
     disk: Mapping[str, int]
-    forward: Work
-    step: Work
-    """Of one rank's micro-steps in an optimizer step."""
     clips: int | None
     """That the data has; None where it is not there."""
     assumed: tuple[str, ...]
@@ -120,15 +116,14 @@ def count(
         mode = _mode(recipe, needs[str(largest)], weights, state, gpu, launch)
     peak = subject.peak(recipe, largest, mode)
     parallel = recipe.train.context_parallel
-    in_flight = max(0, peak.most - needs[str(largest)][mode])
-    activations = int(max(peak.most // parallel, 0))
-    training = replace(state, activations=max(activations, _update(recipe, weights, state, launch)))
+    in_flight = max(0, peak - needs[str(largest)][mode])
+    at_update = _update(weights, state, launch)
+    training = replace(state, activations=max(peak // parallel, at_update))
     shapes = {
         name: {one: (need + in_flight) // parallel for one, need in own.items()}
         for name, own in needs.items()
     }
     phases, lacking = _phases(recipe, subject, training)
-    accumulate = recipe.train.accumulate
     return Budget(
         recipe,
         launch,
@@ -139,8 +134,6 @@ def count(
         shapes,
         _host(recipe, subject, weights, training, launch),
         _disk(recipe, subject, weights),
-        peak.forward,
-        Work(*(value * accumulate for value in vars(peak.whole).values())),
         len(subject.samples) if subject.samples is not None else None,
         (*_assumed(recipe, subject, launch), *lacking),
     )
@@ -190,7 +183,7 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
     )
 
 
-def _update(recipe: Recipe, weights: Weights, state: Training, launch: Launch) -> int:
+def _update(weights: Weights, state: Training, launch: Launch) -> int:
     """What takes the place of activations when the optimizer steps: gradients, and what an average moves by."""
     gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
     return max(gradients, state.ema)
@@ -198,8 +191,9 @@ def _update(recipe: Recipe, weights: Weights, state: Training, launch: Launch) -
 
 def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
     """On the device, and on the host: what is paged is counted there, where it goes when the device has no room."""
-    size = optimizer_bytes(name, weights.trained)
-    return (0, size) if name == "paged_adamw_8bit" else (size, 0)
+    record = OPTIMIZERS[name]
+    size = record.state_bytes(weights.trained)
+    return (size, 0) if record.unpaged is None else (0, size)
 
 
 def _phases(

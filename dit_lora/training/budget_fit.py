@@ -1,16 +1,17 @@
-"""`dit-lora plan`: a recipe's budget, and of what would make it fit, the change that costs least."""
+"""`dit-lora plan`: a recipe's budget, and what would make it fit."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dit_lora.config import Recipe
-from dit_lora.data_config import DataConfig, VideoShape
+from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.precision import choose_precision
+from dit_lora.optimizers import OPTIMIZERS
 from dit_lora.recipe import load_recipe
 from dit_lora.training.budget import GIB, Budget, Launch, count
 from dit_lora.training.budget_model import opened, without_weights
@@ -18,6 +19,9 @@ from dit_lora.training.budget_subject import Subject
 from dit_lora.training.checkpointing import MODES
 from dit_lora.training.launch import require_for_zero, require_shardable
 
+Settings = Mapping[str, object]
+"""Keys of a recipe, and `_SHARDING`, with their values."""
+_SHARDING = "sharding"
 _SCALES = (0.75, 0.5)  # of a side that is made smaller
 
 
@@ -26,7 +30,6 @@ class Change:
     """What to add to the command, so that a run fits."""
 
     overrides: tuple[str, ...]
-    launch: Launch
     budget: Budget
 
 
@@ -38,27 +41,31 @@ class Planned:
     change: Change | None
     """None where it fits, and where nothing that is known here makes it fit."""
 
+    @property
+    def sharding(self) -> str | None:
+        """What the change shares out that the launch did not."""
+        after = self.change.budget.launch if self.change else self.budget.launch
+        return after.sharding if after != self.budget.launch else None
+
     def record(self) -> dict[str, Any]:
         """As `plan --json` prints it; sizes in GiB."""
         budget, change = self.budget, self.change
+        cheapest = None
+        if change is not None:
+            needs = change.budget.needs / GIB
+            overrides = list(change.overrides)
+            cheapest = {"overrides": overrides, "sharding": self.sharding, "needs": needs}
         return {
             "phases": _gib(budget.phases),
             "fits": budget.fits,
             "gpu": budget.gpu / GIB if budget.gpu is not None else None,
-            "cheapest_change": {
-                "overrides": list(change.overrides),
-                "sharding": change.launch.sharding if change.launch != budget.launch else None,
-                "needs": change.budget.needs / GIB,
-            }
-            if change
-            else None,
+            "cheapest_change": cheapest,
             "training": _gib(vars(budget.training)),
             "checkpointing": budget.mode,
             "activations": {shape: _gib(needs) for shape, needs in budget.activations.items()},
             "host": _gib(budget.host),
             "disk": _gib(budget.disk),
             "clips": budget.clips,
-            "step": {"flops": budget.step.flops, "bytes_moved": budget.step.moved},
             "steps": budget.recipe.train.steps,
             "ranks": budget.launch.ranks,
             "sharding": budget.launch.sharding,
@@ -75,9 +82,9 @@ def plan(path: str | Path, overrides: Sequence[str], launch: Launch, gpu: int | 
     recipe = load_recipe(path, overrides)
     _require_possible(recipe, launch)
     with without_weights(recipe) as local:
-        search = _Search(path, overrides, local.model.path, gpu)
-        budget = search.count((), launch)
-        return Planned(budget, None if budget.fits else search.cheapest(budget))
+        variants = _Variants(path, overrides, local.model.path, launch, gpu)
+        budget = variants.count()
+        return Planned(budget, None if budget.fits else _what_fits(variants, budget))
 
 
 def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:
@@ -105,22 +112,33 @@ def _require_possible(recipe: Recipe, launch: Launch) -> None:
 
 
 @dataclass
-class _Search:
-    """Counts variants of one recipe."""
+class _Variants:
+    """One recipe with other settings, each counted."""
 
     path: str | Path
     overrides: Sequence[str]
     local: str
     """Where the checkpoint's configs are."""
+    launch: Launch
     gpu: int | None
+    _subjects: dict[str, Subject] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._subjects: dict[Any, Subject] = {}
-
-    def recipe(self, extra: Sequence[str]) -> Recipe:
-        recipe = load_recipe(self.path, [*self.overrides, *extra])
+    def count(self, changes: Sequence[Settings] = ()) -> Budget:
+        """The budget with these changes. Raises `DitLoraError` for what the recipe or the launch refuses."""
+        settings = _together(changes)
+        recipe = load_recipe(self.path, [*self.overrides, *_typed(settings)])
+        launch = Launch(self.launch.ranks, "fsdp2") if _SHARDING in settings else self.launch
+        _require_possible(recipe, launch)
         model = recipe.model.model_copy(update={"path": self.local})
-        return recipe.model_copy(update={"model": model})
+        recipe = recipe.model_copy(update={"model": model})
+        return count(recipe, self.subject(recipe), launch, self.gpu)
+
+    def tried(self, changes: Sequence[Settings]) -> Budget | None:
+        """As `count`; None for what is refused."""
+        try:
+            return self.count(changes)
+        except DitLoraError:
+            return None
 
     def subject(self, recipe: Recipe) -> Subject:
         """Another for other data, on which shapes depend."""
@@ -129,131 +147,97 @@ class _Search:
             self._subjects[key] = subject_of(recipe, gpu=True)
         return self._subjects[key]
 
-    def count(self, extra: Sequence[str], launch: Launch) -> Budget:
-        recipe = self.recipe(extra)
-        return count(recipe, self.subject(recipe), launch, self.gpu)
 
-    def cheapest(self, budget: Budget) -> Change | None:
-        """One change if one is enough, the cheapest first; else several. The data's shape only where nothing else does."""
-        steps = list(self._steps(budget))
-        helping: list[_Step] = []
-        for own in (False, True):  # those that change the shape
-            for step in [one for one in steps if (one.kind == "shape") is own]:
-                change = self._try([step], budget.launch)
-                if change is not None and change.budget.fits:
-                    return change
-                if change is not None and change.budget.needs < budget.needs:
-                    helping.append(step)
-            together = self._together(helping, budget)
-            if together is not None:
-                return together
-        return None
-
-    def _together(self, steps: Sequence["_Step"], budget: Budget) -> Change | None:
-        taken: list[_Step] = []
-        for step in steps:
-            # A stronger form of what is taken already, such as full checkpointing, comes in its place.
-            kept = [one for one in taken if one.kind != step.kind]
-            change = self._try([*kept, step], budget.launch)
-            if change is None:
+def _what_fits(variants: _Variants, budget: Budget) -> Change | None:
+    """The first change that is enough alone, else several together; the data's shape where no other is enough."""
+    taken: list[Settings] = []
+    least = budget.needs
+    smaller = _smaller(budget.recipe, variants.subject(budget.recipe))
+    for changes in (list(_settings(budget)), list(smaller)):
+        for change in changes:
+            alone = variants.tried([change])
+            if alone is not None and alone.fits:
+                return _as_typed([change], alone)
+        for change in changes:
+            together = variants.tried([*taken, change])
+            if together is None or together.needs >= least:
                 continue
-            taken = [*kept, step]
-            if change.budget.fits:
-                return self._weakened(taken, steps, budget.launch) or change
-        return None
-
-    def _weakened(
-        self, taken: list["_Step"], steps: Sequence["_Step"], launch: Launch
-    ) -> Change | None:
-        """What fits with less: each change, the dearest first, is left out or has a weaker form if that still fits."""
-        best = None
-        for step in reversed(taken):
-            weaker = [one for one in steps[: steps.index(step)] if one.kind == step.kind]
-            for instead in ([], *([one] for one in weaker)):
-                fewer = [other for one in taken for other in (instead if one is step else [one])]
-                change = self._try(fewer, launch) if fewer else None
-                if change is not None and change.budget.fits:
-                    taken, best = fewer, change
-                    break
-        return best
-
-    def _try(self, steps: Sequence["_Step"], launch: Launch) -> Change | None:
-        """None for what the recipe or the launch refuses."""
-        overrides = tuple(one for step in steps for one in step.overrides)
-        for step in steps:
-            launch = step.launch or launch
-        try:
-            _require_possible(load_recipe(self.path, [*self.overrides, *overrides]), launch)
-            return Change(overrides, launch, self.count(overrides, launch))
-        except DitLoraError:
-            return None
-
-    def _steps(self, budget: Budget) -> Iterator["_Step"]:
-        """What can be changed, by what it costs: time first, then precision, machines, and data at last."""
-        recipe, train = budget.recipe, budget.recipe.train
-        too_much = [name for name, size in budget.phases.items() if size > (budget.gpu or size)]
-        if {"clips", "validation"} & set(too_much) and "vae_tiling" in DataConfig.model_fields:
-            yield _Step("vae", ("data.vae_tiling=true",))
-        if too_much == ["validation"]:
-            yield _Step("validation", ("validation.prompts=[]",))
-        if train.checkpointing != "auto":
-            for mode in MODES[MODES.index(train.checkpointing) + 1 :]:
-                yield _Step("checkpointing", (f"train.checkpointing={mode}",))
-        for size in range(train.batch_size - 1, 0, -1):
-            if train.batch_size % size == 0:
-                accumulate = train.accumulate * train.batch_size // size
-                overrides = (f"train.batch_size={size}", f"train.accumulate={accumulate}")
-                yield _Step("batch", overrides)
-        if recipe.optim.name in ("adamw", "prodigy"):
-            yield _Step("optimizer", ("optim.name=adamw_8bit",))
-        if recipe.model.quantize is None and train.mode == "lora":
-            for kind in ("fp8", "nf4"):
-                yield _Step("quantize", (f"model.quantize={kind}",))
-        if train.offload == "none" and train.mode == "lora":
-            yield _Step("offload", ("train.checkpointing=full", "train.offload=group"))
-        if budget.launch.ranks > 1 and budget.launch.sharding in ("ddp", "zero2"):
-            yield _Step("sharding", (), Launch(budget.launch.ranks, "fsdp2"))
-        yield from self._smaller(recipe)
-
-    def _smaller(self, recipe: Recipe) -> Iterator["_Step"]:
-        """Fewer frames, then smaller pictures, of those that the model takes."""
-        data, checkpoint = recipe.data, self.subject(recipe).checkpoint
-        if self.subject(recipe).is_chat:
-            for frames in {data.frames // 2, data.frames // 4} - {0}:
-                yield _Step("shape", (f"data.frames={frames}",))
-            return
-        step = checkpoint.side_step
-        for scale in _SCALES:
-            fewer = range(int(data.frames * scale), 1, -1)
-            given = (VideoShape(frames, data.height, data.width) for frames in fewer)
-            taken = next((one for one in given if checkpoint.refusal(one) is None), None)
-            if taken is not None:
-                yield _Step("shape", (f"data.frames={taken.frames}",))
-        for scale in _SCALES:
-            height, width = (
-                max(step, round(side * scale / step) * step) for side in (data.height, data.width)
-            )
-            if checkpoint.refusal(VideoShape(data.frames, height, width)) is None:
-                yield _Step("shape", (f"data.height={height}", f"data.width={width}"))
+            taken.append(change)
+            least = together.needs
+            if together.fits:
+                return _without_excess(variants, taken, together)
+    return None
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One change; of one kind, the last one counts."""
+def _without_excess(variants: _Variants, taken: list[Settings], fitting: Budget) -> Change:
+    """Leave out, the dearest first, what the others do without: full checkpointing, say, for selective before it."""
+    for change in reversed(taken):
+        fewer = [one for one in taken if one is not change]
+        found = variants.tried(fewer)
+        if found is not None and found.fits:
+            taken, fitting = fewer, found
+    return _as_typed(taken, fitting)
 
-    kind: Literal[
-        "vae",
-        "validation",
-        "checkpointing",
-        "batch",
-        "optimizer",
-        "quantize",
-        "offload",
-        "sharding",
-        "shape",
-    ]
-    overrides: tuple[str, ...]
-    launch: Launch | None = None
+
+def _as_typed(changes: Sequence[Settings], budget: Budget) -> Change:
+    return Change(tuple(_typed(_together(changes))), budget)
+
+
+def _together(changes: Sequence[Settings]) -> Settings:
+    """All settings; of the same one, the last."""
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def _typed(settings: Settings) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING]
+
+
+def _settings(budget: Budget) -> Iterator[Settings]:
+    """What can be changed, by what it costs: time first, then precision, and machines at last."""
+    recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
+    too_much = {name for name, size in budget.phases.items() if size > (budget.gpu or size)}
+    if too_much & {"clips", "validation"}:
+        yield {"data.vae_tiling": "true"}
+    if too_much == {"validation"}:
+        yield {"validation.prompts": "[]"}
+    if train.checkpointing != "auto":
+        for mode in MODES[MODES.index(train.checkpointing) + 1 :]:
+            yield {"train.checkpointing": mode}
+    for size in range(train.batch_size - 1, 0, -1):
+        if train.batch_size % size == 0:
+            accumulate = train.accumulate * train.batch_size // size
+            yield {"train.batch_size": size, "train.accumulate": accumulate}
+    narrower = OPTIMIZERS[recipe.optim.name].narrower
+    if narrower is not None:
+        yield {"optim.name": narrower}
+    if recipe.model.quantize is None and train.mode == "lora":
+        yield {"model.quantize": "fp8"}
+        yield {"model.quantize": "nf4"}
+    if train.offload == "none" and train.mode == "lora":
+        yield {"train.checkpointing": "full", "train.offload": "group"}
+    if launch.ranks > 1 and launch.sharding != "fsdp2":
+        yield {_SHARDING: "fsdp2"}
+
+
+def _smaller(recipe: Recipe, subject: Subject) -> Iterator[Settings]:
+    """Fewer frames, then smaller pictures, of those that the model takes."""
+    data, checkpoint = recipe.data, subject.checkpoint
+    if subject.is_chat:
+        for frames in {data.frames // 2, data.frames // 4} - {0}:
+            yield {"data.frames": frames}
+        return
+    for scale in _SCALES:
+        for frames in range(int(data.frames * scale), 1, -1):
+            if checkpoint.refusal(VideoShape(frames, data.height, data.width)) is None:
+                yield {"data.frames": frames}
+                break
+    step = checkpoint.side_step
+    for scale in _SCALES:
+        height, width = (
+            max(step, round(side * scale / step) * step) for side in (data.height, data.width)
+        )
+        if checkpoint.refusal(VideoShape(data.frames, height, width)) is None:
+            yield {"data.height": height, "data.width": width}
 
 
 def _gib(sizes: Any) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """What a budget is counted of: the model on the meta device, the tensors of a sample of each shape, the encoders."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import AutoencoderKL
@@ -23,20 +23,15 @@ from dit_lora.numerics.patches import Patches
 from dit_lora.numerics.streams import Streams
 from dit_lora.training.blocks import read_outside, repeated_blocks
 from dit_lora.training.budget_chat import chat_specs
-from dit_lora.training.budget_live import Live, tensor_bytes
 from dit_lora.training.budget_model import data_is_here, from_configs, text_encoder
-from dit_lora.training.budget_step import (
-    CPU,
-    StepPeak,
-    autocasting,
-    fake_batch,
-    fake_state,
-    step_peak,
-)
+from dit_lora.training.budget_step import autocasting, step_peak
 from dit_lora.training.checkpointing import Mode
+from dit_lora.training.fake_step import CPU, FakeStep, Live, Losses, tensor_bytes
 from dit_lora.training.memory import Needs, measure
 from dit_lora.training.samples import Sample, find_samples
 from dit_lora.training.tasks import task_of
+
+T = TypeVar("T")
 
 _NOTHING_KNOWN: Mapping[str, torch.Tensor] = {}
 
@@ -67,10 +62,6 @@ class Encoder:
     most: int
     """Bytes at its peak beside its weights."""
 
-    @property
-    def peak(self) -> int:
-        return self.weights + self.most
-
 
 @dataclass
 class Subject:
@@ -83,13 +74,14 @@ class Subject:
     dtype: torch.dtype
     gpu: bool
     """Count what a GPU would keep: CUDA's autocast, fused kernels."""
-    _models: dict[str, Any] = field(default_factory=dict)
-    _needs: dict[Any, Needs] = field(default_factory=dict)
-    _peaks: dict[Any, StepPeak] = field(default_factory=dict)
-    _inferences: dict[str, int] = field(default_factory=dict)
-    _encodings: dict[VideoShape, tuple[Mapping[str, torch.Tensor], int]] = field(
-        default_factory=dict
-    )
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` does, which is called the first time alone."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        value: T = self._kept[key]
+        return value
 
     @property
     def is_chat(self) -> bool:
@@ -97,14 +89,15 @@ class Subject:
 
     def model(self, recipe: Recipe) -> nn.Module:
         """With adapter and kernels, on the meta device, in training; wide whatever `model.quantize` says."""
-        key = repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
-        if key not in self._models:
+
+        def load() -> nn.Module:
             with _meta(), _kernels_of_a_gpu(self.gpu):
-                model, groups, _ = task_of(recipe.model.family).load_trainable(
+                model, _, _ = task_of(recipe.model.family).load_trainable(
                     _wide(recipe), self.family, self.checkpoint, self.dtype
                 )
-            self._models[key] = model.train(), groups
-        return self._models[key][0]
+            return model.train()
+
+        return self._once(("model", _model_key(recipe)), load)
 
     def weights(self, recipe: Recipe) -> Weights:
         """What the model takes; quantised by counting."""
@@ -130,17 +123,18 @@ class Subject:
 
     def _narrowed(self, recipe: Recipe) -> int:
         """Bytes that `model.quantize` saves."""
-        kind, groups = recipe.model.quantize, recipe.optim.groups
+        kind = recipe.model.quantize
         if kind is None:
             return 0
-        if "bare" not in self._models:
+
+        def load() -> nn.Module:
+            whole = self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
             with _meta():
-                load: Any = (
-                    self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
-                )
-                self._models["bare"] = load(self.dtype)
-        bare = self._models["bare"]
-        names = base_members(bare, groups, self.family.group_patterns)
+                bare: nn.Module = whole(self.dtype)
+            return bare
+
+        bare = self._once("bare", load)
+        names = base_members(bare, recipe.optim.groups, self.family.group_patterns)
         return quantized_bytes(bare, None) - quantized_bytes(bare, kind, names)
 
     @cached_property
@@ -156,11 +150,7 @@ class Subject:
     def _specs(self) -> dict[Any, tuple[Spec, Mapping[str, torch.Tensor]]]:
         if self.is_chat:
             return chat_specs(self.recipe, self.checkpoint)
-        text = self.checkpoint.text_spec(self.dtype)
-        return {
-            shape: ({**self._encoded(shape), **text}, _NOTHING_KNOWN)
-            for shape in self._video_shapes()
-        }
+        return {shape: (self._encoded(shape), _NOTHING_KNOWN) for shape in self._video_shapes()}
 
     @cached_property
     def samples(self) -> Sequence[Sample] | None:
@@ -170,32 +160,31 @@ class Subject:
         return find_samples(self.recipe, self.checkpoint, group=1, quiet=True).all
 
     def _video_shapes(self) -> Sequence[VideoShape]:
-        data = self.recipe.data
         used = {sample.shape for sample in self.samples or ()}
-        if used:
-            return tuple(used)
-        return buckets_of(data, self.checkpoint.side_step, self.checkpoint.refusal)
+        return tuple(used) or buckets_of(
+            self.recipe.data, self.checkpoint.side_step, self.checkpoint.refusal
+        )
 
     def _encoded(self, shape: VideoShape) -> Spec:
+        """A sample's tensors: what the encoders make of its pixels and its caption."""
         made, _ = self._encode(shape)
-        return {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
+        video = {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
+        return video | self.checkpoint.text_spec(self.dtype)
 
     def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
         """What the video encoder gives of one sample, and its peak."""
-        if shape not in self._encodings:
-            self._encodings[shape] = self._encode_anew(shape)
-        return self._encodings[shape]
-
-    def _encode_anew(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
         encode, vae, fake = self._vae
-        with fake:
-            pixels = torch.empty(
-                (shape.frames, 3, shape.height, shape.width), dtype=torch.uint8, device=CPU
-            )
-        first = torch.zeros((3, shape.height, shape.width), dtype=torch.uint8)
-        with Live([*vae.parameters(), *vae.buffers(), pixels]) as live:
-            made = encode(pixels, first)
-        return made, live.most
+
+        def run() -> tuple[Mapping[str, torch.Tensor], int]:
+            size = (shape.frames, 3, shape.height, shape.width)
+            with fake:
+                pixels = torch.empty(size, dtype=torch.uint8, device=CPU)
+            first = torch.zeros(size[1:], dtype=torch.uint8)
+            with Live([*vae.parameters(), *vae.buffers(), pixels]) as live:
+                made = encode(pixels, first)
+            return made, live.most
+
+        return self._once(shape, run)
 
     @cached_property
     def _vae(self) -> tuple[Any, Any, FakeTensorMode]:
@@ -214,8 +203,7 @@ class Subject:
     def video_decoder(self) -> Encoder:
         """Decoding one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
         _, vae, fake = self._vae
-        shape = VideoShape.of(self.recipe.data)
-        size, _ = self._encoded(shape)["latent_mean"]
+        size, _ = self._encoded(VideoShape.of(self.recipe.data))["latent_mean"]
         if isinstance(vae, AutoencoderKL) and len(size) == 4:
             size = torch.Size([size[0], *size[2:]])
         with fake:
@@ -227,13 +215,12 @@ class Subject:
     @cached_property
     def caption_encoder(self) -> Encoder | None:
         """One caption of the length that is kept; None without an encoder, or without its config."""
-        limit = self.checkpoint.text_facts().get("tokens")
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake:
+        with FakeTensorMode(allow_non_fake_inputs=True):
             model = text_encoder(self.checkpoint.path, self.dtype)
         if model is None:
             return None
         config: Any = model.config
+        limit = self.checkpoint.text_facts().get("tokens")
         tokens = limit or config.get_text_config().max_position_embeddings
         with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
             model(torch.ones((1, tokens), dtype=torch.int64))
@@ -241,92 +228,69 @@ class Subject:
 
     def needs(self, recipe: Recipe, shape: Any) -> Needs:
         """Activations of a micro-batch under each mode."""
-        size = recipe.train.batch_size
-        key = repr((recipe.lora, recipe.kernels, recipe.train.mode, size)), shape
-        if key not in self._needs:
-            model = self.model(recipe)
-            with autocasting(model, self.dtype, gpu=self.gpu):
-                self._needs[key] = measure(
-                    model,
-                    self._losses(size),
-                    self._batch(shape, size),
-                    CPU,
-                    self.known(shape, size),
-                )
-        return self._needs[key]
+        size, model = recipe.train.batch_size, self.model(recipe)
 
-    def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> StepPeak:
-        """A whole micro-step."""
-        size, exist = recipe.train.batch_size, recipe.train.accumulate > 1
-        key = repr((recipe.lora, recipe.kernels, recipe.train.mode, size, exist)), shape, mode
-        if key not in self._peaks:
-            model = self.model(recipe)
+        def count() -> Needs:
+            batch, known = self._batch(self.spec(shape), size), self.known(shape, size)
             with autocasting(model, self.dtype, gpu=self.gpu):
-                self._peaks[key] = step_peak(
-                    model,
-                    self._losses(size),
-                    self._batch(shape, size),
-                    mode,
-                    known=self.known(shape, size),
-                    gradients_exist=exist,
-                )
-        return self._peaks[key]
+                return measure(model, self._losses(size), batch, CPU, known)
+
+        return self._once(("needs", _model_key(recipe), size, shape), count)
+
+    def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> int:
+        """A whole micro-step."""
+        size, model = recipe.train.batch_size, self.model(recipe)
+        exist = recipe.train.accumulate > 1
+
+        def count() -> int:
+            batch, known = self._batch(self.spec(shape), size), self.known(shape, size)
+            losses = self._losses(size)
+            with autocasting(model, self.dtype, gpu=self.gpu):
+                return step_peak(model, losses, batch, mode, known=known, gradients_exist=exist)
+
+        return self._once(("peak", _model_key(recipe), size, exist, shape, mode), count)
 
     def inference_peak(self, recipe: Recipe) -> int:
         """One denoising call of a sampled video, which guidance makes a batch of two."""
         size = 2 if recipe.validation.guidance_scale > 1 else 1
-        key = repr((recipe.lora, recipe.kernels, recipe.train.mode, size))
-        if key not in self._inferences:
-            self._inferences[key] = self._inference_peak(recipe, size)
-        return self._inferences[key]
+        model = self.model(recipe)
 
-    def _inference_peak(self, recipe: Recipe, size: int) -> int:
-        model, fake = self.model(recipe).eval(), FakeTensorMode(allow_non_fake_inputs=True)
-        shape = VideoShape.of(recipe.data)
-        spec = {**self._encoded(shape), **self.checkpoint.text_spec(self.dtype)}
-        given = {name: (torch.Size([size, *one]), kind) for name, (one, kind) in spec.items()}
-        step = _Losses(model, self._losses(size))
-        weights, tensors = fake_state(step, fake), fake_batch(given, fake)
-        try:
-            with (
-                torch.no_grad(),
-                autocasting(model, self.dtype, gpu=self.gpu),
-                Live([*weights.values(), *tensors.values()]) as live,
-            ):
-                torch.func.functional_call(step, weights, (tensors,))
-        finally:
-            model.train()
-        return live.most
+        def count() -> int:
+            spec = self._encoded(VideoShape.of(recipe.data))
+            step = FakeStep(model.eval(), self._batch(spec, size))
+            try:
+                with (
+                    torch.no_grad(),
+                    autocasting(model, self.dtype, gpu=self.gpu),
+                    step.live() as live,
+                ):
+                    step.run(self._losses(size))
+            finally:
+                model.train()
+            return live.most
+
+        return self._once(("inference", _model_key(recipe), size), count)
 
     def sample_bytes(self, shape: Any) -> int:
         """Of one sample's tensors."""
-        return spec_bytes(self.spec(shape))
+        return sum(size.numel() * dtype.itemsize for size, dtype in self.spec(shape).values())
 
-    def _batch(self, shape: Any, size: int) -> Spec:
-        return {n: (torch.Size([size, *one]), d) for n, (one, d) in self.spec(shape).items()}
+    def _batch(self, spec: Spec, size: int) -> Spec:
+        return {n: (torch.Size([size, *one]), dtype) for n, (one, dtype) in spec.items()}
 
     def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
         """Integers of a micro-batch on which shapes depend, such as token ids."""
         known = self._specs[shape][1]
         return {name: tensor.expand(size, *tensor.shape) for name, tensor in known.items()}
 
-    def _losses(self, size: int) -> Any:
+    def _losses(self, size: int) -> Losses:
         streams = Streams(self.recipe.train.seed, range(size))
         return lambda model, batch: self.checkpoint.losses(model, batch, streams)
 
 
-class _Losses(nn.Module):
-    def __init__(self, transformer: nn.Module, losses: Any) -> None:
-        super().__init__()
-        self.transformer, self.losses = transformer, losses
-
-    def forward(self, batch: Any) -> Any:
-        return self.losses(self.transformer, batch)
-
-
-def spec_bytes(spec: Spec) -> int:
-    """Of tensors of these shapes and dtypes."""
-    return sum(shape.numel() * dtype.itemsize for shape, dtype in spec.values())
+def _model_key(recipe: Recipe) -> str:
+    """What of a recipe another model comes from."""
+    return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
 
 
 def _wide(recipe: Recipe) -> Recipe:

@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dit_lora.terminal import printable
-from dit_lora.training.budget import GIB, Budget
-from dit_lora.training.budget_fit import Change, Planned
+from dit_lora.training.budget import GIB
+from dit_lora.training.budget_fit import Planned
 from dit_lora.training.checkpointing import MODES
 
 
-def render(planned: Planned, *, tflops: float | None = None, tbps: float | None = None) -> None:
+def render(planned: Planned) -> None:
     """Phases, what a training step is made of, activations by mode, host and disk; then whether it fits."""
     console, budget = Console(highlight=False), planned.budget
     limit = f" of {gib(budget.gpu)}" if budget.gpu is not None else ""
@@ -28,30 +28,8 @@ def render(planned: Planned, *, tflops: float | None = None, tbps: float | None 
     console.print(_table(("activations, GiB, with checkpointing", *MODES), rows))
     console.print(_table(("host memory", "GiB"), _rows(_some(budget.host))))
     console.print(_table(("disk", "GiB"), _rows(_some(budget.disk))))
-    for line in (*work(budget, tflops, tbps), *(f"assumed: {one}" for one in budget.assumed)):
+    for line in (*(f"assumed: {one}" for one in budget.assumed), *verdict(planned)):
         console.print(printable(line), markup=False, soft_wrap=True)
-    for line in verdict(planned):
-        console.print(printable(line), markup=False, soft_wrap=True)
-
-
-def work(budget: Budget, tflops: float | None, tbps: float | None) -> list[str]:
-    """Arithmetic and traffic of a step, and, at a given rate, the time that no step is shorter than."""
-    step, steps = budget.step, budget.recipe.train.steps
-    lines = [
-        f"a step of one rank: {step.flops / 1e12:,.3g} TFLOP in products and attention, and "
-        f"{step.moved / 1e9:,.4g} GB read and written if no op's result stays in a cache"
-    ]
-    for rate, amount, unit in (
-        (tflops, step.flops / 1e12, "TFLOP/s"),
-        (tbps, step.moved / 1e12, "TB/s"),
-    ):
-        if rate is not None:
-            seconds = amount / rate
-            lines.append(
-                f"at {rate:g} {unit} that alone is {seconds:.3g} s, and {steps * seconds / 3600:.3g} hours for "
-                f"{steps} steps: a bound, no prediction"
-            )
-    return lines
 
 
 def verdict(planned: Planned) -> list[str]:
@@ -64,16 +42,11 @@ def verdict(planned: Planned) -> list[str]:
     lines = [f"does not fit: {gib(budget.needs)} of {gib(budget.gpu)} GiB"]
     if change is None:
         return [*lines, "no change that is known here makes it fit"]
-    return [*lines, *told(budget, change)]
-
-
-def told(budget: Budget, change: Change) -> list[str]:
-    """The change, as it is typed."""
-    lines = [f"the cheapest change with which it takes {gib(change.budget.needs)} GiB:"]
+    lines.append(f"the cheapest change with which it takes {gib(change.budget.needs)} GiB:")
     if change.overrides:
         lines.append("  " + " ".join(change.overrides))
-    if change.launch != budget.launch:
-        lines.append(f"  --config_file accelerate_configs/{change.launch.sharding}.yaml")
+    if planned.sharding is not None:
+        lines.append(f"  --config_file accelerate_configs/{planned.sharding}.yaml")
     return lines
 
 

@@ -82,6 +82,19 @@ def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) 
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
 
+@contextmanager
+def blocks_called_by(transformer: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
+    """Within it the blocks are called as `call_blocks_by` says, afterwards plainly; a model without checkpointing always."""
+    if not supports_checkpointing(transformer):
+        yield
+        return
+    call_blocks_by(transformer, function)
+    try:
+        yield
+    finally:
+        call_blocks_by(transformer, None)
+
+
 def block_caller(mode: Mode) -> Callable[..., Any] | None:
     """What `call_blocks_by` takes for a mode."""
     return _FUNCTIONS[mode]

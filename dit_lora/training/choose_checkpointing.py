@@ -8,6 +8,7 @@ from accelerate.utils import gather_object
 
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.streams import Streams
+from dit_lora.optimizers import DEFAULT, OPTIMIZERS
 from dit_lora.training.checkpointing import (
     MODES,
     least_memory,
@@ -15,7 +16,6 @@ from dit_lora.training.checkpointing import (
     set_checkpointing,
 )
 from dit_lora.training.memory import Advice, advise, measure
-from dit_lora.training.optimizer import optimizer_bytes
 from dit_lora.training.task import AnySetup
 
 
@@ -94,10 +94,9 @@ def free_bytes(setup: AnySetup) -> int:
     )
 
 
-def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = "adamw") -> int:
+def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = DEFAULT) -> int:
     """Gradients, and state of the optimizer that `optim.name` calls so, that do not exist yet."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = sum(local(p).nbytes for p in trained if p.grad is None)
-    return gradients + optimizer_bytes(
-        name, [local(p) for p in trained if p not in optimizer.state]
-    )
+    without_state = [local(p) for p in trained if p not in optimizer.state]
+    return gradients + OPTIMIZERS[name].state_bytes(without_state)

@@ -14,6 +14,7 @@ from dit_lora.config import Recipe
 from dit_lora.data.digest import Digests
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.training.held_out import HeldOut, mean_loss
 from dit_lora.training.plan import transformer_digest
 from dit_lora.training.precompute import Precomputed, precompute
 from dit_lora.training.runtime import Runtime
@@ -21,7 +22,7 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.stock import DiffusionStock
 from dit_lora.training.task import Setup
 from dit_lora.training.trainable import load_trainable
-from dit_lora.training.validation import held_out_loss, sample_videos
+from dit_lora.training.validation import sample_videos
 
 DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
 _BUCKETS = 4  # timestep ranges of loss_by_timestep
@@ -69,7 +70,15 @@ class DiffusionTask:
         return {"loss_by_timestep": by_timestep(result, setup.checkpoint.train_timesteps)}
 
     def held_out_loss(self, setup: DiffusionSetup) -> float | None:
-        return held_out_loss(setup.runtime, setup.checkpoint, setup.model, setup.data.clips)
+        settings = setup.recipe.validation
+        entries = setup.data.clips.entries[: settings.held_out_clips]
+        draws = settings.held_out_draws
+        made = [
+            HeldOut(entry, index * draws + draw)
+            for index, entry in enumerate(entries)
+            for draw in range(draws)
+        ]
+        return mean_loss(setup, setup.data.clips, made)
 
     def show(self, setup: DiffusionSetup, step: int) -> None:
         sample_videos(setup.runtime, setup.checkpoint, setup.model, setup.data, step)

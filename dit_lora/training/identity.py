@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dit_lora.optimizers import DEFAULT
 from dit_lora.training.place import SAMPLES
 from dit_lora.training.task import AnySetup
 
@@ -27,7 +28,7 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         flat["train.compile"] = True
     optim = dict(values["optim"])
     groups = optim.pop("groups")
-    if optim["name"] == "adamw":
+    if optim["name"] == DEFAULT:
         del optim["name"]  # as in checkpoints from before there was a choice
     flat |= {f"optim.{key}": value for key, value in optim.items()}
     flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}

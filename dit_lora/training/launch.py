@@ -3,9 +3,11 @@
 import importlib.util
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Literal
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.optimizers import DEFAULT, OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def require_for_zero(recipe: Recipe, *, some_idle: bool) -> None:
 
     `some_idle` says that a step may leave what trains without a gradient.
     """
-    wrong = _others(recipe)
+    wrong = _others(recipe, "zero2")
     if some_idle:
         wrong.append(
             "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
@@ -92,18 +94,20 @@ _NOT_BY_DEEPSPEED = {
 
 def require_shardable(recipe: Recipe) -> None:
     """Raise `DitLoraError` with everything in the recipe that sharded weights rule out."""
-    wrong = _others(recipe)
+    wrong = _others(recipe, "fsdp2")
     if wrong:
         summary = "not with sharded weights (FSDP); launch with accelerate_configs/ddp.yaml, or"
         raise DitLoraError(listed(summary, wrong))
 
 
-def _others(recipe: Recipe) -> list[str]:
+def _others(recipe: Recipe, sharding: Literal["fsdp2", "zero2"]) -> list[str]:
     """What reads whole tensors, or places weights itself."""
+    optimizer = recipe.optim.name
+    is_shared = sharding in OPTIMIZERS[optimizer].sharding
     return [
         f"{name}={value}: set it to {instead}"
         for name, value, instead in (
-            ("optim.name", recipe.optim.name, "adamw"),
+            ("optim.name", optimizer, optimizer if is_shared else DEFAULT),
             ("model.quantize", recipe.model.quantize, None),
             ("train.offload", recipe.train.offload, "none"),
             ("train.context_parallel", recipe.train.context_parallel, 1),

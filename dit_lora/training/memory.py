@@ -11,9 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,10 +24,11 @@ from dit_lora.numerics.whole import ONLY_COUNTS
 from dit_lora.training.checkpointing import (
     MODES,
     Mode,
-    call_blocks_by,
+    blocks_called_by,
     keeps_outputs,
     supports_checkpointing,
 )
+from dit_lora.training.fake_step import FakeStep, Losses
 
 Needs = Mapping[Mode, int]
 """Bytes of activations at the peak of a step, by mode; a model without checkpointing has `none` alone."""
@@ -127,20 +126,9 @@ class _AttentionOutputs(TorchDispatchMode):
         return output
 
 
-class _Step(nn.Module):
-    """A forward pass as a module, for `functional_call` to put weights into."""
-
-    def __init__(self, transformer: nn.Module, losses: Callable[..., Any]) -> None:
-        super().__init__()
-        self.transformer, self.losses = transformer, losses
-
-    def forward(self, batch: Tensors) -> Any:
-        return self.losses(self.transformer, batch)
-
-
 def measure(
     transformer: nn.Module,
-    losses: Callable[[nn.Module, Tensors], Any],
+    losses: Losses,
     batch: Spec,
     device: torch.device,
     known: Tensors | None = None,
@@ -148,43 +136,20 @@ def measure(
 ) -> Needs:
     """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
 
-    `known` holds integers on which the forward depends, such as token ids; others are ones. Within `alone` one process
-    can call the model by itself. Counted by autograd's
-    hooks on saved tensors, with fake weights and batch on `device`: the model's own forward, its autocast and its
-    attention as they are. Checkpointing must be off; it is off afterwards. Raises `RuntimeError` where a forward
-    depends on values, which fake tensors do not have, and what the forward raises of token ids that are ones.
+    `known` holds integers on which the forward depends, such as token ids. Within `alone` one process can call the
+    model by itself. Counted by autograd's hooks on saved tensors, of a `FakeStep` on `device`: the model's own forward,
+    its autocast and its attention as they are. Checkpointing must be off; it is off afterwards. Raises what
+    `FakeStep.run` raises.
     """
-    if device.type == "cpu":
-        device = torch.device(
-            "cpu"
-        )  # Accelerate's is cpu:0 in several processes; a fake one is not its equal
-    step, fake = _Step(transformer, losses), FakeTensorMode(allow_non_fake_inputs=True)
-    named = [*step.named_parameters(), *step.named_buffers()]
-    with fake:
-        weights = {
-            name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(t.requires_grad)
-            for name, t in named
-        }
-        floats = {
-            name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in batch.items()
-            if dtype.is_floating_point
-        }
-    # Masks and labels are real: a model may ask how long the longest caption is. Ones are the longest.
-    others = {
-        name: torch.ones(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in batch.items()
-        if not dtype.is_floating_point
-    } | {name: tensor.to(device) for name, tensor in (known or {}).items()}
-    ledger = _Ledger(weights.values())
-    # Outside of the fake mode: tables that a model computes and keeps, and the draws, must be real.
+    step = FakeStep(transformer, batch, known, device)
+    ledger = _Ledger(step.weights.values())
     with (
         alone or nullcontext(),
         eager(transformer),
         _blocks_into(ledger, transformer),
         saved_tensors_hooks(ledger.pack, lambda saved: saved),
     ):
-        functional_call(step, weights, (floats | others,))
+        step.run(losses)
     needs = ledger.needs()
     return needs if supports_checkpointing(transformer) else {"none": needs["none"]}
 
@@ -204,15 +169,11 @@ def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
 
     patches = Patches()
     patches.method(objectives, "recomputed", recomputed)
-    supported = supports_checkpointing(transformer)
-    if supported:
-        call_blocks_by(transformer, run)
     try:
-        yield
+        with blocks_called_by(transformer, run):
+            yield
     finally:
         patches.undo()
-        if supported:
-            call_blocks_by(transformer, None)
 
 
 class Advice(NamedTuple):

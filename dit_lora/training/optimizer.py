@@ -1,8 +1,8 @@
 """Optimizers over parameter groups, learning rates as a function of the step, and clipping."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata, util
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module, metadata, util
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.norms import Norms
 from dit_lora.numerics.shards import local
+from dit_lora.optimizers import DEFAULT, OPTIMIZERS, SMALLEST_8BIT, of_all
 from dit_lora.train_config import OptimConfig
 
 Groups = Sequence[dict[str, Any]]
@@ -18,94 +19,48 @@ Schedule = Callable[[str, int], float]
 """(group name, step counted from 1) to learning rate."""
 
 
-_PACKAGES = {
-    "adamw_8bit": ("bitsandbytes", "bitsandbytes"),
-    "paged_adamw_8bit": ("bitsandbytes", "bitsandbytes"),
-    "prodigy": ("prodigyopt", "prodigy"),
-}
-"""The module that an optimizer needs, and the extra that brings it."""
-
-_SMALLEST_8BIT, _BLOCK, _TABLES = 4096, 256, 2 * 256 * 4
-"""bitsandbytes' defaults: elements below which moments stay fp32, elements a scale, bytes of its two tables."""
-
-
 def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
     """Raise `DitLoraError` where this machine cannot run `optim.name`."""
-    name = optim.name
-    if name == "adamw":
-        return
-    module, extra = _PACKAGES[name]
-    if util.find_spec(module) is None:
+    name, record = optim.name, OPTIMIZERS[optim.name]
+    if record.extra is not None and util.find_spec(record.package) is None:
         raise DitLoraError(
-            f"optim.name={name}: {module} is not installed; pip install 'dit-lora[{extra}]'"
+            f"optim.name={name}: {record.package} is not installed; pip install 'dit-lora[{record.extra}]'"
         )
-    if name == "paged_adamw_8bit" and device.type != "cuda":
+    if record.unpaged is not None and device.type != "cuda":
         raise DitLoraError(
             f"optim.name={name} pages memory between a CUDA GPU and the host, and this run is on "
-            f"{device.type}; take optim.name=adamw_8bit"
+            f"{device.type}; take optim.name={record.unpaged}"
         )
-    if module == "bitsandbytes":
-        _require_8bit_update(optim, device)
+    if record.native:
+        _require_native_step(optim, device)
 
 
-def _require_8bit_update(optim: OptimConfig, device: torch.device) -> None:
+def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
     """Take one step of one tensor: bitsandbytes may have no code for this device, or for its CUDA version."""
-    parameter = torch.nn.Parameter(torch.zeros(_SMALLEST_8BIT, device=device))
+    parameter = torch.nn.Parameter(torch.zeros(SMALLEST_8BIT, device=device))
     parameter.grad = torch.ones_like(parameter)
     try:
         build_optimizer([{"params": [parameter], "lr": 1.0}], optim).step()
     except (RuntimeError, AttributeError) as error:  # of its native library, or of none
-        version = metadata.version("bitsandbytes")
+        package = OPTIMIZERS[optim.name].package
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(
-            f"optim.name={optim.name}: bitsandbytes {version} cannot take a step on {device.type}: {reason}; "
-            "`python -m bitsandbytes` says more, and optim.name=adamw does without it"
+            f"optim.name={optim.name}: {package} {metadata.version(package)} cannot take a step on {device.type}: "
+            f"{reason}; `python -m {package}` says more, and optim.name={DEFAULT} does without it"
         ) from error
 
 
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer that `optim.name` names, over the groups of `parameter_groups`.
-
-    Prodigy is set as its authors advise for diffusion models: bias correction, and an estimate that warm-up
-    does not mislead.
-    """
-    common: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
-    if optim.name == "adamw":
-        return torch.optim.AdamW(groups, weight_decay=optim.weight_decay, fused=True, **common)
-    if optim.name == "prodigy":
-        from prodigyopt import Prodigy
-
-        # A weight decay among its defaults, it prints a line.
-        own = [{"weight_decay": optim.weight_decay, **group} for group in groups]
-        return Prodigy(own, use_bias_correction=True, safeguard_warmup=True, **common)
-    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
-
-    cls = PagedAdamW8bit if optim.name == "paged_adamw_8bit" else AdamW8bit
-    return cls(groups, weight_decay=optim.weight_decay, **common)
-
-
-def optimizer_bytes(name: str, parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors that the optimizer `name` keeps once it has stepped, without what allocators round up.
-
-    Prodigy keeps a copy of where a parameter started, but of zeros (LoRA's B) a single element: call it
-    before training. Of meta tensors, which have no values, it counts the copy.
-    """
-    sizes = list(parameters)
-    held = sum(_state_bytes(name, parameter) for parameter in sizes)
-    in_8bit = name.endswith("8bit") and any(p.numel() >= _SMALLEST_8BIT for p in sizes)
-    return held + (_TABLES if in_8bit else 0)
-
-
-def _state_bytes(name: str, parameter: torch.Tensor) -> int:
-    count, size = parameter.numel(), parameter.element_size()
-    if name == "adamw":
-        return 2 * count * size + 4  # the step, fp32
-    if name == "prodigy":
-        start = count if parameter.is_meta or parameter.any() else 1
-        return (3 * count + start) * size
-    if count < _SMALLEST_8BIT:
-        return 2 * count * 4
-    return 2 * (count + 4 * math.ceil(count / _BLOCK))
+    """Return the optimizer that `optim.name` names, over the groups of `parameter_groups`."""
+    record = OPTIMIZERS[optim.name]
+    given: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.arguments}
+    if record.decay_in_groups:
+        groups = [{"weight_decay": optim.weight_decay, **group} for group in groups]
+    else:
+        given["weight_decay"] = optim.weight_decay
+    module, _, name = record.target.partition(":")
+    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, **given)
+    return optimizer
 
 
 def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
@@ -139,10 +94,12 @@ def schedule_factor(kind: str, step: int, *, warmup: int, steps: int, least: flo
 
 def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, float]:
     """Set each group's learning rate for this step and return them by name; of Prodigy, times its estimate."""
+    factors = of_all(lambda record: (record.rate_factor,) if record.rate_factor else ())
     rates = {}
     for group in groups:
         group["lr"] = schedule(group["name"], step)
-        rates[group["name"]] = group["lr"] * group.get("d", 1.0)
+        found = (group[name] for name in factors if name in group)
+        rates[group["name"]] = group["lr"] * math.prod(found, start=1.0)
     return rates
 
 

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from dit_lora.numerics.numbers import as_tensor, group_numbers, is_number, put_back
-
-_TABLES = ("qmap1", "qmap2")
-"""bitsandbytes' 8-bit codes: every parameter's state holds the same two tensors, which are named once."""
+from dit_lora.optimizers import of_all
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -20,10 +18,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
     Python's numbers are 0-dim int64 or float64 copies on the CPU, which `put_numbers` writes back; those of a
     group are `<group>/<name>`. Tables that all parameters share are there once, as `<name>`.
     """
-    state = {}
+    state, shared = {}, _shared()
     for prefix, holder in _holders(optimizer):
         for name, value in holder.items():
-            key = name if name in _TABLES else f"{prefix}/{name}"
+            key = name if name in shared else f"{prefix}/{name}"
             state[key] = as_tensor(value)
     return state
 
@@ -56,7 +54,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
             if hasattr(bare, "init_state"):
                 # bitsandbytes makes its buffers itself: they may be paged.
                 bare.init_state(group, parameter, number, index)
-                values |= {n: tables[n] for n in _TABLES if n in bare.state[parameter]}
+                values |= {n: tables[n] for n in _shared() if n in bare.state[parameter]}
             _fill(bare.state[parameter], values, parameter.device)
 
 
@@ -66,6 +64,11 @@ def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str])
     for prefix, parameter in _named(optimizer).items():
         if prefix in owners:
             optimizer.state.pop(parameter, None)
+
+
+def _shared() -> tuple[str, ...]:
+    """Return the names of tensors that every parameter's state holds, such as bitsandbytes' 8-bit codes."""
+    return of_all(lambda record: record.shared_state)
 
 
 def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:

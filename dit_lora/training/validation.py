@@ -1,72 +1,21 @@
-"""Held-out loss and samples during training, on the trained weights themselves: nothing is cast."""
+"""Samples during training, by the trained weights themselves: nothing is cast."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
-from dit_lora.data.batch import Batch
-from dit_lora.data.media import UnreadableError
-from dit_lora.data.training_set import TrainingSet
 from dit_lora.data.video import write_sample
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling, Tensors
 from dit_lora.models.vae_memory import VaeMemory
 from dit_lora.numerics.shards import needs_all_ranks
-from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.modes import evaluating
 from dit_lora.training.precompute import Precomputed
 from dit_lora.training.runtime import Runtime
-from dit_lora.training.shared import agreed, of_any_rank, own_share
-from dit_lora.training.task import Trained
-
-
-def held_out_loss(
-    runtime: Runtime, checkpoint: Trained, model: nn.Module, clips: TrainingSet
-) -> float | None:
-    """Mean loss over noise and timesteps that training never draws; the same draws at every call.
-
-    Ranks share the draws; of a sharded model, which needs all of them, each runs all. Clips whose cache entry is bad are left out, and said; training stops at them.
-    None where `validation.held_out_draws` is 0.
-    """
-    settings, accelerator = runtime.recipe.validation, runtime.accelerator
-    entries = clips.entries[: settings.held_out_clips]
-    draws = [
-        (index, draw) for index in range(len(entries)) for draw in range(settings.held_out_draws)
-    ]
-    if not draws:
-        return None
-    seed = fold(runtime.recipe.train.seed, "held_out")
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of draws
-    faults: dict[str, str] = {}
-    with evaluating(model):
-        for index, draw in own_share(draws, accelerator, model):
-            entry = entries[index]
-            sample, own = _sample_of(clips, entry, index * settings.held_out_draws + draw)
-            if of_any_rank(own, model) or sample is None:
-                faults |= own
-                continue
-            batch = sample.to(accelerator.device)
-            streams = Streams(seed, batch.draws)
-            output = checkpoint.losses(accelerator.unwrap_model(model), batch.tensors, streams)
-            sums += torch.stack([output.losses.double().sum(), torch.ones_like(sums[0])])
-    for sample_id, fault in dict(gather_object(list(faults.items()))).items():
-        runtime.say(f"held-out loss leaves out {sample_id}: {fault}")
-    total, count = accelerator.reduce(sums, reduction="sum").tolist()
-    return total / count if count else None
-
-
-def _sample_of(clips: TrainingSet, entry: Any, draw: int) -> tuple[Batch | None, dict[str, str]]:
-    """A sample and what is wrong with it; None where the disk does not give it, which training will meet too."""
-    try:
-        sample = clips.sample(entry, draw)
-    except UnreadableError as error:
-        return None, {entry.id: str(error)}
-    return sample, dict(sample.faults)
+from dit_lora.training.shared import agreed
 
 
 def sample_videos(

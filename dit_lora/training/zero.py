@@ -73,13 +73,13 @@ class Zero2:
     """`Engine` over a DeepSpeed engine, of which it uses ZeRO's parts and collectives alone.
 
     A group's parameters are one flat tensor, of which this rank's optimizer holds a part: fp32 weights, their
-    gradient and AdamW's moments. AdamW is elementwise, so that the parts together take the step of whole tensors.
+    gradient and its moments. The optimizer is elementwise, so that the parts together take the step of whole tensors.
     """
 
     lockstep: ClassVar[bool] = False
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.AdamW
+        self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
@@ -180,7 +180,7 @@ class Zero2:
         return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
 
     def step(self, bad: torch.Tensor) -> None:
-        """As `Engine` says; fused AdamW reads `bad` on the device, and the weights that it left are gathered."""
+        """As `Engine` says; the optimizer reads `bad` on the device, and the weights that it left are gathered."""
         self.optimizer.found_inf = bad
         try:
             self._zero.step()

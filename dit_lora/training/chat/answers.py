@@ -1,10 +1,8 @@
-"""What a chat model makes of conversations that it is not trained on: their loss, and answers to read."""
+"""What a chat model makes of conversations that it is not trained on: answers to read."""
 
 import json
 from pathlib import Path
 
-import torch
-from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from dit_lora.data.media import MediaFile
@@ -13,41 +11,12 @@ from dit_lora.data.video import ClipError
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.files import write_whole
-from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.chat.answering import Answerer
-from dit_lora.training.chat.training_set import ChatSet
 from dit_lora.training.modes import evaluating
-from dit_lora.training.shared import agreed, of_any_rank, own_share
+from dit_lora.training.shared import agreed
 from dit_lora.training.task import Setup
 
 ANSWERS = "answers.json"
-
-
-def held_out_loss(setup: Setup[Prepared, ChatCheckpoint], clips: ChatSet) -> float | None:
-    """Mean loss over the answer tokens of `validation.conversations`, up to `held_out_clips` of them. Collective.
-
-    Frames are those in the middle, turns as written: the same at every call.
-    """
-    accelerator = setup.runtime.accelerator
-    entries = clips.entries[: setup.recipe.validation.held_out_clips]
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of tokens
-    faults: dict[str, str] = {}
-    with evaluating(setup.model):
-        for entry in own_share(entries, accelerator, setup.transformer):
-            sample = clips.sample(entry, 0)
-            if of_any_rank(sample.faults, setup.transformer):
-                faults |= sample.faults
-                continue
-            batch = sample.to(accelerator.device)
-            streams = Streams(fold(setup.recipe.train.seed, "held_out"), batch.draws)
-            losses = setup.checkpoint.losses(setup.transformer, batch.tensors, streams).losses
-            sums += torch.stack(
-                [losses.double().sum() * entry.answers, sums.new_tensor(entry.answers)]
-            )
-    for sample_id, fault in dict(gather_object(list(faults.items()))).items():
-        setup.runtime.say(f"held-out loss leaves out {sample_id}: {fault}")
-    total, count = accelerator.reduce(sums, reduction="sum").tolist()
-    return total / count if count else None
 
 
 def write_answers(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:

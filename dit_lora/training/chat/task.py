@@ -19,11 +19,12 @@ from dit_lora.data.training_set import Prepared
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint
 from dit_lora.families.family import ChatFamily
-from dit_lora.training.chat.answers import held_out_loss, write_answers
+from dit_lora.training.chat.answers import write_answers
 from dit_lora.training.chat.audit import audited
 from dit_lora.training.chat.samples import digest_of, find_conversations, training_set
 from dit_lora.training.chat.stock import ChatStock
 from dit_lora.training.chat.training_set import ChatEntry, ChatSet
+from dit_lora.training.held_out import HeldOut, mean_loss
 from dit_lora.training.rejects import Rejects
 from dit_lora.training.runtime import Runtime
 from dit_lora.training.step import StepResult
@@ -113,8 +114,12 @@ class ChatTask:
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
 
     def held_out_loss(self, setup: ChatSetup) -> float | None:
+        """Over answer tokens, up to `held_out_clips` conversations; middle frames and turns as written, at every call."""
         held_out = setup.data.held_out
-        return held_out_loss(setup, held_out) if held_out is not None else None
+        if held_out is None:
+            return None
+        entries = held_out.entries[: setup.recipe.validation.held_out_clips]
+        return mean_loss(setup, held_out, [HeldOut(one, 0, one.answers) for one in entries])
 
     def show(self, setup: ChatSetup, step: int) -> None:
         write_answers(setup, step)

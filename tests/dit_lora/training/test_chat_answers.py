@@ -16,7 +16,8 @@ from dit_lora.data.chat.shapes import write_conversations
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import Viewing
 from dit_lora.training.chat.answering import load_answerer
-from dit_lora.training.chat.answers import held_out_loss, write_answers
+from dit_lora.training.chat.answers import write_answers
+from dit_lora.training.chat.task import ChatTask
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def run(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> Any:
         model=model,
         transformer=model,
         clips=clips,
+        data=SimpleNamespace(held_out=clips),
     )
 
 
@@ -70,22 +72,22 @@ def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
         found = torch.log_softmax(logits[places[learned]], -1)
         total -= found.gather(1, labels[learned][:, None]).sum().item()
         count += int(learned.sum())
-    loss = held_out_loss(validating(run, held_out_clips=99), run.clips)
+    loss = ChatTask().held_out_loss(validating(run, held_out_clips=99))
     assert loss == pytest.approx(total / count, rel=1e-5)
-    assert held_out_loss(run, run.clips) == loss
+    assert ChatTask().held_out_loss(run) == loss
     (first, *_) = run.clips.entries
-    few = held_out_loss(validating(run, held_out_clips=1), run.clips)
+    few = ChatTask().held_out_loss(validating(run, held_out_clips=1))
     assert few is not None
     assert few != pytest.approx(loss)
     assert first.answers < count
 
 
 def test_a_clip_that_broke_is_left_out_of_it_and_said(run: Any, media: Path) -> None:
-    whole = held_out_loss(validating(run, held_out_clips=99), run.clips)
+    whole = ChatTask().held_out_loss(validating(run, held_out_clips=99))
     clip = media / run.clips.entries[0].id
     data = clip.read_bytes()
     clip.write_bytes(data[: len(data) // 2])
-    rest = held_out_loss(run, run.clips)
+    rest = ChatTask().held_out_loss(run)
     clip.write_bytes(data)
     assert rest != whole
     (said,) = run.runtime.said

@@ -16,6 +16,7 @@ from dit_lora.numerics.loop_state import LoopState
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.state import bad_state
 from dit_lora.numerics.suspects import Suspects
+from dit_lora.optimizers import OPTIMIZERS
 from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.optimizer import (
     apply_schedule,
@@ -23,7 +24,6 @@ from dit_lora.training.optimizer import (
     build_schedule,
     clip_gradients,
     gradient_norms,
-    optimizer_bytes,
 )
 from dit_lora.training.optimizer_state import (
     drop_optimizer_state,
@@ -280,8 +280,9 @@ def test_the_trajectory_is_that_of_the_librarys_optimizer(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bytes_that_are_told_are_those_that_are_kept(name: str) -> None:
     run = Training(name)
-    told = optimizer_bytes(name, run.model.parameters())
-    meta = optimizer_bytes(name, [p.to("meta") for p in run.model.parameters()])
+    state_bytes = OPTIMIZERS[name].state_bytes
+    told = state_bytes(list(run.model.parameters()))
+    meta = state_bytes([p.to("meta") for p in run.model.parameters()])
     run.train(1, 2)
     held = {
         id(value): value.nbytes
@@ -298,8 +299,8 @@ def test_paged_moments_are_as_large_as_those_that_stay() -> None:
     sizes = [torch.empty(300_000, device="meta"), torch.empty(4095, device="meta")]
     blocks = 1172  # of 256 elements
     expected = 2 * (300_000 + 4 * blocks) + 2 * 4 * 4095 + 2 * 1024
-    assert optimizer_bytes("paged_adamw_8bit", sizes) == expected
-    assert optimizer_bytes("adamw_8bit", sizes[1:]) == 2 * 4 * 4095  # no table
+    assert OPTIMIZERS["paged_adamw_8bit"].state_bytes(sizes) == expected
+    assert OPTIMIZERS["adamw_8bit"].state_bytes(sizes[1:]) == 2 * 4 * 4095  # no table
 
 
 def test_rates_are_reported_with_what_prodigy_found(capsys: pytest.CaptureFixture[str]) -> None:
