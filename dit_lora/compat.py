@@ -1,18 +1,17 @@
 """Which versions this code was tested with, which are known to go wrong, and what a run will use.
 
 Only `probe_environment` looks at the machine. Everything else is a function of the `Environment` that
-it returns, or of a command line, so that any machine can be judged from any other.
+it returns, or of an Accelerate config file, so that any machine can be judged from any other.
 """
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
@@ -274,55 +273,32 @@ def _install(requirement: str, env: Environment) -> str:
     return command
 
 
-# `accelerate launch` options that take no value (accelerate/commands/launch.py).
-_FLAGS = """h help q quiet cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic
-dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm
-same_network m module no_python tpu_cluster no_tpu_cluster tpu_use_sudo downcast_bf16
-fp8_use_autocast_during_eval debug"""
-LAUNCH_FLAGS = frozenset(_FLAGS.split())
-LAUNCHERS = ("accelerate-launch", "accelerate.commands.launch")
-COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")  # these take the word launch
+def launch_problem(
+    *, several_asked: bool, fsdp_asked: bool, processes: int | None = None
+) -> str | None:
+    """Return what was asked of a launcher that starts one process, which leaves it out in silence; None if nothing.
 
-
-def launch_problem(asked: int | None, started: int, use_fsdp: bool) -> str | None:
-    """What the launcher left out in silence, processes or FSDP; `started` is what the run sees."""
-    count = max(2, asked or started)
+    `processes` is how many were asked for, where that is known.
+    """
+    count = max(2, processes or 0)
     on_cpu = (
         f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
         f"or `torchrun --nproc_per_node {count}`"
     )
     found = []
-    if asked and asked > started:
+    if several_asked:
         found.append(
-            f"{asked} processes were asked for and the run has {started}: accelerate launch starts a "
+            f"{processes or 'several'} processes were asked for and the run has 1: accelerate launch starts a "
             "single process, in silence, for --cpu and for distributed_type MULTI_CPU or NO; "
             f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, {on_cpu}"
         )
-    if use_fsdp and started < 2:
+    if fsdp_asked:
         found.append(
             "FSDP was asked for and the run has one process, which has nobody to share weights with; leave "
             "FSDP out, or start several: one a GPU with num_processes in accelerate_configs/fsdp2.yaml, or "
             f"on a CPU `ACCELERATE_USE_FSDP=true FSDP_VERSION=2 torchrun --nproc_per_node {count}`"
         )
     return "\n".join(found) or None
-
-
-def processes_asked(cmdline: Sequence[str], cwd: str | Path) -> int | None:
-    """The number of processes that an `accelerate launch` given in `cwd` asks for.
-
-    None if the command is another one, or leaves the number to Accelerate.
-    """
-    options = _launch_options(cmdline)
-    if options is None:
-        return None
-    if "num_processes" in options:
-        text = options["num_processes"]
-        return int(text) if text.isdecimal() else None
-    given = options.get("config_file")
-    if given is None and "cpu" in options:
-        return None  # Accelerate reads no default file beside --cpu
-    path = Path(cwd) / given if given else default_launch_config()
-    return launch_processes(read_launch_config(path)) if path.is_file() else None
 
 
 def default_launch_config() -> Path:
@@ -357,25 +333,3 @@ def launch_processes(config: Mapping[str, Any]) -> int | None:
     default = 1 if config.get("distributed_type") == "NO" else -1  # as Accelerate's config_args.py
     count = config.get("num_processes", default)
     return count if isinstance(count, int) and count > 0 else None
-
-
-def _launch_options(cmdline: Sequence[str]) -> dict[str, str] | None:
-    """Options before the script's name, dashes as underscores; None if it is no `accelerate launch`."""
-    names = [PurePath(token).name.removesuffix(".exe") for token in cmdline]
-    starts = [
-        place
-        for place, (before, name) in enumerate(pairwise(["", *names]), start=1)
-        if name in LAUNCHERS or (name == "launch" and before in COMMANDS)
-    ]
-    if not starts:
-        return None
-    tokens, options = iter(cmdline[starts[0] :]), {}
-    for token in tokens:
-        if token == "--" or not token.startswith("-"):
-            break  # what follows the script's name is the script's own
-        name, equals, value = token.partition("=")
-        glued = len(name) > 2 and not name.startswith("--")  # -t3
-        name = name.lstrip("-").replace("-", "_")
-        takes_next = not (equals or glued or name in LAUNCH_FLAGS)
-        options[name] = next(tokens, "") if takes_next else value
-    return options

@@ -102,7 +102,11 @@ def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | 
             f"{here} processes were asked for on each machine, and this one has {len(env.devices)} "
             f"GPU(s); set num_processes to {len(env.devices)} for each machine"
         )
-    return launch_problem(asked, started, kind == "FSDP")
+    return launch_problem(
+        several_asked=asked is not None and asked > started,
+        fsdp_asked=kind == "FSDP" and started < 2,
+        processes=asked,
+    )
 
 
 def render(report: Mapping[str, Any]) -> None:

@@ -1,11 +1,35 @@
-"""What the launcher asks for in the environment that this code does itself, and Accelerate must not see."""
+"""Read in the environment what a launcher says: who started this process, and what it asks this code to do itself."""
 
 import importlib.util
-from collections.abc import MutableMapping
+import os
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed
+
+_SET_BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
+"""A variable that every `accelerate launch` sets and nobody else does."""
+
+
+def waiting_launcher(environment: Mapping[str, str]) -> int | None:
+    """Return the process id of the `accelerate launch` that started this process.
+
+    None if something else did: any other parent may end without ending the run.
+    """
+    return os.getppid() if _SET_BY_ACCELERATE in environment else None
+
+
+def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
+    """Whether `accelerate launch` was asked for several processes and started one, on a machine with `gpus` GPUs.
+
+    For several it sets the address at which they meet, and here no number of them (simple_launcher in
+    accelerate/commands/launch.py). With --cpu it sets the address wherever there are several GPUs, asked or not.
+    """
+    by_accelerate = _SET_BY_ACCELERATE in environment
+    meets = environment.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in environment
+    by_default = gpus > 1 and _is_on(environment.get("ACCELERATE_USE_CPU", ""))
+    return by_accelerate and meets and not by_default
 
 
 @dataclass(frozen=True)

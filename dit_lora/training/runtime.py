@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -27,12 +26,7 @@ from accelerate.utils import (
 )
 from tqdm import tqdm
 
-from dit_lora.compat import (
-    launch_problem,
-    probe_environment,
-    processes_asked,
-    require_compatible,
-)
+from dit_lora.compat import launch_problem, probe_environment, require_compatible
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed, show
 from dit_lora.families import CHAT_FAMILIES
@@ -45,8 +39,10 @@ from dit_lora.training.launch import (
     Sharding,
     require_for_zero,
     require_shardable,
+    started_alone,
     take_sharding,
     take_zero,
+    waiting_launcher,
 )
 from dit_lora.training.trackers import Trackers, login_problem, require_trackers
 
@@ -166,7 +162,8 @@ def _start(recipe: Recipe) -> Runtime:
     )
     _check_launch(accelerator, sharding)
     _check_settings(recipe, accelerator)
-    runtime = Runtime(recipe, accelerator, precision, _launcher(), sharding, zero)
+    launcher = waiting_launcher(os.environ)
+    runtime = Runtime(recipe, accelerator, precision, launcher, sharding, zero)
     agree(accelerator, login_problem(recipe.run.trackers) if runtime.is_main else None)
     for warning in warnings:
         runtime.say(f"warning: {warning}")
@@ -329,28 +326,12 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         raise DitLoraError(listed("the launch contradicts the recipe, which decides", wrong))
 
 
-def _launcher() -> int | None:
-    """The parent, if it is `accelerate launch`; any other parent may end without ending the run."""
-    try:
-        parent = psutil.Process().parent()
-        if parent and any("accelerate" in word for word in parent.cmdline()):
-            return parent.pid
-    except psutil.Error:
-        pass  # it has ended, or is another user's
-    return None
-
-
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
-    """Two processes asked for and one started is an error, not a slow run."""
-    parent = psutil.Process().parent()
-    try:
-        command, folder = (parent.cmdline(), Path(parent.cwd())) if parent else ([], Path.cwd())
-    except psutil.Error:
-        command, folder = [], Path.cwd()  # the launcher has ended, or is another user's
+    """Raise `DitLoraError` for one process where several were asked for, which would be a slow run."""
+    is_one = accelerator.num_processes == 1
     problem = launch_problem(
-        processes_asked(command, folder),
-        accelerator.num_processes,
-        sharding is not None,
+        several_asked=is_one and started_alone(os.environ, torch.cuda.device_count()),
+        fsdp_asked=is_one and sharding is not None,
     )
     if problem:
         raise DitLoraError(problem)
