@@ -53,37 +53,6 @@ def hub_hint(path: str) -> str:
     return f"; if you mean the Hub's, write {HUB}{path}" if is_name else ""
 
 
-def missing_folder(path: str) -> str:
-    """Of a checkpoint that is looked for on this machine alone: what to type."""
-    if _is_tiny(path):
-        return f"model.path: no folder {path}; build it: dit-lora tiny {Path(path).name} {path}"
-    return f"model.path: no folder {path}; give a Diffusers checkpoint folder or a Hub id{hub_hint(path)}"
-
-
-def hub_remedy(path: str, error: Exception) -> str:
-    """What the Hub's answer means, and the next command; its own words where it is none of the common ones."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    page = f"{constants.ENDPOINT}/{path}"
-    if isinstance(error, GatedRepoError):
-        return f"it is gated: accept its terms at {page}, then type: hf auth login"
-    if isinstance(error, RevisionNotFoundError):
-        return f"it has no such revision; model.revision is a branch, tag or commit of {page}"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"there is no {page}, or it is private: correct the name, or type: hf auth login"
-    if constants.HF_HUB_OFFLINE:
-        return f"HF_HUB_OFFLINE is set; download it once: HF_HUB_OFFLINE=0 hf download {path}"
-    if isinstance(error, LocalEntryNotFoundError):
-        return f"it was not reached; check the connection, or try: hf download {path}"
-    return str(error).strip().splitlines()[0]
-
-
 def recipe_remedy(path: Path) -> str:
     """Where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
     beside = {near.stem: near for near in path.parent.glob("*.yaml")}
@@ -94,7 +63,3 @@ def recipe_remedy(path: Path) -> str:
     if name in recipe_names():
         return f"write it into a folder of your own: dit-lora init {name} my-run"
     return "dit-lora recipes lists what dit-lora init can write"
-
-
-def _is_tiny(path: str) -> bool:
-    return Path(path).parent.name == "tiny"
