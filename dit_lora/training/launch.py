@@ -21,7 +21,7 @@ def waiting_launcher(environment: Mapping[str, str]) -> int | None:
 
 
 def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
-    """Whether `accelerate launch` was asked for several processes and started one, on a machine with `gpus` GPUs.
+    """Return whether `accelerate launch` was asked for several processes and started one; `gpus` are the machine's.
 
     For several it sets the address at which they meet, and here no number of them (simple_launcher in
     accelerate/commands/launch.py). With --cpu it sets the address wherever there are several GPUs, asked or not.
@@ -41,7 +41,7 @@ class Sharding:
 
 
 def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
-    """What `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
+    """Return what `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
 
     Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
     version 1 and for parameters in host memory.
@@ -60,7 +60,7 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
 
 
 def take_zero(environment: MutableMapping[str, str]) -> int | None:
-    """The ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
+    """Return the ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
 
     Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
     """
@@ -123,7 +123,7 @@ def require_shardable(recipe: Recipe) -> None:
 
 
 def _others(recipe: Recipe) -> list[str]:
-    """What reads whole tensors, or places weights itself."""
+    """Return the settings that read whole tensors or place weights, with what to set them to."""
     return [
         f"{name}={value}: set it to {instead}"
         for name, value, instead in (

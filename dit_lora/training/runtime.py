@@ -1,4 +1,4 @@
-"""What a run runs on: versions checked, launch checked, one owner of autocast, the run's folder."""
+"""Start and end a run: versions and launch checked, one owner of autocast, the run's folder, agreement of ranks."""
 
 import json
 import math
@@ -22,7 +22,6 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
 )
 from tqdm import tqdm
 
@@ -79,8 +78,8 @@ class Runtime:
 
     @cached_property
     def trackers(self) -> Trackers:
-        """Of the main process; not started yet."""
-        return Trackers(self.accelerator, self.dir, self.recipe.run.trackers, self.say)
+        """The trackers, which the main process alone has; they are not started yet."""
+        return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
 
     @cached_property
     def lock(self) -> RunLock:
@@ -89,7 +88,7 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """Of the samples that this process reads: those that share their tokens read the same."""
+        """The number of the part of the samples that this process reads; those that share their tokens read the same."""
         return self.accelerator.process_index // self.recipe.train.context_parallel
 
     @property
@@ -98,19 +97,19 @@ class Runtime:
 
     @property
     def samples_per_step(self) -> int:
-        """Of one optimizer step, over micro-steps and ranks."""
+        """The samples of one optimizer step, over micro-steps and ranks."""
         train = self.recipe.train
         return train.batch_size * train.accumulate * self.data_ranks
 
     def say(self, line: str) -> None:
-        """One line for the user, from one process."""
+        """Print one line for the user, from the main process."""
         if self.is_main:
             tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if there is one
 
 
 @contextmanager
 def running(recipe: Recipe) -> Iterator[Runtime]:
-    """A started run; trackers and process group are closed at its end, whatever ends it."""
+    """Yield a started run; close its trackers and its process group, whatever ends it."""
     runtime = _start(recipe)
     failed = True
     try:
@@ -153,8 +152,6 @@ def _start(recipe: Recipe) -> Runtime:
         cpu=not on_gpu,
         mixed_precision=precision.mixed,
         gradient_accumulation_steps=recipe.train.accumulate,
-        log_with=list(recipe.run.trackers) or None,
-        project_config=ProjectConfiguration(project_dir=recipe.run.dir),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=_STALL),
             DistributedDataParallelKwargs(find_unused_parameters=_some_idle(recipe)),
@@ -177,7 +174,7 @@ def _start(recipe: Recipe) -> Runtime:
 
 
 def _some_idle(recipe: Recipe) -> bool:
-    """Whether a step may leave what trains without a gradient: a chat model's encoder sees no conversation without media."""
+    """Return whether a step may leave what trains without a gradient, as a chat model's encoder in a step of text."""
     groups = recipe.optim.groups
     return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 
@@ -233,7 +230,7 @@ def open_run_folder(runtime: Runtime) -> None:
 
 
 def quiet_libraries() -> None:
-    """Progress bars of loading are noise beside our own; warnings stay."""
+    """Switch the libraries' bars of loading off, which are noise beside our own; warnings stay."""
     import diffusers
     import transformers
 
@@ -243,7 +240,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
-    """Within it, the first SIGINT or SIGTERM is remembered and asks for a clean stop; the second acts.
+    """Take the first SIGINT or SIGTERM within it as a wish for a clean stop; the second acts.
 
     Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
     as SIGTERM: `accelerate launch` ends on that signal and does not pass it on. torchrun does, to ranks that
@@ -298,12 +295,12 @@ def meet(accelerator: Accelerator) -> None:
 
 @cache
 def _waiting_room(_world: Any) -> Any:
-    """A group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
+    """Return a group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
     return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
-    """What the launch sets beside the recipe must not contradict it: Accelerate reads its environment too."""
+    """Raise `DitLoraError` for settings of the launch, which Accelerate reads too, that contradict the recipe."""
     wrong = []
     micro_steps = accelerator.gradient_accumulation_steps
     if micro_steps != recipe.train.accumulate:
