@@ -1,4 +1,4 @@
-"""Files of a model or of a result as a local folder: the one place that downloads from the Hub."""
+"""Give a model or a result as a local folder: the one place that downloads them from the Hub."""
 
 from collections.abc import Sequence
 from pathlib import Path

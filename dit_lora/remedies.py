@@ -1,4 +1,4 @@
-"""What to type when a model, a recipe or a folder of clips is not where it was looked for."""
+"""Tell names on the Hub from places on this machine, and say what to type when something is not where it was looked for."""
 
 import difflib
 import re
@@ -25,7 +25,7 @@ _FILE = re.compile(
 
 
 def hub_name(path: str) -> str | None:
-    """The OWNER/NAME on the Hub that a text means; None where it is, or looks like, a place on this machine.
+    """Return the OWNER/NAME on the Hub that a text means; None where it is, or looks like, a place on this machine.
 
     The one rule for models, data and adapters: what is here comes first, and a mistyped folder is asked of nobody.
     """
@@ -35,7 +35,7 @@ def hub_name(path: str) -> str | None:
 
 
 def looks_local(path: str) -> bool:
-    """Whether a path that is not there is none of the Hub's ids, or reads as a folder that somebody mistyped.
+    """Return whether a path that is not there is no id of the Hub's, or reads as a folder that somebody mistyped.
 
     That is one whose first part is here, or is called as folders are; `hub:` before it says otherwise.
     """
@@ -48,13 +48,13 @@ def looks_local(path: str) -> bool:
 
 
 def hub_hint(path: str) -> str:
-    """What to add to the error about a folder that is not there, where its name could be one of the Hub's."""
+    """Return what to add to the error about a folder that is not there, where its name could be one of the Hub's."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
     return f"; if you mean the Hub's, write {HUB}{path}" if is_name else ""
 
 
 def recipe_remedy(path: Path) -> str:
-    """Where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
+    """Return where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
     beside = {near.stem: near for near in path.parent.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, beside, n=1)
     if close:
