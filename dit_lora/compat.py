@@ -1,18 +1,17 @@
-"""Which versions this code was tested with, which are known to go wrong, and what a run will use.
+"""Judge an environment: which versions were tested, which are known to go wrong, and what a launch leaves out.
 
 Only `probe_environment` looks at the machine. Everything else is a function of the `Environment` that
-it returns, or of a command line, so that any machine can be judged from any other.
+it returns, or of an Accelerate config file, so that any machine can be judged from any other.
 """
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
@@ -27,7 +26,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class Tested:
-    """What is known of a distribution: floor <= tested release < first untested major."""
+    """A distribution's range: floor <= tested release < first untested major."""
 
     floor: str
     release: str | None  # None: no build of it could be tested
@@ -35,7 +34,7 @@ class Tested:
     required: bool = True
 
     def requirement(self, name: str) -> str:
-        """The range as pip reads it."""
+        """Return the range as pip reads it."""
         return f"{name}>={self.floor},<{self.next_major}"
 
 
@@ -68,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run runs on; JSON-able by `dataclasses.asdict`."""
+    """The versions and devices of a run; `dataclasses.asdict` of it is JSON."""
 
     python: str
     platform: str
@@ -77,25 +76,25 @@ class Environment:
     devices: tuple[Device, ...] = ()  # GPUs that torch can use; without one a run is on the CPU
 
     def release(self, name: str) -> Release | None:
-        """A version's first three numbers, of a nightly those it leads to; None if there are none."""
+        """Return a version's first three numbers, a nightly's those it leads to; None if there are none."""
         try:
             return _release(self.versions[name])
         except (KeyError, InvalidVersion):
             return None
 
     def label(self, name: str) -> str:
-        """The build label after the plus sign: `cpu` of 2.13.0+cpu."""
+        """Return the build label after the plus sign: `cpu` of 2.13.0+cpu."""
         return self.versions.get(name, "").partition("+")[2]
 
 
 @cache
 def _version(name: str) -> str:
-    """Of an installed distribution, read once: every run and every bundle asks for all of them."""
+    """Return an installed distribution's version, read once: every run and every bundle asks for all of them."""
     return metadata.version(name)
 
 
 def probe_environment() -> Environment:
-    """The environment of this process; imports torch, and says so in its versions if it is absent."""
+    """Return the environment of this process; imports torch, without which its versions have none."""
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
         with suppress(metadata.PackageNotFoundError):
@@ -120,7 +119,7 @@ def probe_environment() -> Environment:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong or was not tested, and the command that changes it."""
+    """Something that is wrong or was not tested, and the command that changes it."""
 
     id: str
     severity: Severity
@@ -145,13 +144,13 @@ def _release(version: str) -> Release:
 
 
 def _within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
-    """low <= installed < high; false if absent."""
+    """Return low <= installed < high; false if absent."""
     release = env.release(name)
     return release is not None and low <= release < (high or (10**6, 0, 0))
 
 
 def _torchvision_of_another_torch(env: Environment) -> bool:
-    """torchvision 0.(n + 15) is built against torch 2.n, as its own metadata pins."""
+    """Return whether torchvision is not 0.(n + 15), which its metadata pins to torch 2.n."""
     torch, vision = env.release("torch"), env.release("torchvision")
     if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
         return False
@@ -220,7 +219,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 
 
 def package_status(name: str, env: Environment) -> Status:
-    """`in range` is from the floor to the tested minor release; `untested` is newer than that."""
+    """Return the status of a distribution: `in range` up to the tested minor release, `untested` above it."""
     known = TESTED[name]
     if name not in env.versions:
         return "missing" if known.required else "absent"
@@ -233,13 +232,13 @@ def package_status(name: str, env: Environment) -> Status:
 
 
 def problems(env: Environment) -> list[Problem]:
-    """Every version out of its range, every untested one, and every known-bad combination."""
+    """Return every version out of its range, every untested one, and every known-bad combination."""
     versions = (_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
 
 
 def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
-    """The warnings to show, unless something is refused: then one error lists all refusals.
+    """Return the warnings to show, unless something is refused: then one error lists all refusals.
 
     With `allow_untested` the refusals are among the warnings. What the run handles is not.
     """
@@ -274,31 +273,26 @@ def _install(requirement: str, env: Environment) -> str:
     return command
 
 
-# `accelerate launch` options that take no value (accelerate/commands/launch.py).
-_FLAGS = """h help q quiet cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic
-dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm
-same_network m module no_python tpu_cluster no_tpu_cluster tpu_use_sudo downcast_bf16
-fp8_use_autocast_during_eval debug"""
-LAUNCH_FLAGS = frozenset(_FLAGS.split())
-LAUNCHERS = ("accelerate-launch", "accelerate.commands.launch")
-COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")  # these take the word launch
+def launch_problem(
+    *, several_asked: bool, fsdp_asked: bool, processes: int | None = None
+) -> str | None:
+    """Return what was asked of a launcher that starts one process, which leaves it out in silence; None if nothing.
 
-
-def launch_problem(asked: int | None, started: int, use_fsdp: bool) -> str | None:
-    """What the launcher left out in silence, processes or FSDP; `started` is what the run sees."""
-    count = max(2, asked or started)
+    `processes` is how many were asked for, where that is known.
+    """
+    count = max(2, processes or 0)
     on_cpu = (
         f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
         f"or `torchrun --nproc_per_node {count}`"
     )
     found = []
-    if asked and asked > started:
+    if several_asked:
         found.append(
-            f"{asked} processes were asked for and the run has {started}: accelerate launch starts a "
+            f"{processes or 'several'} processes were asked for and the run has 1: accelerate launch starts a "
             "single process, in silence, for --cpu and for distributed_type MULTI_CPU or NO; "
             f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, {on_cpu}"
         )
-    if use_fsdp and started < 2:
+    if fsdp_asked:
         found.append(
             "FSDP was asked for and the run has one process, which has nobody to share weights with; leave "
             "FSDP out, or start several: one a GPU with num_processes in accelerate_configs/fsdp2.yaml, or "
@@ -307,26 +301,8 @@ def launch_problem(asked: int | None, started: int, use_fsdp: bool) -> str | Non
     return "\n".join(found) or None
 
 
-def processes_asked(cmdline: Sequence[str], cwd: str | Path) -> int | None:
-    """The number of processes that an `accelerate launch` given in `cwd` asks for.
-
-    None if the command is another one, or leaves the number to Accelerate.
-    """
-    options = _launch_options(cmdline)
-    if options is None:
-        return None
-    if "num_processes" in options:
-        text = options["num_processes"]
-        return int(text) if text.isdecimal() else None
-    given = options.get("config_file")
-    if given is None and "cpu" in options:
-        return None  # Accelerate reads no default file beside --cpu
-    path = Path(cwd) / given if given else default_launch_config()
-    return launch_processes(read_launch_config(path)) if path.is_file() else None
-
-
 def default_launch_config() -> Path:
-    """The file that `accelerate launch` reads when it is given none; it need not exist."""
+    """Return the file that `accelerate launch` reads when it is given none; it need not exist."""
     # The variables are Hugging Face's; the rule is in accelerate/commands/config/config_args.py.
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
@@ -334,7 +310,7 @@ def default_launch_config() -> Path:
 
 
 def read_launch_config(path: Path) -> dict[str, Any]:
-    """The values of an Accelerate config file."""
+    """Return the values of an Accelerate config file."""
     from dit_lora.parsing import read_yaml  # which brings PyYAML
 
     try:
@@ -351,31 +327,9 @@ def read_launch_config(path: Path) -> dict[str, Any]:
 
 
 def launch_processes(config: Mapping[str, Any]) -> int | None:
-    """The number of processes that an Accelerate config file asks for; None if it does not say."""
+    """Return the number of processes that an Accelerate config file asks for; None if it does not say."""
     if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         return None  # a cloud job's file, which says nothing of this machine
     default = 1 if config.get("distributed_type") == "NO" else -1  # as Accelerate's config_args.py
     count = config.get("num_processes", default)
     return count if isinstance(count, int) and count > 0 else None
-
-
-def _launch_options(cmdline: Sequence[str]) -> dict[str, str] | None:
-    """Options before the script's name, dashes as underscores; None if it is no `accelerate launch`."""
-    names = [PurePath(token).name.removesuffix(".exe") for token in cmdline]
-    starts = [
-        place
-        for place, (before, name) in enumerate(pairwise(["", *names]), start=1)
-        if name in LAUNCHERS or (name == "launch" and before in COMMANDS)
-    ]
-    if not starts:
-        return None
-    tokens, options = iter(cmdline[starts[0] :]), {}
-    for token in tokens:
-        if token == "--" or not token.startswith("-"):
-            break  # what follows the script's name is the script's own
-        name, equals, value = token.partition("=")
-        glued = len(name) > 2 and not name.startswith("--")  # -t3
-        name = name.lstrip("-").replace("-", "_")
-        takes_next = not (equals or glued or name in LAUNCH_FLAGS)
-        options[name] = next(tokens, "") if takes_next else value
-    return options

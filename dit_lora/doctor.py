@@ -1,4 +1,4 @@
-"""What this machine has, what is wrong with it, and what a run would use: as data and as tables."""
+"""Report what this machine has, what is wrong with it, and what a run would use: as data and as tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from dit_lora.terminal import printable
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run will use, and why."""
+    """A choice that a run will make, and why."""
 
     what: str
     choice: str
@@ -31,7 +31,7 @@ class Decision:
 
 
 def decisions(env: Environment) -> list[Decision]:
-    """What a run on this environment uses where the recipe leaves it open."""
+    """Return what a run in this environment uses where the recipe leaves it open."""
     gpu = env.devices[0] if env.devices else None
     trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
     device = "cpu", "torch finds no GPU that it can use"
@@ -55,7 +55,7 @@ def decisions(env: Environment) -> list[Decision]:
 
 
 def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
-    """A JSON-able account of an environment; `ok` is false if anything in it is refused.
+    """Return an account of an environment as plain values; `ok` is false if anything in it is refused.
 
     `launch_config` is an Accelerate config file; by default the one that `accelerate launch` reads.
     """
@@ -89,7 +89,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
 
 
 def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | None:
-    """What `accelerate launch` would leave out, or cannot do, with these values on this machine."""
+    """Return what `accelerate launch` would leave out, or cannot do, with these values on this machine."""
     kind = str(config.get("distributed_type") or "NO")  # YAML 1.1 reads an unquoted NO as false
     asked = launch_processes(config)
     # These kinds go to accelerate/commands/launch.py's simple_launcher, all others to torchrun.
@@ -102,11 +102,15 @@ def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | 
             f"{here} processes were asked for on each machine, and this one has {len(env.devices)} "
             f"GPU(s); set num_processes to {len(env.devices)} for each machine"
         )
-    return launch_problem(asked, started, kind == "FSDP")
+    return launch_problem(
+        several_asked=asked is not None and asked > started,
+        fsdp_asked=kind == "FSDP" and started < 2,
+        processes=asked,
+    )
 
 
 def render(report: Mapping[str, Any]) -> None:
-    """Tables of a report on standard output, readable in 80 columns; commands are whole lines."""
+    """Print a report as tables, readable in 80 columns; commands are whole lines."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -168,7 +172,7 @@ def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """A table without frames whose cells are shown as they are, brackets included."""
+    """Return a table without frames whose cells are shown as they are, brackets included."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""What to type when a model, a recipe or a folder of clips is not where it was looked for."""
+"""Tell names on the Hub from places on this machine, and say what to type when something is not where it was looked for."""
 
 import difflib
 import re
@@ -25,7 +25,7 @@ _FILE = re.compile(
 
 
 def hub_name(path: str) -> str | None:
-    """The OWNER/NAME on the Hub that a text means; None where it is, or looks like, a place on this machine.
+    """Return the OWNER/NAME on the Hub that a text means; None where it is, or looks like, a place on this machine.
 
     The one rule for models, data and adapters: what is here comes first, and a mistyped folder is asked of nobody.
     """
@@ -35,7 +35,7 @@ def hub_name(path: str) -> str | None:
 
 
 def looks_local(path: str) -> bool:
-    """Whether a path that is not there is none of the Hub's ids, or reads as a folder that somebody mistyped.
+    """Return whether a path that is not there is no id of the Hub's, or reads as a folder that somebody mistyped.
 
     That is one whose first part is here, or is called as folders are; `hub:` before it says otherwise.
     """
@@ -48,44 +48,13 @@ def looks_local(path: str) -> bool:
 
 
 def hub_hint(path: str) -> str:
-    """What to add to the error about a folder that is not there, where its name could be one of the Hub's."""
+    """Return what to add to the error about a folder that is not there, where its name could be one of the Hub's."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
     return f"; if you mean the Hub's, write {HUB}{path}" if is_name else ""
 
 
-def missing_folder(path: str) -> str:
-    """Of a checkpoint that is looked for on this machine alone: what to type."""
-    if _is_tiny(path):
-        return f"model.path: no folder {path}; build it: dit-lora tiny {Path(path).name} {path}"
-    return f"model.path: no folder {path}; give a Diffusers checkpoint folder or a Hub id{hub_hint(path)}"
-
-
-def hub_remedy(path: str, error: Exception) -> str:
-    """What the Hub's answer means, and the next command; its own words where it is none of the common ones."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    page = f"{constants.ENDPOINT}/{path}"
-    if isinstance(error, GatedRepoError):
-        return f"it is gated: accept its terms at {page}, then type: hf auth login"
-    if isinstance(error, RevisionNotFoundError):
-        return f"it has no such revision; model.revision is a branch, tag or commit of {page}"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"there is no {page}, or it is private: correct the name, or type: hf auth login"
-    if constants.HF_HUB_OFFLINE:
-        return f"HF_HUB_OFFLINE is set; download it once: HF_HUB_OFFLINE=0 hf download {path}"
-    if isinstance(error, LocalEntryNotFoundError):
-        return f"it was not reached; check the connection, or try: hf download {path}"
-    return str(error).strip().splitlines()[0]
-
-
 def recipe_remedy(path: Path) -> str:
-    """Where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
+    """Return where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
     beside = {near.stem: near for near in path.parent.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, beside, n=1)
     if close:
@@ -94,7 +63,3 @@ def recipe_remedy(path: Path) -> str:
     if name in recipe_names():
         return f"write it into a folder of your own: dit-lora init {name} my-run"
     return "dit-lora recipes lists what dit-lora init can write"
-
-
-def _is_tiny(path: str) -> bool:
-    return Path(path).parent.name == "tiny"

@@ -37,6 +37,7 @@ LAYERS = (
         "dit_lora.recipe",
         "dit_lora.stock",
         "dit_lora.remedies",
+        "dit_lora.hub_files",
         "dit_lora.compat",
     ),
     ("dit_lora.objectives",),

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
-from dit_lora.adapters.fetch import fetched
 from dit_lora.adapters.groups import base_parameters
 from dit_lora.adapters.loader import lora_pipeline_class, with_lora
 from dit_lora.adapters.own_files import copy_own
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.hub_files import result_folder
 from dit_lora.numerics.shards import stock_class
 from dit_lora.parsing import parse_json, read_json
 
@@ -154,7 +154,7 @@ def load_adapter(pipeline: Any, adapter: str | Path) -> None:
     without a LoRA loader gets one (`with_lora`). Raises `DitLoraError` if the adapter does not fit.
     """
     with_lora(pipeline)
-    adapter = fetched(adapter, (ADAPTER_FILE, BASE_FILE))
+    adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE))
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")

@@ -24,12 +24,12 @@ from dit_lora.config import ModelConfig, Recipe
 from dit_lora.data_config import VideoShape
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.refusals import refuse_options
+from dit_lora.hub_files import model_folder
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.streams import Streams
 from dit_lora.objectives import LossOutput
 from dit_lora.parsing import parse_json
 from dit_lora.pretrained import load_pretrained
-from dit_lora.remedies import hub_name, hub_remedy, missing_folder
 
 Tensors = dict[str, torch.Tensor]
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
@@ -270,24 +270,8 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
 
 def local_checkpoint(model: ModelConfig) -> Path:
-    """The Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
-    path = Path(model.path).expanduser()
-    if path.is_dir():
-        return path
-    name = hub_name(model.path)
-    if name is None:
-        raise DitLoraError(missing_folder(model.path))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(name, revision=model.revision, allow_patterns=files))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        remedy = hub_remedy(name, error)
-        raise DitLoraError(
-            f"model.path: no local folder {model.path}, and the Hub did not give it: {remedy}"
-        ) from error
+    """Return the Diffusers folder of `model.path`, fetched from the Hub if it is not a local one."""
+    return model_folder(model, ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"))
 
 
 def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:

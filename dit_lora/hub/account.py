@@ -1,4 +1,4 @@
-"""Who is logged in to the Hub and may write where; and what the Hub or the way to it says, as one line."""
+"""Check who is logged in to the Hub and may write where; say what the Hub or the way to it answers in one line."""
 
 import json
 import logging
@@ -20,24 +20,23 @@ TRIES = 4
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 120.0
 _TRANSIENT = frozenset({408, 412, 429, 500, 502, 503, 504})
 """412: somebody else has pushed in between."""
-# An upload's cause may be below a RuntimeError of its thread's.
+# huggingface_hub raises a RuntimeError for what went wrong in a thread of an upload.
 FAILURES = (HTTPError, OSError, RuntimeError, ValueError, KeyError)
 
 
 class HubError(DitLoraError):
-    """What the Hub refused, or that it cannot be reached."""
+    """The Hub refused something, or it cannot be reached."""
 
 
 class UnreachableError(HubError):
-    """The Hub does not answer, or not usefully; later it may."""
+    """The Hub does not answer, or not with what was asked for; later it may."""
 
 
 def check_account(repo_id: str, *, private: bool) -> None:
     """Raise `HubError` unless somebody is logged in who may write to a repository of that name.
 
-    What is meant to be `private` does not go to a repository that is there and public.
-
-    `UnreachableError` where the Hub does not answer, which says nothing of the account.
+    With `private`, a repository that exists and is public is refused too. Raises `UnreachableError` where the Hub
+    does not answer, which says nothing of the account.
     """
     if constants.HF_HUB_OFFLINE:
         raise HubError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it")
@@ -45,19 +44,19 @@ def check_account(repo_id: str, *, private: bool) -> None:
         raise HubError(
             "no Hugging Face token: log in with `hf auth login` (or set HF_TOKEN), with a token that may write"
         )
-    found = asked(lambda: HfApi().whoami(), _quietly, 2)
-    name = str(found.get("name"))
-    role = ((found.get("auth") or {}).get("accessToken") or {}).get("role")
+    user = asked(lambda: HfApi().whoami(), tries=2)
+    name = str(user.get("name"))
+    role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise HubError(
             f"the token of {name} may only read; log in with one that may write: `hf auth login`"
         )
     owner = repo_id.partition("/")[0]
-    mine = [name, *(str(one.get("name")) for one in found.get("orgs") or ())]
-    # What a fine-grained token may do is not listed there.
-    if role == "write" and owner.lower() not in [one.lower() for one in mine]:
+    owners = [name, *(str(one.get("name")) for one in user.get("orgs") or ())]
+    # The answer does not list what a fine-grained token may do.
+    if role == "write" and owner.lower() not in [one.lower() for one in owners]:
         raise HubError(
-            f"{repo_id}: {name} may not write there; OWNER is one of {', '.join(mine)}. For another account: "
+            f"{repo_id}: {name} may not write there; OWNER is one of {', '.join(owners)}. For another account: "
             "`hf auth login`"
         )
     if private:
@@ -67,25 +66,22 @@ def check_account(repo_id: str, *, private: bool) -> None:
 def _require_no_public(repo_id: str) -> None:
     api = HfApi()
     try:
-        found = api.model_info(repo_id)
+        repository = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return
     except FAILURES as error:
         raise in_words(error) from None
-    if not found.private:
+    if not repository.private:
         raise HubError(
             f"{api.endpoint}/{repo_id} is there and public, which `private` does not change: make it private in "
             "its settings, push to another name, or say that everybody may see it: --public (hub.private=false)"
         )
 
 
-def _quietly(_line: str) -> None:
-    """For work whose waits are short."""
+def asked(work: Callable[[], T], say: Callable[[str], None] | None = None, tries: int = TRIES) -> T:
+    """Return what `work` returns; try again what is transient, after the wait that the Hub asks for or a growing one.
 
-
-def asked(work: Callable[[], T], say: Callable[[str], None], tries: int = TRIES) -> T:
-    """What `work` gives; what is transient is tried again, after the wait that the Hub asks for or a growing one.
-
+    huggingface_hub itself tries uploads again, but neither a commit nor the requests around it.
     Raises `UnreachableError` after `tries`, or where the Hub asks for a longer wait than two minutes, and
     `HubError` at once for what will not change.
     """
@@ -96,22 +92,23 @@ def asked(work: Callable[[], T], say: Callable[[str], None], tries: int = TRIES)
                 return work()
         except FAILURES as error:
             problem = in_words(error)
-            asked_for = _retry_after(error)
-            pause = wait if asked_for is None else asked_for
-            # An upload comes back as a RuntimeError when its own six tries are over.
+            retry_after = _retry_after(error)
+            pause = wait if retry_after is None else retry_after
+            # A RuntimeError is of an upload, which the library has tried six times.
             last = attempt == tries or isinstance(error, RuntimeError)
             if last or not isinstance(problem, UnreachableError):
                 raise problem from None
             if pause > _LONGEST_WAIT:
                 raise UnreachableError(f"{problem}; it asks to wait {pause:.0f} s") from None
-        say(f"hub: {problem}; trying again in {pause:.0f} s ({attempt} of {tries - 1})")
+        if say is not None:
+            say(f"hub: {problem}; trying again in {pause:.0f} s ({attempt} of {tries - 1})")
         time.sleep(pause)
         wait *= 2
     raise AssertionError("unreachable")
 
 
 def in_words(error: BaseException) -> HubError:
-    """What went wrong, without a token; `UnreachableError` if it may go right later."""
+    """Return what went wrong, without a token; an `UnreachableError` if it may go right later."""
     cause = _cause(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         words = _first_line(cause)
@@ -139,12 +136,12 @@ def in_words(error: BaseException) -> HubError:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The answer of the Hub, or the break of the way to it, below what a library made of it."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, HTTPError):
-            return found
-        found = found.__cause__ or found.__context__
+    """Return the Hub's answer or the broken connection that an error of a library was raised for."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HTTPError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     return error
 
 
@@ -170,7 +167,7 @@ def _retry_after(error: BaseException) -> float | None:
 
 @contextmanager
 def _without_addresses() -> Iterator[None]:
-    """Within it, warnings of huggingface_hub do not show addresses, whose queries sign uploads."""
+    """Keep addresses, whose queries sign uploads, out of huggingface_hub's warnings."""
     logger = logging.getLogger("huggingface_hub.utils._http")
     logger.addFilter(_drop_address)
     try:

@@ -1,4 +1,4 @@
-"""The push at the end of training: asked about before it starts, and never at the cost of the run."""
+"""Push at the end of training: refused before it starts if it cannot be done, and never at the cost of the run."""
 
 from dit_lora.errors import DitLoraError
 from dit_lora.hub.account import HubError, UnreachableError, check_account

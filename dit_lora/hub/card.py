@@ -1,4 +1,4 @@
-"""The model card of a run: README.md for the Hub, from what the run's folder says and nothing else."""
+"""Write the model card of a run: README.md for the Hub, from what the run's folder says and nothing else."""
 
 import json
 import math
@@ -26,7 +26,7 @@ _CHAT_TASK = "video-text-to-text"
 
 
 def write_card(contents: Contents, repo_id: str) -> str:
-    """The card's text: metadata that the Hub takes, then Markdown in which no caption is markup."""
+    """Return the card's text: metadata that the Hub takes, then Markdown in which no caption is markup."""
     template = resources.files("dit_lora.hub").joinpath("card.md").read_text(encoding="utf-8")
     prompt = next((one.prompt for one in contents.shown), _any_prompt(contents))
     trigger = contents.facts["data"].get("caption_prefix")
@@ -59,7 +59,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
 
 
 def plain(text: object) -> str:
-    """Text on one line that Markdown shows as it is, in a paragraph and in a table."""
+    """Return the text on one line that Markdown shows as it is, in a paragraph and in a table."""
     return _SPECIAL.sub(r"\\\1", redacted_words(_one_line(str(text))))
 
 
@@ -68,7 +68,7 @@ def _one_line(text: str) -> str:
 
 
 def task_of(contents: Contents) -> str | None:
-    """The Hub's name of what the model does; None where its list has none."""
+    """Return the Hub's name of what the model does; None where its list has none."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
         return _CHAT_TASK
@@ -91,7 +91,7 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
         if url
     ]
     results = _eval_results(contents)
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "base_model": base if derived else None,
         "base_model_relation": relation if derived else None,
         "library_name": _library(contents),
@@ -105,8 +105,8 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
         "widget": gallery or None,
     }
     if results:
-        given |= {"eval_results": results, "model_name": repo_id.partition("/")[2]}
-    return ModelCardData(**given)
+        values |= {"eval_results": results, "model_name": repo_id.partition("/")[2]}
+    return ModelCardData(**values)
 
 
 def _library(contents: Contents) -> str:
@@ -127,13 +127,13 @@ def _tags(contents: Contents) -> list[str]:
 
 
 def _held_out(contents: Contents) -> tuple[float, float] | None:
-    """The held-out loss before and after training."""
+    """Return the held-out loss before and after training; None where it was not measured twice."""
     losses = {step: loss for step, loss in contents.run.held_out.items() if math.isfinite(loss)}
     return (losses[min(losses)], losses[max(losses)]) if len(losses) > 1 else None
 
 
 def _eval_results(contents: Contents) -> list[EvalResult]:
-    """The held-out loss, with what it is measured on; the Hub wants a task for it."""
+    """Return the held-out loss with what it is measured on; none without a task, which the Hub wants for it."""
     task, losses = task_of(contents), _held_out(contents)
     if task is None or losses is None:
         return []
@@ -183,12 +183,12 @@ def _any_prompt(contents: Contents) -> str:
 
 
 def _cell(one: Any, when: str) -> str:
-    found = getattr(one, when)
-    if not found:
+    shown = getattr(one, when)
+    if not shown:
         return ""
     if one.is_text:
-        return plain(found)
-    return f"![{when}]({found})" if found.endswith(".png") else f"[{when}]({found})"
+        return plain(shown)
+    return f"![{when}]({shown})" if shown.endswith(".png") else f"[{when}]({shown})"
 
 
 def _notes(contents: Contents) -> Iterator[str]:
@@ -288,7 +288,7 @@ def _result(contents: Contents) -> Iterator[str]:
 
 
 def _events(contents: Contents) -> Iterator[str]:
-    """What the guard did, by counts: words of a verdict may name files."""
+    """Yield what the guard did, as counts: words of a verdict may name files."""
     counted = Counter(
         (
             str(event.get("kind", "")).replace("_", " "),

@@ -1,4 +1,4 @@
-"""What of a run may be read by everybody: values as they were, places as placeholders, no name of a machine or user."""
+"""Make a run's recipe and records readable by everybody: placeholders for places, no name of a machine or user."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from dit_lora.remedies import HUB
 
 
 def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) -> str:
-    """The recipe as YAML that `load_recipe` reads, to train the same on data of one's own.
+    """Return the recipe as YAML that `load_recipe` reads, to train the same on data of one's own.
 
     `base` is what the model is called, a Hub id or a folder's name; `datasets` are the sources that are names on the
     Hub. Every other place becomes a placeholder; the cache's and what continues or publishes a run are left out.
@@ -44,7 +44,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
 
 
 def clean_json(record: Any) -> str:
-    """A JSON record as others may read it."""
+    """Return a record as JSON that others may read."""
     return json.dumps(redacted(record), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What of a run is published, and which runs are not."""
+"""Collect what of a run is published, and refuse runs that are not."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -62,7 +62,7 @@ class Contents:
 
 
 def collect(run_dir: Path) -> Contents:
-    """Everything that a push of the run uploads but its card.
+    """Return everything that a push of the run uploads but its card.
 
     Raises `DitLoraError` for a folder without a run or a run without a result, with the command that goes on, and
     `CheckFailedError` for a result that is not sound or did not pass its verification.
@@ -126,7 +126,7 @@ def _require_verified(run: RunFiles) -> None:
 
 
 def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
-    """Looked at once more: files may have changed since they were verified."""
+    """Raise `CheckFailedError` for a result that is not sound: files may have changed since they were verified."""
     folder = result / "transformer" if kind == "pipeline" else result
     try:
         for file in sorted(folder.glob("*.safetensors")):
@@ -143,8 +143,8 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
 def _facts(run: RunFiles) -> dict[str, Any]:
     file = run.folder / FACTS_FILE
     try:
-        found: dict[str, Any] = redacted(parse_json(file.read_text(encoding="utf-8")))
-        return found
+        facts: dict[str, Any] = redacted(parse_json(file.read_text(encoding="utf-8")))
+        return facts
     except (OSError, ValueError) as error:
         raise DitLoraError(
             f"{run.folder} is not pushed: {FACTS_FILE} is missing or torn, which the model card is written from. "
@@ -153,7 +153,7 @@ def _facts(run: RunFiles) -> dict[str, Any]:
 
 
 def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
-    """The result's files at the repository's root; configs as others may read them."""
+    """Yield the result's files by their place in the repository; configs as others may read them."""
     wanted = [*own_files(result), PROVENANCE_FILE] if kind == "pipeline" else OURS
     for name in sorted(wanted):
         path = result / name
@@ -166,9 +166,9 @@ def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]
 
 
 def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[Shown]:
-    """Samples and answers to the validation prompts, before and after; sample files are added to `files`."""
-    given = (run.config.get("validation") or {}).get("prompts") or ()
-    prompts = [redacted_words(str(one)) for one in given]
+    """Return what was made of the validation prompts, before and after training, and add sample files to `files`."""
+    validation = run.config.get("validation") or {}
+    prompts = [redacted_words(str(one)) for one in validation.get("prompts") or ()]
     steps = sorted((run.folder / "samples").glob("step_*"))
     if not steps:
         return []
@@ -188,16 +188,16 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[Shown]:
 
 
 def _answers(ends: Mapping[str, Path]) -> list[Shown]:
-    found: dict[str, list[dict[str, Any]]] = {"before": []}
+    said: dict[str, list[dict[str, Any]]] = {"before": []}
     for when, folder in ends.items():
         file = folder / "answers.json"
-        found[when] = redacted(read_json(file)) if file.is_file() else []
+        said[when] = redacted(read_json(file)) if file.is_file() else []
     return [
         Shown(
             str(one.get("prompt", "")),
-            str(found["before"][index].get("answer", "")) if index < len(found["before"]) else None,
+            str(said["before"][index].get("answer", "")) if index < len(said["before"]) else None,
             str(one.get("answer", "")),
             is_text=True,
         )
-        for index, one in enumerate(found["after"])
+        for index, one in enumerate(said["after"])
     ]

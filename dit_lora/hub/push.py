@@ -1,12 +1,10 @@
-"""One commit with a run's result, card and samples; what the Hub has already is not sent again."""
+"""Push a run's result, card and samples in one commit; huggingface_hub does not send again what the Hub has."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.hf_api import ModelInfo, RepoFile
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
@@ -19,14 +17,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Publication:
-    """Everything of a run that a repository gets, the card too."""
+    """All files of a run that a repository gets, with the card."""
 
     contents: Contents
     repo_id: str
     files: Mapping[str, Path | bytes]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by place in the repository."""
+        """Return the bytes of each file by its place in the repository."""
         return {
             name: len(content) if isinstance(content, bytes) else content.stat().st_size
             for name, content in self.files.items()
@@ -34,7 +32,7 @@ class Publication:
 
 
 def prepare(run_dir: Path, repo_id: str) -> Publication:
-    """What would be pushed; its card is written to RUN/README.md, to be looked at. Nothing goes online.
+    """Return what would be pushed; its card is written to RUN/README.md, to be looked at. Nothing goes online.
 
     Raises as `collect`.
     """
@@ -70,53 +68,30 @@ def _upload(publication: Publication, *, private: bool, say: Say) -> str:
 
 
 def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
-    """Compare with the newest commit and send what differs, unless another commit comes in between."""
+    """Add all files to the newest commit, unless another commit comes in between; unchanged ones are dropped there."""
     repo_id, files = publication.repo_id, publication.files
-    head: ModelInfo = api.model_info(repo_id)
-    tree = api.list_repo_tree(repo_id, recursive=True, revision=head.sha)
-    there = {one.path: one for one in tree if isinstance(one, RepoFile)}
-    new = [name for name, content in files.items() if not _same(content, there.get(name))]
-    gone = [name for name in there if _is_ours(name) and name not in files]
-    if not new and not gone:
-        return f"nothing to do: {url} has all {len(files)} files as they are here"
-    size = sum(publication.sizes()[name] for name in new)
-    seen = "private" if head.private else "public"
-    say(f"hub: {len(new)} of {len(files)} files to {url}, which is {seen} ({_size(size)})")
-    adds = [CommitOperationAdd(name, _content(files[name])) for name in new]
-    removes = [CommitOperationDelete(name) for name in gone]
+    head = api.model_info(repo_id)
+    there = [one.rfilename for one in head.siblings or ()]
+    removes = [
+        CommitOperationDelete(name) for name in there if _is_ours(name) and name not in files
+    ]
+    adds = [CommitOperationAdd(name, content) for name, content in files.items()]
+    seen, size = "private" if head.private else "public", sum(publication.sizes().values())
+    say(f"hub: {len(files)} files to {url}, which is {seen} ({_size(size)})")
     made = publication.contents.made
-    api.create_commit(
+    commit = api.create_commit(
         repo_id,
         [*adds, *removes],
         commit_message=f"{made['family']}, {publication.contents.run.done:,} steps, by dit-lora {made['version']}",
         parent_commit=head.sha,
     )
-    return f"pushed {len(new)} of {len(files)} files to {url}"
+    if commit.oid == head.sha:
+        return f"nothing to do: {url} has all {len(files)} files as they are here"
+    return f"pushed {len(files)} files to {url}"
 
 
 def _is_ours(name: str) -> bool:
     return name in (*OURS, VERIFICATION) or name.startswith(SAMPLES)
-
-
-def _content(content: Path | bytes) -> str | bytes:
-    return content if isinstance(content, bytes) else str(content)
-
-
-def _same(content: Path | bytes, there: RepoFile | None) -> bool:
-    """Whether the Hub's file has these bytes: by SHA-256 where it is stored apart, else by Git's SHA-1."""
-    if there is None:
-        return False
-    size = len(content) if isinstance(content, bytes) else content.stat().st_size
-    if size != there.size:
-        return False
-    digest = hashlib.sha256() if there.lfs else hashlib.sha1(b"blob %d\0" % size)
-    if isinstance(content, bytes):
-        digest.update(content)
-    else:
-        with content.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-    return digest.hexdigest() == (there.lfs.sha256 if there.lfs else there.blob_id)
 
 
 def _size(count: int) -> str:
@@ -124,5 +99,5 @@ def _size(count: int) -> str:
 
 
 def listing(publication: Publication) -> list[str]:
-    """The files of a push with their sizes, a line each."""
+    """Return the files of a push with their sizes, a line each."""
     return [f"{_size(size):>10}  {name}" for name, size in sorted(publication.sizes().items())]

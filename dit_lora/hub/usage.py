@@ -1,4 +1,4 @@
-"""Code that loads a published result and samples from it as the run's validation did; it runs as it is pasted."""
+"""Write the code that loads a published result and samples from it as the run's validation did; it runs as pasted."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _LOCAL_BASE = "path/to/base"
 
 
 def needs_ours(contents: Contents) -> bool:
-    """Whether stock Diffusers cannot load it: no LoRA loader, a class of ours, or classes that the base has not."""
+    """Return whether stock Diffusers cannot load it: no LoRA loader, a class of ours, or classes that the base has not."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
         return contents.facts["model"]["module"].startswith("dit_lora.")
@@ -23,7 +23,7 @@ def needs_ours(contents: Contents) -> bool:
 
 
 def install_line(contents: Contents) -> str:
-    """What has to be installed for `usage_code`."""
+    """Return the command that installs what `usage_code` needs."""
     if needs_ours(contents):
         packages = ["dit-lora"]
     elif "pipeline" in contents.facts:
@@ -36,14 +36,14 @@ def install_line(contents: Contents) -> str:
 
 
 def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
-    """Python source; `repo_id` is where the result is on the Hub."""
+    """Return Python source; `repo_id` is where the result is on the Hub."""
     if "pipeline" in contents.facts:
         return "\n".join(_diffusion(contents, repo_id, prompt))
     return "\n".join(_chat(contents, repo_id))
 
 
 def literal(text: str) -> str:
-    """A Python string in double quotes, on one line."""
+    """Return the text as a Python string in double quotes, on one line."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -58,7 +58,7 @@ def _diffusion(contents: Contents, repo_id: str, prompt: str) -> list[str]:
     name, whole, ours = facts["class"], contents.kind == "pipeline", needs_ours(contents)
     base_weights = BASE_FILE in contents.files and not ours
     source = literal(repo_id) if whole else _base(contents)
-    # Of a repository, Diffusers looks for classes of ours among its own; of a folder it imports them.
+    # In a repository Diffusers looks for our classes among its own; in a folder it imports them.
     fetched = facts["module"] != "diffusers" and (whole or contents.base is not None)
     if fetched:
         source = f"snapshot_download({source})"
@@ -94,15 +94,15 @@ def _diffusion(contents: Contents, repo_id: str, prompt: str) -> list[str]:
 
 
 def _call(facts: Mapping[str, Any], prompt: str, video: bool) -> list[str]:
-    given = [f"prompt={literal(prompt)},"]
+    arguments = [f"prompt={literal(prompt)},"]
     if facts["condition"] == "class_labels":
         rows = f"torch.tensor({facts['label']})" if facts["labels_as_tensor"] else facts["label"]
-        given = [f"class_labels={rows},"]
+        arguments = [f"class_labels={rows},"]
     if facts["from_image"]:
-        given.append('image=load_image("first_frame.png"),')
-    given += [f"{key}={value!r}," for key, value in facts["arguments"].items()]
-    given.append(f'generator=torch.Generator("cpu").manual_seed({facts["seed"]}),')
-    lines = ["result = pipe(", *(f"    {one}" for one in given), ")"]
+        arguments.append('image=load_image("first_frame.png"),')
+    arguments += [f"{key}={value!r}," for key, value in facts["arguments"].items()]
+    arguments.append(f'generator=torch.Generator("cpu").manual_seed({facts["seed"]}),')
+    lines = ["result = pipe(", *(f"    {one}" for one in arguments), ")"]
     if video:
         fps = f"{facts['fps']:g}"
         return [*lines, f'export_to_video(result.frames[0], "sample.mp4", fps={fps})']
@@ -140,7 +140,7 @@ def _chat(contents: Contents, repo_id: str) -> list[str]:
 
 
 def _base(contents: Contents) -> str:
-    """The base's arguments; a folder's place is not known to others."""
+    """Return the arguments that load the base; where it was a folder, a place of the reader's."""
     if contents.base is None:
         return literal(_LOCAL_BASE)
     base, revision = literal(contents.base), contents.made.get("revision")
@@ -155,7 +155,7 @@ def _dtype(contents: Contents) -> str:
 
 
 def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
-    """The same by `dit-lora sample`; nothing for chat models, which answer."""
+    """Return the command that does the same by `dit-lora sample`; none for a chat model, which answers."""
     if "pipeline" not in contents.facts:
         return ()
     quoted = "'" + prompt.replace("'", "'\\''") + "'"

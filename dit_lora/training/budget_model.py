@@ -17,14 +17,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from dit_lora.config import ModelConfig, Recipe
-from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
+from dit_lora.hub_files import model_folder
 from dit_lora.pretrained import load_pretrained
-from dit_lora.remedies import hub_name, hub_remedy, missing_folder
 
 _WEIGHTS = ("transformer", "vae", "text_encoder")
-_CONFIGS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_CONFIGS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 @contextmanager
@@ -42,7 +41,7 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
     """
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(model)
+        folder = model_folder(model, _CONFIGS)
     elif model.family in CHAT_FAMILIES or not _lacking(folder):
         yield model
         return
@@ -59,22 +58,6 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
 
 def _lacking(folder: Path) -> list[str]:
     return [name for name in _WEIGHTS if not any((folder / name).glob("*.safetensors"))]
-
-
-def _from_hub(model: ModelConfig) -> Path:
-    name = hub_name(model.path)
-    if name is None:
-        raise DitLoraError(missing_folder(model.path))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=model.revision, allow_patterns=_CONFIGS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        remedy = hub_remedy(name, error)
-        raise DitLoraError(
-            f"model.path: no local folder {model.path}, and the Hub did not give its configs: {remedy}"
-        ) from error
 
 
 @contextmanager

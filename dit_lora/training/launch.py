@@ -1,13 +1,37 @@
-"""What the launcher asks for in the environment that this code does itself, and Accelerate must not see."""
+"""Read in the environment what a launcher says: who started this process, and what it asks this code to do itself."""
 
 import importlib.util
-from collections.abc import MutableMapping
+import os
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.optimizers import DEFAULT, OPTIMIZERS
+
+_SET_BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
+"""A variable that every `accelerate launch` sets and nobody else does."""
+
+
+def waiting_launcher(environment: Mapping[str, str]) -> int | None:
+    """Return the process id of the `accelerate launch` that started this process.
+
+    None if something else did: any other parent may end without ending the run.
+    """
+    return os.getppid() if _SET_BY_ACCELERATE in environment else None
+
+
+def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
+    """Return whether `accelerate launch` was asked for several processes and started one; `gpus` are the machine's.
+
+    For several it sets the address at which they meet, and here no number of them (simple_launcher in
+    accelerate/commands/launch.py). With --cpu it sets the address wherever there are several GPUs, asked or not.
+    """
+    by_accelerate = _SET_BY_ACCELERATE in environment
+    meets = environment.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in environment
+    by_default = gpus > 1 and _is_on(environment.get("ACCELERATE_USE_CPU", ""))
+    return by_accelerate and meets and not by_default
 
 
 @dataclass(frozen=True)
@@ -19,7 +43,7 @@ class Sharding:
 
 
 def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
-    """What `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
+    """Return what `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
 
     Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
     version 1 and for parameters in host memory.
@@ -38,7 +62,7 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
 
 
 def take_zero(environment: MutableMapping[str, str]) -> int | None:
-    """The ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
+    """Return the ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
 
     Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
     """
@@ -101,7 +125,7 @@ def require_shardable(recipe: Recipe) -> None:
 
 
 def _others(recipe: Recipe, sharding: Literal["fsdp2", "zero2"]) -> list[str]:
-    """What reads whole tensors, or places weights itself."""
+    """Return the settings that read whole tensors or place weights, with what to set them to."""
     optimizer = recipe.optim.name
     is_shared = sharding in OPTIMIZERS[optimizer].sharding
     return [

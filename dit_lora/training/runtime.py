@@ -1,4 +1,4 @@
-"""What a run runs on: versions checked, launch checked, one owner of autocast, the run's folder."""
+"""Start and end a run: versions and launch checked, one owner of autocast, the run's folder, agreement of ranks."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -23,16 +22,10 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
 )
 from tqdm import tqdm
 
-from dit_lora.compat import (
-    launch_problem,
-    probe_environment,
-    processes_asked,
-    require_compatible,
-)
+from dit_lora.compat import launch_problem, probe_environment, require_compatible
 from dit_lora.config import Recipe
 from dit_lora.errors import DitLoraError, listed, show
 from dit_lora.families import CHAT_FAMILIES
@@ -45,8 +38,10 @@ from dit_lora.training.launch import (
     Sharding,
     require_for_zero,
     require_shardable,
+    started_alone,
     take_sharding,
     take_zero,
+    waiting_launcher,
 )
 from dit_lora.training.trackers import Trackers, login_problem, require_trackers
 
@@ -83,8 +78,8 @@ class Runtime:
 
     @cached_property
     def trackers(self) -> Trackers:
-        """Of the main process; not started yet."""
-        return Trackers(self.accelerator, self.dir, self.recipe.run.trackers, self.say)
+        """The trackers, which the main process alone has; they are not started yet."""
+        return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
 
     @cached_property
     def lock(self) -> RunLock:
@@ -93,7 +88,7 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """Of the samples that this process reads: those that share their tokens read the same."""
+        """The number of the part of the samples that this process reads; those that share their tokens read the same."""
         return self.accelerator.process_index // self.recipe.train.context_parallel
 
     @property
@@ -102,19 +97,19 @@ class Runtime:
 
     @property
     def samples_per_step(self) -> int:
-        """Of one optimizer step, over micro-steps and ranks."""
+        """The samples of one optimizer step, over micro-steps and ranks."""
         train = self.recipe.train
         return train.batch_size * train.accumulate * self.data_ranks
 
     def say(self, line: str) -> None:
-        """One line for the user, from one process."""
+        """Print one line for the user, from the main process."""
         if self.is_main:
             tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if there is one
 
 
 @contextmanager
 def running(recipe: Recipe) -> Iterator[Runtime]:
-    """A started run; trackers and process group are closed at its end, whatever ends it."""
+    """Yield a started run; close its trackers and its process group, whatever ends it."""
     runtime = _start(recipe)
     failed = True
     try:
@@ -157,8 +152,6 @@ def _start(recipe: Recipe) -> Runtime:
         cpu=not on_gpu,
         mixed_precision=precision.mixed,
         gradient_accumulation_steps=recipe.train.accumulate,
-        log_with=list(recipe.run.trackers) or None,
-        project_config=ProjectConfiguration(project_dir=recipe.run.dir),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=_STALL),
             DistributedDataParallelKwargs(find_unused_parameters=_some_idle(recipe)),
@@ -166,7 +159,8 @@ def _start(recipe: Recipe) -> Runtime:
     )
     _check_launch(accelerator, sharding)
     _check_settings(recipe, accelerator)
-    runtime = Runtime(recipe, accelerator, precision, _launcher(), sharding, zero)
+    launcher = waiting_launcher(os.environ)
+    runtime = Runtime(recipe, accelerator, precision, launcher, sharding, zero)
     agree(accelerator, login_problem(recipe.run.trackers) if runtime.is_main else None)
     for warning in warnings:
         runtime.say(f"warning: {warning}")
@@ -180,7 +174,7 @@ def _start(recipe: Recipe) -> Runtime:
 
 
 def _some_idle(recipe: Recipe) -> bool:
-    """Whether a step may leave what trains without a gradient: a chat model's encoder sees no conversation without media."""
+    """Return whether a step may leave what trains without a gradient, as a chat model's encoder in a step of text."""
     groups = recipe.optim.groups
     return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 
@@ -236,7 +230,7 @@ def open_run_folder(runtime: Runtime) -> None:
 
 
 def quiet_libraries() -> None:
-    """Progress bars of loading are noise beside our own; warnings stay."""
+    """Switch the libraries' bars of loading off, which are noise beside our own; warnings stay."""
     import diffusers
     import transformers
 
@@ -246,7 +240,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
-    """Within it, the first SIGINT or SIGTERM is remembered and asks for a clean stop; the second acts.
+    """Take the first SIGINT or SIGTERM within it as a wish for a clean stop; the second acts.
 
     Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
     as SIGTERM: `accelerate launch` ends on that signal and does not pass it on. torchrun does, to ranks that
@@ -301,12 +295,12 @@ def meet(accelerator: Accelerator) -> None:
 
 @cache
 def _waiting_room(_world: Any) -> Any:
-    """A group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
+    """Return a group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
     return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
-    """What the launch sets beside the recipe must not contradict it: Accelerate reads its environment too."""
+    """Raise `DitLoraError` for settings of the launch, which Accelerate reads too, that contradict the recipe."""
     wrong = []
     micro_steps = accelerator.gradient_accumulation_steps
     if micro_steps != recipe.train.accumulate:
@@ -329,28 +323,12 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         raise DitLoraError(listed("the launch contradicts the recipe, which decides", wrong))
 
 
-def _launcher() -> int | None:
-    """The parent, if it is `accelerate launch`; any other parent may end without ending the run."""
-    try:
-        parent = psutil.Process().parent()
-        if parent and any("accelerate" in word for word in parent.cmdline()):
-            return parent.pid
-    except psutil.Error:
-        pass  # it has ended, or is another user's
-    return None
-
-
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
-    """Two processes asked for and one started is an error, not a slow run."""
-    parent = psutil.Process().parent()
-    try:
-        command, folder = (parent.cmdline(), Path(parent.cwd())) if parent else ([], Path.cwd())
-    except psutil.Error:
-        command, folder = [], Path.cwd()  # the launcher has ended, or is another user's
+    """Raise `DitLoraError` for one process where several were asked for, which would be a slow run."""
+    is_one = accelerator.num_processes == 1
     problem = launch_problem(
-        processes_asked(command, folder),
-        accelerator.num_processes,
-        sharding is not None,
+        several_asked=is_one and started_alone(os.environ, torch.cuda.device_count()),
+        fsdp_asked=is_one and sharding is not None,
     )
     if problem:
         raise DitLoraError(problem)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dit_lora.adapters.fetch import fetched
 from dit_lora.adapters.store import (
     ADAPTER_FILE,
     BASE_FILE,
@@ -25,6 +24,7 @@ from dit_lora.families.base import (
     Sampling,
     VideoShape,
 )
+from dit_lora.hub_files import result_folder
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.parsing import read_json
 from dit_lora.training.origin import base_of, family_of, find_adapter, whole_pipeline
@@ -90,11 +90,13 @@ def sample(request: SampleRequest) -> list[Path]:
 
 def _from_hub(request: SampleRequest) -> SampleRequest:
     """With a local folder in place of a repository; samples go to samples/NAME then, not into the Hub's cache."""
-    folder = fetched(request.target, (ADAPTER_FILE, BASE_FILE, "model_index.json"))
+    folder = result_folder(request.target, (ADAPTER_FILE, BASE_FILE, "model_index.json"))
     if folder == request.target:
         return request
     if (folder / "model_index.json").is_file():
-        fetched(request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt"))
+        result_folder(
+            request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
+        )
     out = request.out or Path("samples") / request.target.name
     return replace(request, target=folder, out=out)
 

@@ -7,13 +7,13 @@ import pytest
 from fake_hub import FakeHub
 from typer.testing import CliRunner
 
-from dit_lora.adapters.fetch import fetched
 from dit_lora.cli import app
 from dit_lora.config import ModelConfig
 from dit_lora.data.sources import scan
 from dit_lora.data_config import DataConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import local_checkpoint
+from dit_lora.hub_files import result_folder
 from dit_lora.remedies import hub_name, looks_local
 from dit_lora.training.chat.answering import find_origin
 
@@ -47,7 +47,7 @@ def refusals(name: str, tmp_path: Path) -> list[str]:
     tries = (
         lambda: scan(DataConfig(path=name, height=1, width=1)),
         lambda: local_checkpoint(ModelConfig(family="cogvideox", path=name)),
-        lambda: fetched(name, ("*.safetensors",)),
+        lambda: result_folder(name, ("*.safetensors",)),
         lambda: find_origin(Path(name), None),
     )
     for one in tries:

@@ -56,7 +56,7 @@ def test_a_run_is_one_commit_of_adapter_card_samples_and_a_recipe_that_loads(
     hub: FakeHub, run_dir: Path, tmp_path: Path
 ) -> None:
     line, _ = pushed(run_dir)
-    assert line == f"pushed 6 of 6 files to {hub.url}/{REPO}"
+    assert line == f"pushed 6 files to {hub.url}/{REPO}"
     assert set(hub.repos[REPO].files) == FILES
     assert commits(hub) == 1
     assert hub.repos[REPO].private
@@ -95,7 +95,7 @@ def test_a_second_push_has_nothing_to_do_and_a_third_sends_what_changed(
     for sample in (run_dir / "samples").glob("step_*/prompt_00.mp4"):
         sample.unlink()
     line, _ = pushed(run_dir)
-    assert line.startswith("pushed 1 of 4 files")  # the card, which shows no samples now
+    assert line.startswith("pushed 4 files")  # of which the card is new: it shows no samples now
     assert set(hub.repos[REPO].files) == {name for name in FILES if "samples" not in name}
     assert commits(hub) == 2
 
@@ -120,7 +120,7 @@ def test_a_cut_connection_is_gone_on_with_where_it_broke(
     assert uploads(hub).count(f"PUT /lfs/{digest(run_dir)}") == 6  # the library's own tries
     assert sum(waits) < 30
     hub.faults, hub.requests = [], []
-    assert pushed(run_dir)[0].startswith("pushed 6 of 6 files")
+    assert pushed(run_dir)[0].startswith("pushed 6 files")
     assert uploads(hub) == [f"PUT /lfs/{digest(run_dir)}"]
 
 
@@ -260,7 +260,7 @@ def test_the_command_lists_first_and_pushes_then(hub: FakeHub, run_dir: Path) ->
     assert card_problems((run_dir / "README.md").read_text()) == []
     result = CliRunner().invoke(app, ["push", str(run_dir), REPO, "--private"])
     assert result.exit_code == 0
-    assert result.stdout.endswith(f"pushed 6 of 6 files to {hub.url}/{REPO}\n")
+    assert result.stdout.endswith(f"pushed 6 files to {hub.url}/{REPO}\n")
     assert hub.read(REPO, "README.md") == (run_dir / "README.md").read_bytes()
     for wrong in ("kitten", "me/kit ten", "a/b/c", "me/.git"):
         result = CliRunner().invoke(app, ["push", str(run_dir), wrong])

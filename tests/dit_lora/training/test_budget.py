@@ -381,7 +381,7 @@ def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
     for arguments, words in (
         ((f"model.path={bare}", "--gpu", "much"), "--gpu takes a size"),
-        (("model.path=someone/a-model",), "the Hub did not give its configs"),
+        (("model.path=someone/a-model",), "the Hub did not give it"),
         ((f"model.path={tmp_path}",), "is not a Diffusers checkpoint"),
         ((f"model.path={bare}", "--sharding", "fsdp2"), "needs --ranks 2"),
         ((f"model.path={bare}", "optim.name=adamw_8bit", *FSDP2), "optim.name=adamw_8bit: set"),

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +14,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
-from launching import on_ranks
+from launching import ROOT, launch_environment, on_ranks
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training import runtime
+from dit_lora.training.launch import started_alone, waiting_launcher
 from dit_lora.training.runtime import agree, meet, stop_signals
 
 
@@ -52,6 +56,47 @@ def test_the_end_of_the_launcher_is_a_request_to_stop() -> None:
         assert asked() == 143
     with stop_signals() as asked:
         assert asked() == 0
+
+
+def launched(*options: str, **variables: str) -> list[str]:
+    """The address, the number of processes and the parent that a script sees below `accelerate launch`."""
+    script = """import os, sys
+sys.path.insert(0, sys.argv[1])
+from dit_lora.training.launch import started_alone, waiting_launcher
+several_gpus = [started_alone(os.environ, gpus) for gpus in (0, 1, 8)]
+print(*several_gpus, waiting_launcher(os.environ) == os.getppid())
+"""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--no_python"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", script, str(ROOT)],
+        env={**launch_environment(), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_a_launch_that_starts_one_of_several_processes_is_seen_in_the_environment(
+    tmp_path: Path,
+) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one; on several GPUs it may not have been asked to."""
+    assert launched("--cpu", "--num_processes", "2") == ["True", "True", "False", "True"]
+    assert launched("--num_processes", "2") == ["True", "True", "True", "True"]
+    assert launched("--num_processes", "1") == ["False", "False", "False", "True"]
+    (tmp_path / "two.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    by_file = launched("--config_file", str(tmp_path / "two.yaml"))
+    assert by_file == ["True", "True", "True", "True"]
+
+
+def test_what_accelerate_did_not_start_has_no_launcher_and_lacks_nothing() -> None:
+    """A batch script exports an address too, and torchrun says how many meet there."""
+    assert not started_alone({"MASTER_ADDR": "127.0.0.1"}, 0)
+    assert waiting_launcher({"MASTER_ADDR": "127.0.0.1"}) is None
+    by_accelerate = {"ACCELERATE_DYNAMO_MODE": "default"}
+    assert not started_alone({**by_accelerate, "MASTER_ADDR": "node7"}, 0)
+    ranks = {**by_accelerate, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
+    assert not started_alone(ranks, 0)
 
 
 def test_ranks_agree_on_an_error_and_on_none() -> None:
