@@ -12,8 +12,15 @@ from typing import Any
 from dit_lora.data.audit.finding import VERDICTS, Finding, Judged, Verdict
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
-from dit_lora.report.audit_charts import aspect_ratios, channel_chart, counted, histogram
-from dit_lora.report.charts import number
+from dit_lora.report.audit_charts import (
+    ChannelChart,
+    Histogram,
+    aspect_ratios,
+    channel_chart,
+    counted,
+    histogram,
+)
+from dit_lora.report.charts import BarChart, number
 from dit_lora.report.pages import render
 
 CARDS = 200
@@ -75,7 +82,7 @@ class Channels:
 
     name: str
     facts: str
-    chart: str
+    chart: ChannelChart | None
 
 
 def write_audit_page(
@@ -250,8 +257,8 @@ def _facts(facts: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _charts(judged: Sequence[Judged]) -> list[str]:
-    """What the set is made of; what nobody measured is absent."""
+def _charts(judged: Sequence[Judged]) -> list[BarChart | Histogram]:
+    """Return charts of what the set is made of; what nobody measured is left out."""
 
     def column(key: str) -> list[float]:
         found = (_number(one.facts.get(key)) for one in judged)
@@ -270,7 +277,7 @@ def _charts(judged: Sequence[Judged]) -> list[str]:
         aspect_ratios(sizes),
         histogram("Caption length", column("caption_tokens"), "tokens"),
     ]
-    return [chart for chart in charts if chart]
+    return [chart for chart in charts if chart is not None]
 
 
 def _channels(name: str, stats: Mapping[str, Any]) -> Channels:
@@ -280,14 +287,13 @@ def _channels(name: str, stats: Mapping[str, Any]) -> Channels:
         f"{number(stats['abs_max'])} in {stats['abs_max_file'] or 'none'}"
     )
     if not means:
-        return Channels(name, facts, "")
+        return Channels(name, facts, None)
     facts += (
         f"; means from {number(min(means), 3)} to {number(max(means), 3)}, standard deviations from "
         f"{number(min(stds), 3)} to {number(max(stds), 3)}"
     )
-    return Channels(
-        name, facts, channel_chart(name, means, stds) if len(means) <= _CHANNELS else ""
-    )
+    chart = channel_chart(name, means, stds) if len(means) <= _CHANNELS else None
+    return Channels(name, facts, chart)
 
 
 def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]]:

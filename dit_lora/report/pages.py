@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -13,19 +14,26 @@ _HEADERS = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src '
 
 
 def render(
-    template: str, *, script: str = "", sources: str = "img-src data:", **values: Any
+    template: str,
+    *,
+    scripts: Sequence[str] = (),
+    sources: str = "img-src data:",
+    **values: Any,
 ) -> str:
-    """The page of a template beside this module, escaped throughout, with no token and no absolute path.
+    """Return the page of a template beside this module, escaped throughout, with no token and no absolute path.
 
-    `script` names the one file whose text runs in it, and `sources` are the policy's further directives.
+    `scripts` names the files whose text runs in it, and `sources` are the policy's further directives.
     """
-    text = _read(script) if script else ""
+    texts = [_read(name) for name in scripts]
     policy = f"{_HEADERS}; {sources}"
-    if text:
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        policy += f"; script-src 'sha256-{digest}'"
+    if texts:
+        policy += "; script-src " + " ".join(f"'sha256-{_digest(text)}'" for text in texts)
     page = _environment().get_template(template)
-    return str(page.render(policy=policy, script=text, clean=redactor(), **values))
+    return str(page.render(policy=policy, scripts=texts, clean=redactor(), **values))
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 @cache

@@ -13,7 +13,7 @@ from dit_lora.report.heat_map import heat_maps
 from dit_lora.report.history import mapping
 from dit_lora.report.pages import render
 from dit_lora.report.recipe_diff import against_stock, flat
-from dit_lora.report.run_charts import run_charts, window_of, windows_of
+from dit_lora.report.run_charts import curve_data, run_charts, window_of, windows_of
 from dit_lora.report.run_data import ROWS as DATA_ROWS
 from dit_lora.report.run_data import run_data
 from dit_lora.report.run_files import RunFiles, RunReader, State
@@ -62,7 +62,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
     state, color = STATES[run.state]
     return render(
         "page.html",
-        script="page.js",
+        scripts=("vendor/uPlot.iife.min.js", "page.js"),
         sources=_SERVED if live else _FILE,
         run=run,
         live=live,
@@ -72,6 +72,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
         about=_about(run),
         figures=figures(run),
         charts=run_charts(run),
+        curve_data=curve_data(run),
         window=window_of(run),
         windows=windows_of(run),
         heat=heat_maps(run.metrics.modules),
