@@ -17,37 +17,32 @@ def values_per_point(count: int) -> int:
     return max(1, -(-count // POINTS))
 
 
-def joined(values: Numbers) -> "np.ma.MaskedArray[tuple[int, int], np.dtype[np.float64]]":
-    """Return one row for each point with the values that it joins; those that are not finite are masked."""
+def joined(values: Numbers) -> Values:
+    """Return one row for each point with the values that it joins; the last row repeats its last value."""
     column = np.asarray(values, dtype=np.float64)
     width = values_per_point(len(column))
-    padded = np.full(-(-len(column) // width) * width, np.nan)
-    padded[: len(column)] = column
-    rows: np.ma.MaskedArray[tuple[int, int], np.dtype[np.float64]]
-    rows = np.ma.masked_invalid(padded.reshape(-1, width))
-    return rows
+    return np.pad(column, (0, -len(column) % width), mode="edge").reshape(-1, width)
 
 
-def last_of_each_point(steps: Sequence[int]) -> list[int]:
-    """Return the place of each point: the last of the steps that it joins, which rise."""
-    width = values_per_point(len(steps))
-    return [*steps[width - 1 : len(steps) : width], *(steps[-1:] if len(steps) % width else [])]
-
-
-def means(values: Numbers) -> list[float | None]:
-    """Return the mean of the finite values of each point, None where there is none."""
-    with np.errstate(over="ignore"):  # the mean of values near the largest float; not drawn
-        return _short(joined(values).mean(1))
-
-
-def lowest_and_highest(values: Numbers) -> list[list[float | None]]:
-    """Return the least finite value of each point, and the greatest."""
+def means(values: Numbers, *, sparse: bool) -> list[float | None]:
+    """Return the mean of each point: None where a value is not finite, of a sparse line where all are."""
     rows = joined(values)
-    return [_short(rows.min(1)), _short(rows.max(1))]
+    finite = np.isfinite(rows)
+    drawn = finite.any(1) if sparse else finite.all(1)
+    with np.errstate(over="ignore"):  # a sum beyond the largest float is not drawn
+        sums = np.where(finite, rows, 0.0).sum(1)
+    return _short(np.where(drawn, sums / np.maximum(1, finite.sum(1)), np.nan))
 
 
-def _short(values: "np.ma.MaskedArray[tuple[int], np.dtype[np.float64]]") -> list[float | None]:
+def extremes(values: Numbers) -> dict[str, list[float | None]]:
+    """Return the least finite value of each point, and the greatest."""
+    rows = np.ma.masked_invalid(joined(values))
+    return {
+        "lowest": _short(rows.min(1).filled(np.nan)),
+        "highest": _short(rows.max(1).filled(np.nan)),
+    }
+
+
+def _short(values: Values) -> list[float | None]:
     """Return them to five digits, which keeps a page small."""
-    return [
-        float(f"{value:.5g}") if np.isfinite(value) else None for value in values.filled(np.nan)
-    ]
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.report.charts import number
-
 STEPS = 96
 """Columns at most; of more steps every second is left out, and again."""
 ROWS = 96
@@ -58,40 +56,13 @@ class ModuleHistory:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One statistic by row and step, between `low` and `high` on a logarithmic scale; NaN where there is none."""
+    """One statistic by row and step: null where there is none, and in words where it was not finite."""
 
     grouping: str
     statistic: str
     steps: Sequence[int]
-    rows: Mapping[str, Sequence[float]]
-    low: float
-    high: float
-
-    @property
-    def scale(self) -> list[str]:
-        """The values at the beginning, the middle and the end of the scale."""
-        return [number(self.low * (self.high / self.low) ** part, 2) for part in (0, 0.5, 1)]
-
-    @property
-    def named_steps(self) -> list[int]:
-        """The first step, the one in the middle and the last, as far as they differ."""
-        last = len(self.steps) - 1
-        return [self.steps[at] for at in sorted({0, (last + 1) // 2, last})]
-
-    @property
-    def has_not_finite(self) -> bool:
-        return any(math.isinf(value) for row in self.rows.values() for value in row)
-
-    def data(self) -> dict[str, object]:
-        """Return what page.js reads."""
-        values = [[_cell(value) for value in row] for row in self.rows.values()]
-        return {
-            "steps": self.steps,
-            "rows": list(self.rows),
-            "values": values,
-            "low": self.low,
-            "high": self.high,
-        }
+    rows: Sequence[str]
+    values: Sequence[Sequence[float | str | None]]
 
 
 def heat_maps(history: ModuleHistory) -> list[HeatMap]:
@@ -100,17 +71,14 @@ def heat_maps(history: ModuleHistory) -> list[HeatMap]:
     maps = []
     for grouping, columns in groupings.items():
         for statistic, name in STATISTICS.items():
-            rows = _rows(columns, statistic)
+            filled = (row for column in columns for row in column if statistic in column[row])
+            rows = list(dict.fromkeys(filled))[:ROWS]
+            values = [
+                [_cell(column.get(row, {}).get(statistic)) for column in columns] for row in rows
+            ]
             if rows:
-                maps.append(HeatMap(grouping, name, history.steps, rows, *_scale(rows)))
+                maps.append(HeatMap(grouping, name, history.steps, rows, values))
     return maps
-
-
-def _scale(rows: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    """Return the least and the greatest positive value, at most nine decades apart."""
-    drawn = [v for row in rows.values() for v in row if math.isfinite(v) and v > 0]
-    high = max(drawn, default=1.0)
-    return max(min(drawn, default=1.0), high * 1e-9), high
 
 
 def _block(module: str) -> str:
@@ -139,18 +107,7 @@ def _joined(modules: Mapping[str, Any], row_of: Callable[[str], str]) -> Values:
     return joined
 
 
-def _rows(columns: Sequence[Values], statistic: str) -> dict[str, list[float]]:
-    """Return one list a row, NaN where a step has no value."""
-    names = dict.fromkeys(
-        name for column in columns for name, values in column.items() if statistic in values
-    )
-    return {
-        name: [column.get(name, {}).get(statistic, math.nan) for column in columns]
-        for name in list(names)[:ROWS]
-    }
-
-
-def _cell(value: float) -> float | str | None:
-    if math.isnan(value):
+def _cell(value: float | None) -> float | str | None:
+    if value is None:
         return None
     return float(f"{value:.3g}") if math.isfinite(value) else "not finite"

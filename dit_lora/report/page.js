@@ -5,13 +5,12 @@ const known = new Map(all('section[id]').map((section) => [section.id, section.o
 document.documentElement.classList.add('js');
 
 // Numbers as the page's own text has them.
-const words = (value) => {
-  if (value === null) return 'no value';
-  if (typeof value === 'string') return value;
+const words = (value, digits = 4) => {
+  if (value === null || typeof value === 'string') return value ?? 'no value';
   const size = Math.abs(value);
-  if (value === 0) return '0';
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(3).replace(/\.?0+e/, 'e').replace('e+', 'e');
-  return size >= 1000 ? Math.round(value).toLocaleString('en') : value.toPrecision(4);
+  const plain = size === 0 || (size >= 1e-3 && size < 1e6);
+  if (plain) return value.toLocaleString('en', { maximumSignificantDigits: digits });
+  return value.toExponential(digits - 1).replace(/\.?0*e\+?/, 'e');
 };
 const make = (name, className, text = '') => {
   const element = document.createElement(name);
@@ -29,10 +28,6 @@ const zoom = (range) => {
   zoomed = range;
   for (const plot of plots) plot.setScale('x', { min: 0, max: 1 }); // its own range is what counts
 };
-const smoothingSteps = () => {
-  const slider = document.getElementById('smoothing');
-  return slider ? JSON.parse(slider.dataset.windows)[slider.value] : 1;
-};
 const smooth = (values, count) => values.map((value, index) => {
   if (value == null || count <= 1) return value;
   let sum = 0;
@@ -42,72 +37,58 @@ const smooth = (values, count) => values.map((value, index) => {
   }
   return sum / seen;
 });
-const tick = (value) => {
-  const size = Math.abs(value ?? 0);
-  if (value === null || size === 0) return value === null ? '' : '0';
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0*e/, 'e').replace('e+', 'e');
-  return value.toLocaleString('en', { maximumSignificantDigits: 6 });
-};
-// A column of uPlot for each line that is drawn: first what is behind, then what the legend names.
+// Columns of uPlot for a curve: single values, or the extremes of many, faint behind their means.
 const columnsOf = (curve, count) => {
   const shown = curve.smooth ? smooth(curve.y, count) : curve.y;
-  // To uPlot null is a gap, and undefined is nothing at all.
-  const values = curve.sparse ? shown.map((value) => value ?? undefined) : shown;
-  const behind = curve.faint && count > 1 ? [curve.y] : [];
+  const single = curve.faint && count > 1 ? { 'each step': curve.y } : {};
   return [
-    ...(curve.range ?? behind).map((y) => ({ curve, y, faint: true })),
-    { curve, y: values, faint: false },
+    ...Object.entries(curve.range ?? single).map(([label, y]) => ({ curve, label, y, faint: true })),
+    // To uPlot null is a gap, and undefined is nothing at all.
+    { curve, label: curve.name, y: curve.sparse ? shown.map((y) => y ?? undefined) : shown, faint: false },
   ];
 };
-const seriesOf = ({ curve, faint }, raw) => {
+const seriesOf = ({ curve, label, y, faint }) => {
+  const alone = y.filter((value) => value != null).length === 1; // no line would show it
   const stroke = () => color(`--c${curve.color}`) + (faint ? '4d' : '');
-  if (faint) return { curve, faint, stroke, width: 1, class: 'faint', points: { show: false } };
   return {
-    curve,
-    label: curve.name,
+    label,
+    faint,
+    class: faint ? 'faint' : undefined,
     stroke,
-    width: curve.steps ? 1.25 : 2,
-    dash: curve.steps ? [3, 4] : undefined,
-    points: curve.steps ? { show: true, size: 8, fill: stroke } : { size: 4, fill: stroke },
+    paint: `color-mix(in srgb, var(--c${curve.color}) ${faint ? 40 : 100}%, transparent)`,
+    width: faint || curve.steps ? 1.25 : 2,
+    dash: curve.steps ? [3, 4] : [],
+    points: { ...(faint ? { show: false } : curve.steps || alone ? { show: true } : {}), size: curve.steps ? 8 : 4, fill: stroke },
     value: (plot, _, index, at) => {
-      const steps = plot.data[0];
-      const place = at ?? plot.data[index].findLastIndex((value) => value != null);
-      const value = plot.data[index][place];
-      const single = raw.get(steps[place]);
-      const own = at != null && single != null && words(single) !== words(value) ? ` (${words(single)})` : '';
-      const other = at != null && place !== plot.cursor.idx ? ` at step ${steps[place].toLocaleString('en')}` : '';
-      return words(value ?? null) + own + other;
+      const place = at ?? plot.data[index].findLastIndex((y) => y != null); // the last ones, with no pointer there
+      const apart = at !== null && place !== plot.cursor.idx;
+      return words(plot.data[index][place] ?? null) + (apart ? ` at step ${words(plot.data[0][place], 9)}` : '');
     },
   };
 };
 // The range of what is in view; not every spike of a faint line, which would press the others flat.
 const heightOf = (chart, plot, [from, to]) => {
-  const reach = plot.series.slice(1).flatMap(({ faint }, index) => {
-    const values = plot.data[index + 1].filter((value, at) => value != null && (value > 0 || !chart.log)
+  const ends = plot.series.slice(1).flatMap(({ faint }, index) => {
+    const seen = plot.data[index + 1].filter((y, at) => y != null && (y > 0 || !chart.log)
       && plot.data[0][at] >= from && plot.data[0][at] <= to).sort((a, b) => a - b);
-    const cut = faint ? Math.floor(0.03 * values.length) : 0;
-    return values.length ? [values[cut], values[values.length - 1 - cut]] : [];
+    const cut = faint ? Math.floor(0.03 * seen.length) : 0;
+    return seen.length ? [seen[cut], seen.at(-1 - cut)] : [];
   });
-  if (!reach.length) return chart.log ? [0.1, 1] : [0, 1];
-  const low = Math.min(...reach);
-  const high = Math.max(...reach);
-  if (chart.log) {
-    const least = Math.max(low, high / 1e6);
-    const room = Math.max(1.1, (high / least) ** 0.06);
-    return [least / room, high * room];
-  }
-  return uPlot.rangeNum(chart.fromZero ? Math.min(0, low) : low, high, 0.1, chart.fromZero);
+  if (!ends.length) return [1, 2];
+  const [low, high] = [Math.min(...ends), Math.max(...ends)];
+  if (!chart.log) return uPlot.rangeNum(chart.fromZero ? Math.min(0, low) : low, high, 0.1, chart.fromZero);
+  const room = Math.max(1.1, (high / low) ** 0.06);
+  return [Math.max(low, high / 1e6) / room, high * room];
 };
 const logTicks = (plot, axis, low, high) => {
   const decades = Math.log10(high / low);
-  const digits = decades > 3 ? [1] : decades > 0.7 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9];
+  const digits = decades > 3 ? [1] : decades > 0.7 ? [1, 2, 5] : [1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9];
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += Math.ceil(decades / 8)) {
-    ticks.push(...digits.map((digit) => Number(`${digit}e${power}`)).filter((value) => value >= low && value <= high));
+    ticks.push(...digits.map((digit) => Number(`${digit}e${power}`)));
   }
-  return ticks;
+  return ticks.filter((value) => value >= low && value <= high);
 };
-const wholeSteps = [1, 1e3, 1e6, 1e9].flatMap((size) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((digit) => digit * size));
 const uprights = (plot, steps, name, dash) => {
   const { ctx, bbox } = plot;
   ctx.save();
@@ -128,41 +109,39 @@ const uprights = (plot, steps, name, dash) => {
 const tell = (plot, run, tip) => {
   const { left } = plot.cursor;
   const near = run.marks.filter(([step]) => left >= 0 && Math.abs(plot.valToPos(step, 'x') - left) < 6);
-  tip.replaceChildren(...near.slice(0, 3).map(([step, said]) => make('div', '', `step ${step.toLocaleString('en')}: ${said}`)));
+  tip.replaceChildren(...near.slice(0, 3).map(([step, said]) => make('div', '', `step ${words(step, 9)}: ${said}`)));
   tip.hidden = !near.length;
   tip.classList.toggle('left', left > plot.over.clientWidth / 2);
 };
 const drawCurves = (figure, run, count) => {
   const chart = read(figure);
   const box = figure.querySelector('.plot');
-  const whole = () => zoomed ?? [0, Math.max(1, run.end)];
+  const view = () => zoomed ?? [0, Math.max(1, run.end)];
   const columns = chart.curves.flatMap((curve) => columnsOf(curve, count));
-  const steps = ({ curve }) => curve.steps ?? run.steps;
-  const raw = ({ curve }) => new Map(curve.smooth ? curve.y.map((value, at) => [run.steps[at], value]) : []);
+  const tables = columns.map(({ curve, y }) => [curve.steps ?? run.steps, y]);
+  const gaps = columns.flatMap(({ y }, index) => tables[index][0].filter((_, at) => y[at] === null));
+  figure.querySelector('.not-finite').hidden = !gaps.length;
   const tip = make('output', 'tip');
-  const axis = { stroke: () => color('--soft'), font: '12px system-ui, sans-serif', values: (_, splits) => splits.map(tick) };
-  const line = { width: 1, stroke: () => color('--line') };
+  const paint = (plot, index) => plot.series[index].paint;
+  const line = { width: 1, size: 5, stroke: () => color('--line') };
+  const none = { show: false };
+  const axis = { stroke: () => color('--soft'), font: '12px system-ui, sans-serif' };
   const plot = new uPlot({
     width: box.clientWidth,
     height: Number(getComputedStyle(box).getPropertyValue('--height')),
     padding: [10, 22, 0, 0],
-    scales: { x: { time: false, range: whole }, y: { distr: chart.log ? 3 : 1, range: (self) => heightOf(chart, self, whole()) } },
+    scales: { x: { time: false, range: view }, y: { distr: chart.log ? 3 : 1, range: (self) => heightOf(chart, self, view()) } },
     axes: [
-      { ...axis, size: 30, gap: 2, grid: { show: false }, ticks: { ...line, size: 5 }, incrs: wholeSteps },
-      { ...axis, size: 52, gap: 4, ...(chart.log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}), grid: line, ticks: { show: false } },
+      { ...axis, size: 30, gap: 2, grid: none, ticks: line, values: (_, steps) => steps.map((step) => (step % 1 ? '' : words(step, 9))) },
+      { ...axis, size: 52, grid: line, ticks: none, values: (_, ticks) => ticks.map((value) => words(value, 6)),
+        ...(chart.log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}) },
     ],
-    series: [{ label: 'step', value: (self, step) => (step ?? self.data[0].at(-1) ?? 0).toLocaleString('en') },
-      ...columns.map((column) => seriesOf(column, raw(column)))],
-    legend: { markers: { width: 0, fill: (self, index) => `var(--c${self.series[index].curve.color})` } },
-    cursor: {
-      y: false,
-      drag: { setScale: false },
-      bind: { dblclick: () => () => zoom(null) },
-      points: { size: (self, index) => (self.series[index].faint ? 0 : 8), fill: (self, index) => `var(--c${self.series[index].curve.color})` },
-    },
+    series: [{ label: 'step', value: (self, step) => words(step ?? self.data[0].at(-1), 9) }, ...columns.map(seriesOf)],
+    legend: { markers: { width: 0, fill: paint } },
+    cursor: { y: false, drag: { setScale: false }, bind: { dblclick: () => () => zoom(null) }, points: { size: 7, fill: paint } },
     hooks: {
       drawAxes: [(self) => {
-        uprights(self, chart.notFinite, '--bad', [4, 3]);
+        uprights(self, gaps, '--bad', [4, 3]);
         uprights(self, run.marks.map(([step]) => step), '--mark', [2, 3]);
       }],
       setCursor: [(self) => tell(self, run, tip)],
@@ -172,7 +151,7 @@ const drawCurves = (figure, run, count) => {
         self.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
       }],
     },
-  }, uPlot.join(columns.map((column) => [steps(column), column.y])), box);
+  }, uPlot.join(tables), box);
   plot.over.append(tip);
   const follow = (event) => {
     if (event.pointerType === 'mouse') return; // uPlot follows it by itself
@@ -185,8 +164,9 @@ const drawCurves = (figure, run, count) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (event.key === 'Escape') plot.setCursor({ left: -10, top: -10 });
     if (!by) return;
-    const at = (plot.cursor.idx ?? -1) + by * (event.shiftKey ? 10 : 1);
-    plot.setCursor({ left: plot.valToPos(plot.data[0].at(Math.max(0, Math.min(at, plot.data[0].length - 1))), 'x'), top: 0 });
+    const [steps] = plot.data;
+    const at = Math.max(0, Math.min(steps.length - 1, (plot.cursor.idx ?? -1) + by * (event.shiftKey ? 10 : 1)));
+    plot.setCursor({ left: plot.valToPos(steps[at], 'x'), top: 0 });
     event.preventDefault();
   });
   return plot;
@@ -201,9 +181,9 @@ const curves = () => {
   for (const plot of plots) plot.destroy();
   resized.disconnect();
   const run = document.getElementById('curve-data');
-  const count = smoothingSteps();
-  const sign = document.getElementById('smoothing-is');
-  if (sign) sign.textContent = count > 1 ? `mean of ${count.toLocaleString('en')} steps` : 'none';
+  const slider = document.getElementById('smoothing');
+  const count = slider ? JSON.parse(slider.dataset.windows)[slider.value] : 1;
+  if (slider) document.getElementById('smoothing-is').textContent = count > 1 ? `mean of ${count.toLocaleString('en')} steps` : 'none';
   plots = [];
   if (!run) return;
   const data = JSON.parse(run.textContent);
@@ -215,32 +195,41 @@ for (const query of ['(prefers-color-scheme: dark)', 'print']) {
   matchMedia(query).addEventListener('change', () => { for (const plot of plots) plot.redraw(); });
 }
 
-// Heat maps: a pixel a cell, which the style enlarges, and the value of the cell that is pointed at.
+// Heat maps: a pixel a cell on a logarithmic scale, which the style enlarges, and the value that is pointed at.
 const heats = new Map();
 const ramp = () => {
-  const pen = new OffscreenCanvas(256, 1).getContext('2d');
+  const canvas = new OffscreenCanvas(256, 1);
+  const pen = canvas.getContext('2d');
   const gradient = pen.createLinearGradient(0, 0, 256, 0);
   color('--ramp').split(',').forEach((stop, index, stops) => gradient.addColorStop(index / (stops.length - 1), stop.trim()));
   pen.fillStyle = gradient;
   pen.fillRect(0, 0, 256, 1);
-  const { data } = pen.getImageData(0, 0, 256, 1);
-  return (part) => `rgb(${data.slice(4 * Math.round(255 * part)).slice(0, 3).join(' ')})`;
+  return canvas;
+};
+const drawHeat = (figure, colors) => {
+  const map = read(figure);
+  heats.set(figure.querySelector('.heat'), map);
+  const cells = map.values.flat();
+  const positive = cells.filter((value) => value > 0);
+  const high = positive.reduce((a, b) => Math.max(a, b), 0) || 1;
+  const low = positive.reduce((a, b) => Math.min(a, b), high) || 1;
+  const pen = figure.querySelector('canvas').getContext('2d');
+  map.values.forEach((row, y) => row.forEach((value, x) => {
+    const part = high > low ? Math.log(value / low) / Math.log(high / low) : 0.5;
+    pen.fillStyle = value === 0 ? color('--zero') : color('--not-finite');
+    if (value > 0) pen.drawImage(colors, Math.round(255 * part), 0, 1, 1, x, y, 1, 1);
+    else if (value !== null) pen.fillRect(x, y, 1, 1);
+  }));
+  const named = new Set([map.steps[0], map.steps[map.steps.length >> 1], map.steps.at(-1)]);
+  const scale = [low, Math.sqrt(low * high), high];
+  figure.querySelector('.heat-steps').replaceChildren(...[...named].map((step) => make('span', '', words(step, 9))));
+  figure.querySelector('.scale-ends').replaceChildren(...scale.map((value) => make('span', '', words(value, 2))));
+  figure.querySelector('.nowrap.not-finite').hidden = !cells.includes('not finite');
 };
 const drawHeats = () => {
   heats.clear();
-  const shade = ramp();
-  for (const figure of all('.heat-map')) {
-    const map = read(figure);
-    const heat = figure.querySelector('.heat');
-    heats.set(heat, map);
-    const pen = heat.querySelector('canvas').getContext('2d');
-    map.values.forEach((row, y) => row.forEach((value, x) => {
-      if (value === null) return;
-      const part = map.high > map.low ? Math.log(Math.max(value, map.low) / map.low) / Math.log(map.high / map.low) : 0.5;
-      pen.fillStyle = value === 'not finite' ? color('--not-finite') : value <= 0 ? color('--zero') : shade(part);
-      pen.fillRect(x, y, 1, 1);
-    }));
-  }
+  const colors = ramp();
+  for (const figure of all('.heat-map')) drawHeat(figure, colors);
 };
 const showCell = (heat, column, row) => {
   const map = heats.get(heat);
@@ -259,7 +248,7 @@ const showCell = (heat, column, row) => {
   });
   const figure = heat.closest('figure');
   figure.querySelector('output').textContent =
-    `${map.rows[row]}, step ${map.steps[column].toLocaleString('en')}: ${words(map.values[row][column])}`;
+    `${map.rows[row]}, step ${words(map.steps[column], 9)}: ${words(map.values[row][column])}`;
 };
 const overHeat = (heat, event) => {
   const map = heats.get(heat);

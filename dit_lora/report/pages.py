@@ -5,12 +5,48 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
 from dit_lora.redact import redactor
 
 _EMBEDDED = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
 _HEADERS = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
+
+
+PICTURE_BYTES = 7 * 2**20
+"""Pictures of one page, as base64: with its text it stays below 10 MB."""
+_WORDS = 400  # characters of one text
+
+
+class Pictures:
+    """Makes data URIs of JPEGs, while there is room for them on the page."""
+
+    def __init__(self) -> None:
+        self._room = PICTURE_BYTES
+
+    def uri(self, jpeg: bytes | None) -> str:
+        """Return the picture's URI, or nothing."""
+        text = base64.b64encode(jpeg or b"").decode()
+        if not text or len(text) > self._room:
+            return ""
+        self._room -= len(text)
+        return f"data:image/jpeg;base64,{text}"
+
+
+def clipped(words: str) -> str:
+    return words if len(words) <= _WORDS else words[:_WORDS] + "…"
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Write a page in one rename; raises `DitLoraError` if it cannot be written."""
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
 
 
 def render(

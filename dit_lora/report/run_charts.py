@@ -9,8 +9,8 @@ import numpy as np
 from dit_lora.report.chart_data import (
     Numbers,
     Values,
-    last_of_each_point,
-    lowest_and_highest,
+    extremes,
+    joined,
     means,
     values_per_point,
 )
@@ -45,8 +45,8 @@ class Curve:
         return {
             "name": self.name,
             "color": self.color % _PALETTE,
-            "y": means(self.values),
-            "range": lowest_and_highest(self.values) if thinned else None,
+            "y": means(self.values, sparse=self.sparse),
+            "range": extremes(self.values) if thinned else None,
             "smooth": self.smooth,
             "faint": self.faint,
             "sparse": self.sparse,
@@ -63,15 +63,12 @@ class LineChart:
     curves: Sequence[Curve]
     log: bool
     from_zero: bool
-    not_finite: Sequence[int]
-    """Steps at which a curve has a gap."""
 
     def data(self) -> dict[str, object]:
         """Return what page.js reads."""
         return {
             "log": self.log,
             "fromZero": self.from_zero,
-            "notFinite": self.not_finite,
             "curves": [curve.data() for curve in self.curves],
         }
 
@@ -136,7 +133,7 @@ def curve_data(run: RunFiles) -> dict[str, object]:
     """Return what page.js reads of the run beside its charts: steps, and what the guard said at which."""
     steps = run.metrics.steps
     return {
-        "steps": last_of_each_point(steps),
+        "steps": joined(steps)[:, -1].astype(int).tolist() if steps else [],
         "end": run.last_step,
         "stepsPerPoint": values_per_point(len(steps)),
         "marks": marks(run)[:_MARKS],
@@ -243,21 +240,7 @@ def _chart(
         return None
     if log is None:
         log = wants_log(np.concatenate([np.asarray(curve.values) for curve in drawn]))
-    return LineChart(title, unit, drawn, log, from_zero, _not_finite(run, drawn))
-
-
-def _not_finite(run: RunFiles, curves: Sequence[Curve]) -> list[int]:
-    """Return the steps whose point joins a value that is not finite, in any curve."""
-    ends = last_of_each_point(run.metrics.steps)
-    width = values_per_point(len(run.metrics.steps))
-    steps: set[int] = set()
-    for curve in curves:
-        if not curve.sparse:
-            places = np.flatnonzero(~np.isfinite(curve.values))
-            steps.update(
-                curve.steps[at] if curve.steps else ends[at // width] for at in places.tolist()
-            )
-    return sorted(steps)
+    return LineChart(title, unit, drawn, log, from_zero)
 
 
 def _waiting(metrics: Metrics) -> Values:
