@@ -1,20 +1,23 @@
 """A page of ours as its reader meets it."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Text, attributes and balance of a page."""
+    """Text, attributes, data and balance of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.source = path.read_text(encoding="utf-8")
         self.words: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: list[Any] = []
         self.open: list[str] = []
         self.feed(self.source)
         self.close()
@@ -36,6 +39,8 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open[-1:] not in (["style"], ["script"]):
             self.words.append(data)
+        elif self.tags[-1][1].get("type") == "application/json":
+            self.data.append(json.loads(data))
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]

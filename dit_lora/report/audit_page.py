@@ -1,6 +1,5 @@
 """The audit of a data set as one self-contained page: what cannot be used, what is worth a look, what there is."""
 
-import base64
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.data.audit.finding import VERDICTS, Finding, Judged, Verdict
-from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.report.audit_charts import aspect_ratios, channel_chart, counted, histogram
-from dit_lora.report.charts import number
-from dit_lora.report.pages import render
+from dit_lora.report.audit_charts import (
+    ChannelChart,
+    Histogram,
+    aspect_ratios,
+    channel_chart,
+    counted,
+    histogram,
+)
+from dit_lora.report.charts import BarChart, number
+from dit_lora.report.pages import Pictures, clipped, render, write_page
 
 CARDS = 200
 """Samples that are shown; the others are in the JSON file."""
 _REJECT_CARDS = 140  # warnings keep the rest, however many rejects there are
-PICTURE_BYTES = 7 * 2**20
-"""Of base64; with the text of the cards, the page stays below 10 MB."""
 _NAMES = 24  # in one line
 _LINES = 50  # of a list
-_WORDS = 400  # characters of one reason
 _FINDINGS = 6  # of one card
 _CHANNELS = 128
 
@@ -75,7 +76,7 @@ class Channels:
 
     name: str
     facts: str
-    chart: str
+    chart: ChannelChart | None
 
 
 def write_audit_page(
@@ -93,11 +94,7 @@ def write_audit_page(
     `totals` are `audit.summary.totals`, `buckets` a `BucketReport.as_dict()`, `encoded` the statistics of
     `audit.encoded.check_encoded`. At most `CARDS` samples are shown. Raises `DitLoraError` if it cannot be written.
     """
-    try:
-        write_whole(path, _render(judged, title, totals, buckets, encoded, notes))
-    except OSError as error:
-        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return write_page(path, _render(judged, title, totals, buckets, encoded, notes))
 
 
 def _render(
@@ -140,15 +137,15 @@ def _shares(totals: Mapping[str, Any]) -> list[tuple[Verdict, str, int, float]]:
 
 def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
     """The rejected samples, and those with warnings by their first code, within the page's room."""
-    album = _Album()
+    pictures = Pictures()
     rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
     shown = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
-    cards = [album.card(one) for code, ones in rejected.items() for one in ones[: shown[code]]]
+    cards = [_card(one, pictures) for code, ones in rejected.items() for one in ones[: shown[code]]]
     rejects = Group("reject", count, cards, hidden=count - len(cards))
     shown = _even(warned, CARDS - len(cards))
     return rejects, [
-        _warning_group(code, samples, warned.get(code, []), shown.get(code, 0), judged, album)
+        _warning_group(code, samples, warned.get(code, []), shown.get(code, 0), judged, pictures)
         for code, samples in _counts(judged, "warn").most_common()
     ]
 
@@ -169,7 +166,7 @@ def _warning_group(
     own: Sequence[Judged],
     room: int,
     judged: Sequence[Judged],
-    album: "_Album",
+    pictures: Pictures,
 ) -> Group:
     files = {one.file for one in own}
     elsewhere = [
@@ -177,31 +174,17 @@ def _warning_group(
         for one in judged
         if one.file not in files and any(finding.code == code for finding in one.findings)
     ]
-    cards = [album.card(one) for one in own[:room]]
+    cards = [_card(one, pictures) for one in own[:room]]
     return Group(code, count, cards, _names(elsewhere), len(own) - len(cards))
 
 
-class _Album:
-    """Makes cards, with pictures while there is room for them."""
-
-    def __init__(self) -> None:
-        self.room = PICTURE_BYTES
-
-    def card(self, one: Judged) -> Card:
-        ordered = sorted(one.findings, key=lambda f: -VERDICTS.index(f.verdict))
-        findings = [
-            Finding(f.code, _clipped(f.words), f.verdict, _clipped(f.remedy))
-            for f in ordered[:_FINDINGS]
-        ]
-        more = len(one.findings) - len(findings)
-        return Card(one.file, _facts(one.facts), findings, more, self._picture(one.thumbnail))
-
-    def _picture(self, jpeg: bytes | None) -> str:
-        size = 4 * math.ceil(len(jpeg or b"") / 3)
-        if not jpeg or size > self.room:
-            return ""
-        self.room -= size
-        return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
+def _card(one: Judged, pictures: Pictures) -> Card:
+    ordered = sorted(one.findings, key=lambda f: -VERDICTS.index(f.verdict))
+    findings = [
+        Finding(f.code, clipped(f.words), f.verdict, clipped(f.remedy)) for f in ordered[:_FINDINGS]
+    ]
+    more = len(one.findings) - len(findings)
+    return Card(one.file, _facts(one.facts), findings, more, pictures.uri(one.thumbnail))
 
 
 def _even(groups: Mapping[str, Sequence[Judged]], room: int) -> dict[str, int]:
@@ -231,7 +214,7 @@ def _codes(judged: Sequence[Judged]) -> list[tuple[Verdict, str, int, str]]:
             remedies[finding.code] = remedies.get(finding.code) or finding.remedy
     verdicts: tuple[Verdict, ...] = ("reject", "warn")
     return [
-        (verdict, code, count, _clipped(remedies[code]))
+        (verdict, code, count, clipped(remedies[code]))
         for verdict in verdicts
         for code, count in _counts(judged, verdict).most_common()
     ]
@@ -245,13 +228,13 @@ def _facts(facts: Mapping[str, Any]) -> str:
         f"{width:g} x {height:g}" if height and width else "",
         f"{fps:.4g} fps" if fps else "",
         f"{seconds:.3g} s" if seconds else "",
-        _clipped(str(facts.get("codec") or "")),
+        clipped(str(facts.get("codec") or "")),
     ]
     return ", ".join(part for part in parts if part)
 
 
-def _charts(judged: Sequence[Judged]) -> list[str]:
-    """What the set is made of; what nobody measured is absent."""
+def _charts(judged: Sequence[Judged]) -> list[BarChart | Histogram]:
+    """Return charts of what the set is made of; what nobody measured is left out."""
 
     def column(key: str) -> list[float]:
         found = (_number(one.facts.get(key)) for one in judged)
@@ -270,7 +253,7 @@ def _charts(judged: Sequence[Judged]) -> list[str]:
         aspect_ratios(sizes),
         histogram("Caption length", column("caption_tokens"), "tokens"),
     ]
-    return [chart for chart in charts if chart]
+    return [chart for chart in charts if chart is not None]
 
 
 def _channels(name: str, stats: Mapping[str, Any]) -> Channels:
@@ -280,20 +263,19 @@ def _channels(name: str, stats: Mapping[str, Any]) -> Channels:
         f"{number(stats['abs_max'])} in {stats['abs_max_file'] or 'none'}"
     )
     if not means:
-        return Channels(name, facts, "")
+        return Channels(name, facts, None)
     facts += (
         f"; means from {number(min(means), 3)} to {number(max(means), 3)}, standard deviations from "
         f"{number(min(stds), 3)} to {number(max(stds), 3)}"
     )
-    return Channels(
-        name, facts, channel_chart(name, means, stds) if len(means) <= _CHANNELS else ""
-    )
+    chart = channel_chart(name, means, stds) if len(means) <= _CHANNELS else None
+    return Channels(name, facts, chart)
 
 
 def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]]:
     """Verdict, file and words of what the encoders' output showed."""
     found = [
-        (finding.verdict, one.file, _clipped(finding.words))
+        (finding.verdict, one.file, clipped(finding.words))
         for one in judged
         for finding in one.findings
         if finding.code.startswith(("latent_", "embedding_"))
@@ -344,7 +326,7 @@ def bucket_rows(report: Mapping[str, Any]) -> Buckets:
         ]
         size = f"{shape['width']} x {shape['height']}"
         rows.append(Bucket(shape["frames"], size, cells, unused=not row["samples"]))
-    dropped = [(one["id"], one["code"], _clipped(one["words"])) for one in report["dropped"]]
+    dropped = [(one["id"], one["code"], clipped(one["words"])) for one in report["dropped"]]
     return Buckets(report["advice"], rows, dropped)
 
 
@@ -352,10 +334,6 @@ def _names(files: Iterable[str]) -> str:
     listed = list(files)
     more = f" and {len(listed) - _NAMES:,} more" if len(listed) > _NAMES else ""
     return ", ".join(listed[:_NAMES]) + more
-
-
-def _clipped(words: str) -> str:
-    return words if len(words) <= _WORDS else words[:_WORDS] + "…"
 
 
 def _number(value: Any) -> float | None:

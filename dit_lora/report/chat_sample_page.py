@@ -10,9 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.view import NAMES, counts, shown_pieces
-from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.report.pages import render
+from dit_lora.report.pages import render, write_page
 
 FRAMES = 32
 """Pictures on the page; of more frames, evenly spread ones."""
@@ -51,11 +49,7 @@ def write_chat_sample_page(
         instruction=instruction,
         notes=notes,
     )
-    try:
-        write_whole(path, page)
-    except OSError as error:
-        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return write_page(path, page)
 
 
 def _pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tuple[str, str]]:

@@ -1,6 +1,5 @@
 """The evaluation of a chat model as one self-contained page: accuracy by task, and what it got wrong."""
 
-import base64
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,17 +13,12 @@ from PIL import Image
 
 from dit_lora.data.chat.mvbench import Question, letter, read_facts, read_frames_at
 from dit_lora.data.video import ClipError
-from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.report.pages import render
+from dit_lora.report.pages import Pictures, clipped, render, write_page
 
 CARDS = 48
 """Questions that are shown; predictions.jsonl has all."""
-PICTURE_BYTES = 7 * 2**20
-"""Of base64; with the text of the cards, the page stays below 10 MB."""
 _FRAMES = 4  # of one card
 _HEIGHT = 96  # pixels of a thumbnail
-_WORDS = 400  # characters of one text
 _LINES = 50  # of a list
 
 
@@ -103,11 +97,7 @@ def write_evaluation_page(
     `results` is what results.json holds, and `predictions` a line of predictions.jsonl for each of `questions`. Reads
     frames of at most `CARDS` videos. Raises `DitLoraError` if the page cannot be written.
     """
-    try:
-        write_whole(path, _render(results, questions, predictions, title))
-    except OSError as error:
-        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return write_page(path, _render(results, questions, predictions, title))
 
 
 def _render(
@@ -118,7 +108,7 @@ def _render(
 ) -> str:
     total, average = results["all"], results["average"]
     failed = [
-        (one.id, _clipped(line["failed"]))
+        (one.id, clipped(line["failed"]))
         for one, line in zip(questions, predictions, strict=True)
         if "failed" in line
     ]
@@ -132,7 +122,7 @@ def _render(
         bars=[_bar(one["task"], one) for one in results["tasks"]],
         groups=_groups(results, questions, predictions),
         failed=failed,
-        left_out=[(id, _clipped(words)) for id, words in results["left_out"].items()],
+        left_out=[(id, clipped(words)) for id, words in results["left_out"].items()],
         lines=_LINES,
     )
 
@@ -183,12 +173,12 @@ def _groups(
         kind = "Right only without the fine-tune" if lost else "Wrong"
         wrong[kind if lost or line["named"] else "No option named"].append((question, line))
     accuracy = {one["task"]: one["accuracy"] for one in results["tasks"]}
-    album, room, groups = _Album(), CARDS, []
+    pictures, room, groups = Pictures(), CARDS, []
     for left, (name, ones) in zip((3, 2, 1), wrong.items(), strict=True):
         shown = list(_by_turns(ones, accuracy))[: math.ceil(room / left)]
         room -= len(shown)
         if ones:
-            groups.append(Group(name, len(ones), [album.card(*one) for one in shown]))
+            groups.append(Group(name, len(ones), [_card(*one, pictures) for one in shown]))
     return groups
 
 
@@ -204,37 +194,23 @@ def _by_turns(
     return (one for one in chain.from_iterable(turns) if one is not None)
 
 
-class _Album:
-    """Makes cards, with pictures while there is room for them."""
-
-    def __init__(self) -> None:
-        self.room = PICTURE_BYTES
-
-    def card(self, question: Question, line: Mapping[str, Any]) -> Card:
-        base = line.get("base")
-        chosen, by_base = line["named"], base["named"] if base else ()
-        options = [
-            Option(letter(at), _clipped(words), at == question.answer, at in chosen, at in by_base)
-            for at, words in enumerate(question.candidates)
-        ]
-        return Card(
-            question.task,
-            question.id,
-            _part(question),
-            _clipped(question.question),
-            options,
-            _clipped(line["said"]),
-            _clipped(base["said"]) if base else None,
-            self._picture(question, line["seconds"]),
-        )
-
-    def _picture(self, question: Question, seconds: Sequence[float]) -> str:
-        jpeg = _strip(question, seconds)
-        size = 4 * math.ceil(len(jpeg) / 3)
-        if not jpeg or size > self.room:
-            return ""
-        self.room -= size
-        return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
+def _card(question: Question, line: Mapping[str, Any], pictures: Pictures) -> Card:
+    base = line.get("base")
+    chosen, by_base = line["named"], base["named"] if base else ()
+    options = [
+        Option(letter(at), clipped(words), at == question.answer, at in chosen, at in by_base)
+        for at, words in enumerate(question.candidates)
+    ]
+    return Card(
+        question.task,
+        question.id,
+        _part(question),
+        clipped(question.question),
+        options,
+        clipped(line["said"]),
+        clipped(base["said"]) if base else None,
+        pictures.uri(_strip(question, line["seconds"])),
+    )
 
 
 def _strip(question: Question, seconds: Sequence[float]) -> bytes:
@@ -259,7 +235,3 @@ def _part(question: Question) -> str:
     if question.start is None or question.end is None:
         return ""
     return f"{question.start:g} to {question.end:g} s"
-
-
-def _clipped(words: str) -> str:
-    return words if len(words) <= _WORDS else words[:_WORDS] + "…"

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from dit_lora.report.run_files import RunReader
-from dit_lora.report.run_report import write_page
+from dit_lora.report.run_report import write_run_page
 
 
 class Reporting:
@@ -26,14 +26,16 @@ class Reporting:
         """Begin to write it anew, unless that is still under way."""
         if self._writes and (self._job is None or self._job.done()):
             self._settle()
-            self._job = self._thread.submit(write_page, self._reader, state="running", embed=False)
+            self._job = self._thread.submit(
+                write_run_page, self._reader, state="running", embed=False
+            )
 
     def finish(self) -> Path | None:
         """Write the last one, whole, when the run has ended; None where it could not be written."""
         self._settle()
         if self._writes:
             self._told = False
-            self._job = self._thread.submit(write_page, self._reader)
+            self._job = self._thread.submit(write_run_page, self._reader)
         written = self._settle()
         self._thread.shutdown()
         return written

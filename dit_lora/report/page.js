@@ -5,13 +5,12 @@ const known = new Map(all('section[id]').map((section) => [section.id, section.o
 document.documentElement.classList.add('js');
 
 // Numbers as the page's own text has them.
-const words = (value) => {
-  if (value === null) return 'no value';
-  if (typeof value === 'string') return value;
+const words = (value, digits = 4) => {
+  if (value === null || typeof value === 'string') return value ?? 'no value';
   const size = Math.abs(value);
-  if (value === 0) return '0';
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(3).replace(/\.?0+e/, 'e').replace('e+', 'e');
-  return size >= 1000 ? Math.round(value).toLocaleString('en') : value.toPrecision(4);
+  const plain = size === 0 || (size >= 1e-3 && size < 1e6);
+  if (plain) return value.toLocaleString('en', { maximumSignificantDigits: digits });
+  return value.toExponential(digits - 1).replace(/\.?0*e\+?/, 'e');
 };
 const make = (name, className, text = '') => {
   const element = document.createElement(name);
@@ -20,127 +19,240 @@ const make = (name, className, text = '') => {
   return element;
 };
 
-// Charts: other smoothing, and the values below the pointer.
-const parsed = new WeakMap();
-const read = (element, text) => {
-  if (!parsed.has(element)) parsed.set(element, JSON.parse(text));
-  return parsed.get(element);
-};
-const bins = (series) => {
-  const slider = document.getElementById('smoothing');
-  if (!slider || series.window <= 1) return Math.max(1, Math.round(series.window / series.each));
-  const windows = JSON.parse(slider.dataset.windows);
-  const factor = windows[slider.value] / Number(slider.dataset.first);
-  return Math.max(1, Math.round(series.window * factor / series.each));
+// Curves: uPlot draws them. Smoothing and zoom are the same for all, and outlive a served page's new data.
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const read = (element) => JSON.parse(element.querySelector('script').textContent);
+let plots = [];
+let zoomed = null;
+const zoom = (range) => {
+  zoomed = range;
+  for (const plot of plots) plot.setScale('x', { min: 0, max: 1 }); // its own range is what counts
 };
 const smooth = (values, count) => values.map((value, index) => {
-  if (value === null) return null;
-  const last = values.slice(Math.max(0, index + 1 - count), index + 1).filter((one) => one !== null);
-  return last.reduce((sum, one) => sum + one, 0) / last.length;
+  if (value == null || count <= 1) return value;
+  let sum = 0;
+  let seen = 0;
+  for (let at = Math.max(0, index + 1 - count); at <= index; at += 1) {
+    if (values[at] != null) { sum += values[at]; seen += 1; }
+  }
+  return sum / seen;
 });
-const height = (chart, value) => {
-  const [, , low, high] = chart.range;
-  if (value === null || (chart.log && value <= 0)) return null;
-  const at = chart.log
-    ? Math.log(value / low) / Math.log(high / low)
-    : (value - low) / (high - low);
-  return Math.max(-1, Math.min(2, at));
+// Columns of uPlot for a curve: single values, or the extremes of many, faint behind their means.
+const columnsOf = (curve, count) => {
+  const shown = curve.smooth ? smooth(curve.y, count) : curve.y;
+  const single = curve.faint && count > 1 ? { 'each step': curve.y } : {};
+  return [
+    ...Object.entries(curve.range ?? single).map(([label, y]) => ({ curve, label, y, faint: true })),
+    // To uPlot null is a gap, and undefined is nothing at all.
+    { curve, label: curve.name, y: curve.sparse ? shown.map((y) => y ?? undefined) : shown, faint: false },
+  ];
 };
-const across = (chart, x) => (x - chart.range[0]) / (chart.range[1] - chart.range[0]);
-const redraw = (plot) => {
-  const chart = read(plot, plot.dataset.chart);
-  for (const path of all('path[data-series]', plot)) {
-    const series = chart.series[path.dataset.series];
-    if (series.window <= 1) continue;
-    let pen = 'M';
-    path.setAttribute('d', smooth(series.y, bins(series)).map((value, index) => {
-      const y = height(chart, value);
-      if (y === null) { pen = 'M'; return ''; }
-      const point = `${pen}${(1000 * across(chart, chart.x[series.x][index])).toFixed(1)} ${(1000 * (1 - y)).toFixed(1)}`;
-      pen = 'L';
-      return point;
-    }).join(''));
+const seriesOf = ({ curve, label, y, faint }) => {
+  const alone = y.filter((value) => value != null).length === 1; // no line would show it
+  const stroke = () => color(`--c${curve.color}`) + (faint ? '4d' : '');
+  return {
+    label,
+    faint,
+    class: faint ? 'faint' : undefined,
+    stroke,
+    paint: `color-mix(in srgb, var(--c${curve.color}) ${faint ? 40 : 100}%, transparent)`,
+    width: faint || curve.steps ? 1.25 : 2,
+    dash: curve.steps ? [3, 4] : [],
+    points: { ...(faint ? { show: false } : curve.steps || alone ? { show: true } : {}), size: curve.steps ? 8 : 4, fill: stroke },
+    value: (plot, _, index, at) => {
+      const place = at ?? plot.data[index].findLastIndex((y) => y != null); // the last ones, with no pointer there
+      const apart = at !== null && place !== plot.cursor.idx;
+      return words(plot.data[index][place] ?? null) + (apart ? ` at step ${words(plot.data[0][place], 9)}` : '');
+    },
+  };
+};
+// The range of what is in view; not every spike of a faint line, which would press the others flat.
+const heightOf = (chart, plot, [from, to]) => {
+  const ends = plot.series.slice(1).flatMap(({ faint }, index) => {
+    const seen = plot.data[index + 1].filter((y, at) => y != null && (y > 0 || !chart.log)
+      && plot.data[0][at] >= from && plot.data[0][at] <= to).sort((a, b) => a - b);
+    const cut = faint ? Math.floor(0.03 * seen.length) : 0;
+    return seen.length ? [seen[cut], seen.at(-1 - cut)] : [];
+  });
+  if (!ends.length) return [1, 2];
+  const [low, high] = [Math.min(...ends), Math.max(...ends)];
+  if (!chart.log) return uPlot.rangeNum(chart.fromZero ? Math.min(0, low) : low, high, 0.1, chart.fromZero);
+  const room = Math.max(1.1, (high / low) ** 0.06);
+  return [Math.max(low, high / 1e6) / room, high * room];
+};
+const logTicks = (plot, axis, low, high) => {
+  const decades = Math.log10(high / low);
+  const digits = decades > 3 ? [1] : decades > 0.7 ? [1, 2, 5] : [1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9];
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += Math.ceil(decades / 8)) {
+    ticks.push(...digits.map((digit) => Number(`${digit}e${power}`)));
   }
+  return ticks.filter((value) => value >= low && value <= high);
 };
-const nearest = (places, x) => {
-  let low = 0;
-  let high = places.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (places[middle] < x) low = middle; else high = middle;
+const uprights = (plot, steps, name, dash) => {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.strokeStyle = color(name);
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  ctx.setLineDash(dash.map((part) => part * devicePixelRatio));
+  ctx.beginPath();
+  for (const step of new Set(steps)) {
+    const x = plot.valToPos(step, 'x', true);
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
   }
-  return x - places[low] <= places[high] - x ? low : high;
+  ctx.stroke();
+  ctx.restore();
 };
-const tipOf = (element) => {
-  let tip = element.querySelector(':scope > .tip');
-  if (!tip) {
-    tip = make('div', 'tip');
-    tip.setAttribute('role', 'status');
-    element.append(make('i', 'cross'), tip);
+// What the guard said near the pointer.
+const tell = (plot, run, tip) => {
+  const { left } = plot.cursor;
+  const near = run.marks.filter(([step]) => left >= 0 && Math.abs(plot.valToPos(step, 'x') - left) < 6);
+  tip.replaceChildren(...near.slice(0, 3).map(([step, said]) => make('div', '', `step ${words(step, 9)}: ${said}`)));
+  tip.hidden = !near.length;
+  tip.classList.toggle('left', left > plot.over.clientWidth / 2);
+};
+const drawCurves = (figure, run, count) => {
+  const chart = read(figure);
+  const box = figure.querySelector('.plot');
+  const view = () => zoomed ?? [0, Math.max(1, run.end)];
+  const columns = chart.curves.flatMap((curve) => columnsOf(curve, count));
+  const tables = columns.map(({ curve, y }) => [curve.steps ?? run.steps, y]);
+  const gaps = columns.flatMap(({ y }, index) => tables[index][0].filter((_, at) => y[at] === null));
+  figure.querySelector('.not-finite').hidden = !gaps.length;
+  const tip = make('output', 'tip');
+  const paint = (plot, index) => plot.series[index].paint;
+  const line = { width: 1, size: 5, stroke: () => color('--line') };
+  const none = { show: false };
+  const axis = { stroke: () => color('--soft'), font: '12px system-ui, sans-serif' };
+  const plot = new uPlot({
+    width: box.clientWidth,
+    height: Number(getComputedStyle(box).getPropertyValue('--height')),
+    padding: [10, 22, 0, 0],
+    scales: { x: { time: false, range: view }, y: { distr: chart.log ? 3 : 1, range: (self) => heightOf(chart, self, view()) } },
+    axes: [
+      { ...axis, size: 30, gap: 2, grid: none, ticks: line, values: (_, steps) => steps.map((step) => (step % 1 ? '' : words(step, 9))) },
+      { ...axis, size: 52, grid: line, ticks: none, values: (_, ticks) => ticks.map((value) => words(value, 6)),
+        ...(chart.log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}) },
+    ],
+    series: [{ label: 'step', value: (self, step) => words(step ?? self.data[0].at(-1), 9) }, ...columns.map(seriesOf)],
+    legend: { markers: { width: 0, fill: paint } },
+    cursor: { y: false, drag: { setScale: false }, bind: { dblclick: () => () => zoom(null) }, points: { size: 7, fill: paint } },
+    hooks: {
+      drawAxes: [(self) => {
+        uprights(self, gaps, '--bad', [4, 3]);
+        uprights(self, run.marks.map(([step]) => step), '--mark', [2, 3]);
+      }],
+      setCursor: [(self) => tell(self, run, tip)],
+      setSelect: [(self) => {
+        const { left, width } = self.select;
+        if (width > 5) zoom([self.posToVal(left, 'x'), self.posToVal(left + width, 'x')]);
+        self.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      }],
+    },
+  }, uPlot.join(tables), box);
+  plot.over.append(tip);
+  const follow = (event) => {
+    if (event.pointerType === 'mouse') return; // uPlot follows it by itself
+    const over = plot.over.getBoundingClientRect();
+    plot.setCursor({ left: event.clientX - over.left, top: event.clientY - over.top });
+  };
+  plot.over.addEventListener('pointerdown', follow);
+  plot.over.addEventListener('pointermove', follow);
+  box.addEventListener('keydown', (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === 'Escape') plot.setCursor({ left: -10, top: -10 });
+    if (!by) return;
+    const [steps] = plot.data;
+    const at = Math.max(0, Math.min(steps.length - 1, (plot.cursor.idx ?? -1) + by * (event.shiftKey ? 10 : 1)));
+    plot.setCursor({ left: plot.valToPos(steps[at], 'x'), top: 0 });
+    event.preventDefault();
+  });
+  return plot;
+};
+const resized = new ResizeObserver(() => {
+  for (const plot of plots) {
+    const width = plot.root.parentElement.clientWidth;
+    if (width && width !== plot.width) plot.setSize({ width, height: plot.height });
   }
-  return tip;
+});
+const curves = () => {
+  for (const plot of plots) plot.destroy();
+  resized.disconnect();
+  const run = document.getElementById('curve-data');
+  const slider = document.getElementById('smoothing');
+  const count = slider ? JSON.parse(slider.dataset.windows)[slider.value] : 1;
+  if (slider) document.getElementById('smoothing-is').textContent = count > 1 ? `mean of ${count.toLocaleString('en')} steps` : 'none';
+  plots = [];
+  if (!run) return;
+  const data = JSON.parse(run.textContent);
+  const points = Math.max(1, Math.round(count / data.stepsPerPoint));
+  plots = all('figure.curves').map((figure) => drawCurves(figure, data, points));
+  for (const plot of plots) resized.observe(plot.root.parentElement);
 };
-const place = (element, part) => {
-  const tip = tipOf(element);
-  tip.hidden = false;
-  element.querySelector(':scope > .cross').hidden = false;
-  element.style.setProperty('--at', `${100 * part}%`);
-  tip.classList.toggle('left', part > 0.5);
-};
-const hide = (element) => {
-  for (const one of all(':scope > .tip, :scope > .cross, .cell', element)) one.hidden = true;
-};
-const showValues = (plot, part) => {
-  const chart = read(plot, plot.dataset.chart);
-  const longest = chart.x.reduce((a, b) => (b.length > a.length ? b : a), []);
-  if (!longest.length) return;
-  const asked = chart.range[0] + Math.max(0, Math.min(1, part)) * (chart.range[1] - chart.range[0]);
-  const index = nearest(longest, asked);
-  plot.dataset.index = index;
-  const x = longest[index];
-  const reach = 0.012 * (chart.range[1] - chart.range[0]);
-  const tip = tipOf(plot);
-  tip.replaceChildren(make('b', '', `step ${x.toLocaleString('en')}`));
-  for (const series of chart.series) {
-    const places = chart.x[series.x];
-    const at = nearest(places, x);
-    if (Math.abs(places[at] - x) > Math.max(reach, series.each) && places !== longest) continue;
-    const count = bins(series);
-    const value = smooth(series.y.slice(Math.max(0, at + 1 - count), at + 1), count).pop();
-    const raw = count > 1 && series.y[at] !== null ? ` (${words(series.y[at])})` : '';
-    const row = make('div', `c${series.color % 6}`);
-    const other = places[at] === x || series.window > 1 ? '' : ` at step ${places[at].toLocaleString('en')}`;
-    row.append(make('i', 'dot'), make('span', '', `${series.name} ${words(value)}${raw}${other}`));
-    tip.append(row);
-  }
-  const marks = chart.marks.filter(([step]) => Math.abs(step - x) <= reach).slice(0, 3);
-  for (const [step, text] of marks) tip.append(make('div', 'guard', `step ${step}: ${text}`));
-  place(plot, across(chart, x));
-};
+for (const query of ['(prefers-color-scheme: dark)', 'print']) {
+  matchMedia(query).addEventListener('change', () => { for (const plot of plots) plot.redraw(); });
+}
 
-// Heat maps: the value of a cell.
+// Heat maps: a pixel a cell on a logarithmic scale, which the style enlarges, and the value that is pointed at.
+const heats = new Map();
+const ramp = () => {
+  const canvas = new OffscreenCanvas(256, 1);
+  const pen = canvas.getContext('2d');
+  const gradient = pen.createLinearGradient(0, 0, 256, 0);
+  color('--ramp').split(',').forEach((stop, index, stops) => gradient.addColorStop(index / (stops.length - 1), stop.trim()));
+  pen.fillStyle = gradient;
+  pen.fillRect(0, 0, 256, 1);
+  return canvas;
+};
+const drawHeat = (figure, colors) => {
+  const map = read(figure);
+  heats.set(figure.querySelector('.heat'), map);
+  const cells = map.values.flat();
+  const positive = cells.filter((value) => value > 0);
+  const high = positive.reduce((a, b) => Math.max(a, b), 0) || 1;
+  const low = positive.reduce((a, b) => Math.min(a, b), high) || 1;
+  const pen = figure.querySelector('canvas').getContext('2d');
+  map.values.forEach((row, y) => row.forEach((value, x) => {
+    const part = high > low ? Math.log(value / low) / Math.log(high / low) : 0.5;
+    pen.fillStyle = value === 0 ? color('--zero') : color('--not-finite');
+    if (value > 0) pen.drawImage(colors, Math.round(255 * part), 0, 1, 1, x, y, 1, 1);
+    else if (value !== null) pen.fillRect(x, y, 1, 1);
+  }));
+  const named = new Set([map.steps[0], map.steps[map.steps.length >> 1], map.steps.at(-1)]);
+  const scale = [low, Math.sqrt(low * high), high];
+  figure.querySelector('.heat-steps').replaceChildren(...[...named].map((step) => make('span', '', words(step, 9))));
+  figure.querySelector('.scale-ends').replaceChildren(...scale.map((value) => make('span', '', words(value, 2))));
+  figure.querySelector('.nowrap.not-finite').hidden = !cells.includes('not finite');
+};
+const drawHeats = () => {
+  heats.clear();
+  const colors = ramp();
+  for (const figure of all('.heat-map')) drawHeat(figure, colors);
+};
 const showCell = (heat, column, row) => {
-  const map = read(heat, heat.dataset.heat);
+  const map = heats.get(heat);
   column = Math.max(0, Math.min(map.steps.length - 1, column));
   row = Math.max(0, Math.min(map.rows.length - 1, row));
   heat.dataset.column = column;
   heat.dataset.row = row;
   const cell = heat.querySelector('.cell');
-  const image = heat.querySelector('img');
+  const canvas = heat.querySelector('canvas');
   cell.hidden = false;
   Object.assign(cell.style, {
     left: `${100 * column / map.steps.length}%`,
     width: `${100 / map.steps.length}%`,
-    top: `${image.clientHeight * row / map.rows.length}px`,
-    height: `${image.clientHeight / map.rows.length}px`,
+    top: `${canvas.clientHeight * row / map.rows.length}px`,
+    height: `${canvas.clientHeight / map.rows.length}px`,
   });
   const figure = heat.closest('figure');
   figure.querySelector('output').textContent =
-    `${map.rows[row]}, step ${map.steps[column].toLocaleString('en')}: ${words(map.values[row][column])}`;
+    `${map.rows[row]}, step ${words(map.steps[column], 9)}: ${words(map.values[row][column])}`;
 };
 const overHeat = (heat, event) => {
-  const map = read(heat, heat.dataset.heat);
-  const box = heat.querySelector('img').getBoundingClientRect();
+  const map = heats.get(heat);
+  const box = heat.querySelector('canvas').getBoundingClientRect();
   showCell(
     heat,
     Math.floor((event.clientX - box.left) / box.width * map.steps.length),
@@ -206,43 +318,21 @@ document.addEventListener('timeupdate', (event) => {
 }, true);
 
 const point = (event) => {
-  const plot = event.target.closest?.('.plot[data-chart]');
   const heat = event.target.closest?.('.heat');
-  for (const other of all('.plot[data-chart], .heat')) if (other !== plot && other !== heat) hide(other);
-  if (plot) {
-    const box = plot.getBoundingClientRect();
-    showValues(plot, (event.clientX - box.left) / box.width);
-  }
-  if (heat && event.target.closest('img, .cell')) overHeat(heat, event);
+  if (heat && event.target.closest('canvas, .cell')) overHeat(heat, event);
 };
 document.addEventListener('pointermove', point);
 document.addEventListener('pointerdown', point);
-document.addEventListener('focusout', (event) => { if (event.target.matches('.plot, .heat')) hide(event.target); });
 document.addEventListener('keydown', (event) => {
   const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-  const target = event.target;
-  if (event.key === 'Escape') for (const one of all('.plot, .heat')) hide(one);
-  if (!step || !target.matches('.plot[data-chart], .heat')) return;
-  if (target.matches('.heat')) {
-    showCell(target, Number(target.dataset.column ?? -1) + step[0], Number(target.dataset.row ?? 0) + step[1]);
-  } else if (step[0]) {
-    const chart = read(target, target.dataset.chart);
-    const longest = chart.x.reduce((a, b) => (b.length > a.length ? b : a), []);
-    const index = Number(target.dataset.index ?? -1) + step[0] * (event.shiftKey ? 10 : 1);
-    showValues(target, across(chart, longest[Math.max(0, Math.min(longest.length - 1, index))]));
-  } else return;
+  const heat = event.target;
+  if (!step || !heat.matches('.heat')) return;
+  showCell(heat, Number(heat.dataset.column ?? -1) + step[0], Number(heat.dataset.row ?? 0) + step[1]);
   event.preventDefault();
 });
-const smoothing = () => {
-  const slider = document.getElementById('smoothing');
-  if (!slider) return;
-  const count = JSON.parse(slider.dataset.windows)[slider.value];
-  document.getElementById('smoothing-is').textContent = count > 1 ? `mean of ${count.toLocaleString('en')} steps` : 'none';
-  if (count !== Number(slider.dataset.first) || slider.dataset.moved) all('.plot[data-chart]').forEach(redraw);
-};
 document.addEventListener('input', (event) => {
   const { id } = event.target;
-  if (id === 'smoothing') { event.target.dataset.moved = 'yes'; smoothing(); }
+  if (id === 'smoothing') curves();
   if (id.startsWith('heat-')) chooseHeat();
   if (['left', 'right', 'mode'].includes(id) || event.target.matches('.cut')) chooseSamples();
   if (id === 'seek') { pause(); seek(event.target.value / 1000); }
@@ -253,7 +343,7 @@ document.addEventListener('click', (event) => {
 });
 addEventListener('beforeprint', () => all('details').forEach((one) => { one.open = true; }));
 
-const begin = () => { smoothing(); chooseHeat(); chooseSamples(); };
+const begin = () => { curves(); drawHeats(); chooseHeat(); chooseSamples(); };
 begin();
 if (shownVideos().length && !matchMedia('(prefers-reduced-motion: reduce)').matches) play();
 
@@ -268,16 +358,15 @@ const renew = (fresh) => {
     if (known.get(section.id) === text) continue;
     known.set(section.id, text);
     const old = document.getElementById(section.id);
-    const kept = all('input[id], select[id]', old).map((one) => [one.id, one.value, one.checked, one.dataset.moved]);
+    const kept = all('input[id], select[id]', old).map((one) => [one.id, one.value, one.checked]);
     const open = all('details[open]', old).map((one) => one.id);
     old.replaceWith(document.adoptNode(section));
     changed = true;
-    for (const [id, was, checked, moved] of kept) {
+    for (const [id, was, checked] of kept) {
       const one = document.getElementById(id);
-      if (!one || (one.matches('#right') && !one.dataset.moved)) continue;
+      if (!one || id === 'right') continue; // it stays with the last sample
       one.value = was;
       one.checked = checked;
-      if (moved) one.dataset.moved = moved;
     }
     for (const id of open) if (id) document.getElementById(id)?.setAttribute('open', '');
   }

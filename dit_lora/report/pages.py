@@ -2,30 +2,74 @@
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
 from dit_lora.redact import redactor
 
 _EMBEDDED = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
 _HEADERS = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
 
 
-def render(
-    template: str, *, script: str = "", sources: str = "img-src data:", **values: Any
-) -> str:
-    """The page of a template beside this module, escaped throughout, with no token and no absolute path.
+PICTURE_BYTES = 7 * 2**20
+"""Pictures of one page, as base64: with its text it stays below 10 MB."""
+_WORDS = 400  # characters of one text
 
-    `script` names the one file whose text runs in it, and `sources` are the policy's further directives.
+
+class Pictures:
+    """Makes data URIs of JPEGs, while there is room for them on the page."""
+
+    def __init__(self) -> None:
+        self._room = PICTURE_BYTES
+
+    def uri(self, jpeg: bytes | None) -> str:
+        """Return the picture's URI, or nothing."""
+        text = base64.b64encode(jpeg or b"").decode()
+        if not text or len(text) > self._room:
+            return ""
+        self._room -= len(text)
+        return f"data:image/jpeg;base64,{text}"
+
+
+def clipped(words: str) -> str:
+    return words if len(words) <= _WORDS else words[:_WORDS] + "…"
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Write a page in one rename; raises `DitLoraError` if it cannot be written."""
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def render(
+    template: str,
+    *,
+    scripts: Sequence[str] = (),
+    sources: str = "img-src data:",
+    **values: Any,
+) -> str:
+    """Return the page of a template beside this module, escaped throughout, with no token and no absolute path.
+
+    `scripts` names the files whose text runs in it, and `sources` are the policy's further directives.
     """
-    text = _read(script) if script else ""
+    texts = [_read(name) for name in scripts]
     policy = f"{_HEADERS}; {sources}"
-    if text:
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        policy += f"; script-src 'sha256-{digest}'"
+    if texts:
+        policy += "; script-src " + " ".join(f"'sha256-{_digest(text)}'" for text in texts)
     page = _environment().get_template(template)
-    return str(page.render(policy=policy, script=text, clean=redactor(), **values))
+    return str(page.render(policy=policy, scripts=texts, clean=redactor(), **values))
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 @cache

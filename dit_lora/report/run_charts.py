@@ -1,121 +1,186 @@
-"""The curves of a run, all over the same steps, with what the guard did marked on each."""
+"""The charts of a run: curves over its steps, which page.js draws, and bars for its end."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from dit_lora.report.chart_data import Numbers, Values, extremes
-from dit_lora.report.charts import Bar, Mark, Series, bar_chart, line_chart, number, wants_log
+from dit_lora.report.chart_data import (
+    Numbers,
+    Values,
+    extremes,
+    joined,
+    means,
+    values_per_point,
+)
+from dit_lora.report.charts import Bar, BarChart, number, wants_log
 from dit_lora.report.history import Metrics, mapping
 from dit_lora.report.run_files import RunFiles
 
 _WINDOWS = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-_PALETTE = 6
+_PALETTE = 6  # --c0 to --c5 in style.css
+_MARKS, _WORDS = 200, 160  # events that are marked, and characters of one
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart, with a value for each step of the run."""
+
+    name: str
+    values: Numbers
+    color: int = 0
+    smooth: bool = True
+    """Whether the page draws means of as many steps as its reader chooses."""
+    faint: bool = False
+    """Whether the values themselves are drawn behind the means."""
+    sparse: bool = False
+    """Whether most steps have no value, which is then no gap in the line."""
+    steps: Sequence[int] = ()
+    """Steps of its own, drawn as dots; empty where it has those of the run."""
+
+    def data(self) -> dict[str, object]:
+        """Return what page.js reads."""
+        thinned = self.faint and values_per_point(len(self.values)) > 1
+        return {
+            "name": self.name,
+            "color": self.color % _PALETTE,
+            "y": means(self.values, sparse=self.sparse),
+            "range": extremes(self.values) if thinned else None,
+            "smooth": self.smooth,
+            "faint": self.faint,
+            "sparse": self.sparse,
+            "steps": list(self.steps) or None,
+        }
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Curves over the steps of a run; `unit` says what their values are."""
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    log: bool
+    from_zero: bool
+
+    def data(self) -> dict[str, object]:
+        """Return what page.js reads."""
+        return {
+            "log": self.log,
+            "fromZero": self.from_zero,
+            "curves": [curve.data() for curve in self.curves],
+        }
 
 
 def window_of(run: RunFiles) -> int:
-    """Steps that a smoothed line averages: a twentieth of the run, at least 5 and at most 100."""
+    """Return how many steps a smoothed line averages: a twentieth of the run, at least 5 and at most 100."""
     count = len(run.metrics.steps)
     return max(1, min(count, 100, max(5, count // 20)))
 
 
 def windows_of(run: RunFiles) -> list[int]:
-    """Those to choose from, with the one that is shown first."""
+    """Return the windows that the page offers, `window_of` among them."""
     count = len(run.metrics.steps)
     return sorted({window_of(run), *(one for one in _WINDOWS if one <= max(1, count // 2))})
 
 
-def run_charts(run: RunFiles) -> dict[str, str]:
-    """The page's charts by name; those without data are absent."""
+def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
+    """Return the page's charts, in order; those without data are left out."""
     metrics = run.metrics
-    if not metrics.steps and not run.held_out:
-        return {}
-    charts = {
-        "loss": _loss(run),
-        "over_timesteps": _lines(run, "loss_by_timestep", "Loss by timestep, over the run", "loss"),
-        "by_timestep": _bars(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
-        "over_media": _lines(run, "loss_by_media", "Loss by kind of media, over the run", "loss"),
-        "by_media": _bars(metrics, "loss_by_media", "Loss by kind of media, at the end"),
-        "grad_norm": _gradients(run),
-        "lr": _rates(run),
-        "throughput": _throughput(run),
-        "seconds": _chart(
+    seconds, waiting = metrics.column("seconds"), metrics.column("data_seconds")
+    charts = [
+        _loss(run),
+        _lines(run, "loss_by_timestep", "Loss by timestep, over the run"),
+        _bars(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
+        _lines(run, "loss_by_media", "Loss by kind of media, over the run"),
+        _bars(metrics, "loss_by_media", "Loss by kind of media, at the end"),
+        _gradients(run),
+        _rates(run),
+        _chart(
+            run,
+            "Throughput",
+            "samples per second",
+            [Curve("samples per second", samples_a_second(metrics), 2, faint=True)],
+            from_zero=True,
+        ),
+        _chart(
             run,
             "Time per step",
             "seconds",
-            [
-                _series(run, "whole step", metrics.column("seconds"), 0, faint=True),
-                _series(run, "waiting for data", metrics.column("data_seconds"), 1),
-            ],
+            [Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)],
             from_zero=True,
         ),
-        "waiting": _chart(
+        _chart(
             run,
             "Share of the time waiting for data",
             "percent",
-            [_series(run, "waiting for data", _waiting(metrics), 1)],
+            [Curve("waiting for data", _waiting(metrics), 1)],
             from_zero=True,
         ),
-        "memory": _chart(
+        _chart(
             run,
             "Peak memory so far",
             "GiB",
-            [Series("peak", metrics.steps, metrics.column("peak_gib"), 4)],
+            [Curve("peak", metrics.column("peak_gib"), 4, smooth=False)],
             from_zero=True,
         ),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def curve_data(run: RunFiles) -> dict[str, object]:
+    """Return what page.js reads of the run beside its charts: steps, and what the guard said at which."""
+    steps = run.metrics.steps
+    return {
+        "steps": joined(steps)[:, -1].astype(int).tolist() if steps else [],
+        "end": run.last_step,
+        "stepsPerPoint": values_per_point(len(steps)),
+        "marks": marks(run)[:_MARKS],
     }
-    return {name: chart for name, chart in charts.items() if chart}
 
 
-def marks(run: RunFiles) -> list[Mark]:
-    """What the guard said, by step."""
+def marks(run: RunFiles) -> list[tuple[int, str]]:
+    """Return the steps of the guard's events, and what it said."""
     found = []
     for event in run.events:
         step, verdict = event.get("step"), mapping(event.get("verdict"))
         if isinstance(step, int):
             kind = str(event.get("kind", "event")).replace("_", " ")
             words = f": {verdict['words']}" if verdict.get("words") else ""
-            found.append(Mark(step, f"{kind}, {event.get('action', 'report')}{words}"))
+            said = f"{kind}, {event.get('action', 'report')}{words}"
+            found.append((step, said[:_WORDS]))
     return found
 
 
 def samples_a_second(metrics: Metrics) -> Values:
-    """Of each step; lines count samples from the beginning of the run."""
+    """Return the rate of each step; metrics.jsonl counts samples from the beginning of the run."""
     counts, seconds = np.asarray(metrics.column("samples")), np.asarray(metrics.column("seconds"))
     new = np.diff(counts, prepend=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((new > 0) & (seconds > 0), new / seconds, np.nan)
 
 
-def _loss(run: RunFiles) -> str:
-    lines = [_series(run, "training", run.metrics.column("loss"), 0, faint=True)]
+def _loss(run: RunFiles) -> LineChart | None:
+    curves = [Curve("training", run.metrics.column("loss"), 0, faint=True)]
     if run.held_out:
-        steps, losses = list(run.held_out), list(run.held_out.values())
-        lines.append(Series("held-out", steps, losses, 1, "dots"))
-    return _chart(run, "Loss", "loss", lines)
+        losses = list(run.held_out.values())
+        curves.append(Curve("held-out", losses, 1, smooth=False, steps=list(run.held_out)))
+    return _chart(run, "Loss", "loss", curves)
 
 
-def _lines(run: RunFiles, key: str, title: str, y_label: str) -> str:
-    parts = run.metrics.groups(key)
-    lines = [
-        Series(name.replace("-", "\u2013"), *_known(run, values), color % _PALETTE, "line", window)
-        for color, (name, values) in enumerate(_in_order(parts))
-        for window in [max(1, window_of(run) // 2)]
+def _lines(run: RunFiles, key: str, title: str) -> LineChart | None:
+    """Return a chart of losses by part of the batch, such as a range of timesteps."""
+    parts = _in_order(run.metrics.groups(key))
+    curves = [
+        Curve(_range_name(name), values, color, sparse=True)
+        for color, (name, values) in enumerate(parts)
     ]
-    return _chart(run, title, y_label, lines)
+    return _chart(run, title, "loss", curves)
 
 
-def _known(run: RunFiles, values: Sequence[float]) -> tuple[Any, Any]:
-    """The steps that have a value, for what not every step has, and the values."""
-    steps, given = np.asarray(run.metrics.steps), np.asarray(values)
-    known = ~np.isnan(given)
-    return steps[known], given[known]
-
-
-def _bars(metrics: Metrics, key: str, title: str) -> str:
-    """Late in the run only: the early steps would blur where the adapter ended up."""
+def _bars(metrics: Metrics, key: str, title: str) -> BarChart | None:
+    """Return means over the last quarter of the run: the early steps would blur where the adapter ended up."""
     first = len(metrics.steps) - math.ceil(len(metrics.steps) / 4)
     bars = []
     for part, column in _in_order(metrics.groups(key)):
@@ -124,97 +189,74 @@ def _bars(metrics: Metrics, key: str, title: str) -> str:
         if seen:
             mean = sum(finite) / len(finite) if finite else math.nan
             count = f"{len(finite):,} step{'' if len(finite) == 1 else 's'}"
-            bars.append(Bar(part.replace("-", "\u2013"), mean, count))
+            bars.append(Bar(_range_name(part), mean, number(mean), count))
     if not bars:
-        return ""
-    span = f"mean loss, steps {metrics.steps[first]:,} to {metrics.steps[-1]:,}"
-    return bar_chart(title, bars, label=span)
+        return None
+    return BarChart(
+        title, bars, f"mean loss, steps {metrics.steps[first]:,} to {metrics.steps[-1]:,}"
+    )
 
 
 def _in_order(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[float]]]:
     return sorted(parts.items(), key=lambda item: (len(item[0]), item[0]))
 
 
-def _gradients(run: RunFiles) -> str:
+def _range_name(name: str) -> str:
+    """Return `0-249` with the dash that ranges have."""
+    return name.replace("-", "\u2013")
+
+
+def _gradients(run: RunFiles) -> LineChart | None:
     norms = run.metrics.groups("grad_norm_groups")
     name = "all groups" if len(norms) > 1 else "gradient norm"
-    lines = [_series(run, name, run.metrics.column("grad_norm"), 0, faint=True)]
+    curves = [Curve(name, run.metrics.column("grad_norm"), 0, faint=True)]
     if len(norms) > 1:
-        lines += [
-            _series(run, name, values, color)
-            for color, (name, values) in enumerate(norms.items(), start=1)
-        ]
-    return _chart(run, "Gradient norm", "norm before clipping", lines)
+        curves += [Curve(*item, color) for color, item in enumerate(norms.items(), start=1)]
+    return _chart(run, "Gradient norm", "norm before clipping", curves)
 
 
-def _rates(run: RunFiles) -> str:
+def _rates(run: RunFiles) -> LineChart | None:
     rates = run.metrics.groups("lr_groups")
-    peaks = [
-        float(np.max(values, where=np.isfinite(values), initial=0.0)) for values in rates.values()
-    ]
-    lines = [
-        Series(name, run.metrics.steps, y, color) for color, (name, y) in enumerate(rates.items())
-    ]
+    curves = [Curve(*item, color, smooth=False) for color, item in enumerate(rates.items())]
+    peaks = [np.max(values, where=np.isfinite(values), initial=0.0) for values in rates.values()]
     # By the peaks: a warm-up or decay to zero alone reads well on a linear axis.
-    log_y = wants_log(peaks)
-    return _chart(run, "Learning rate", "learning rate", lines, log_y=log_y, from_zero=True)
-
-
-def _throughput(run: RunFiles) -> str:
-    line = _series(run, "samples per second", samples_a_second(run.metrics), 2, faint=True)
-    return _chart(run, "Throughput", "samples per second", [line], from_zero=True)
-
-
-def _series(
-    run: RunFiles, name: str, values: Numbers, color: int, *, faint: bool = False
-) -> Series:
-    window = window_of(run)
-    return Series(name, run.metrics.steps, values, color % _PALETTE, "line", window, faint)
+    return _chart(
+        run, "Learning rate", "learning rate", curves, log=wants_log(peaks), from_zero=True
+    )
 
 
 def _chart(
     run: RunFiles,
     title: str,
-    y_label: str,
-    series: Sequence[Series],
+    unit: str,
+    curves: Iterable[Curve],
     *,
-    log_y: bool | None = None,
+    log: bool | None = None,
     from_zero: bool = False,
-) -> str:
-    """A chart over the whole run, all with the same steps below; "" without any finite value."""
-    series = [one for one in series if np.isfinite(one.y).any()]
-    if not series:
-        return ""
-    if log_y is None:
-        log_y = wants_log([float(one.y[i]) for one in series for i in extremes(one.y)])
-    return line_chart(
-        title,
-        series,
-        x_label="step",
-        y_label=y_label,
-        x_range=(0, run.last_step),
-        log_y=log_y,
-        from_zero=from_zero,
-        marks=marks(run),
-    )
+) -> LineChart | None:
+    """Return a chart of the curves that have a finite value; None where there is none."""
+    drawn = [curve for curve in curves if np.isfinite(curve.values).any()]
+    if not drawn:
+        return None
+    if log is None:
+        log = wants_log(np.concatenate([np.asarray(curve.values) for curve in drawn]))
+    return LineChart(title, unit, drawn, log, from_zero)
 
 
 def _waiting(metrics: Metrics) -> Values:
-    """Percent of each step's time."""
+    """Return the percentage of each step's time that passed waiting for data."""
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.asarray(metrics.column("data_seconds")) / np.asarray(metrics.column("seconds"))
     return 100 * np.where(np.isfinite(share), share, np.nan)
 
 
 def share_waiting(metrics: Metrics) -> float:
-    """Of the time of all steps, what passed waiting for data; NaN where no step says."""
-    waited, spent = (
-        np.asarray(metrics.column("data_seconds")),
-        np.asarray(metrics.column("seconds")),
-    )
-    known = np.isfinite(waited + spent)
-    total = spent[known].sum()
-    return float(waited[known].sum() / total) if total else math.nan
+    """Return the part of all steps' time that passed waiting for data, NaN where no step says."""
+    waiting = np.asarray(metrics.column("data_seconds"))
+    seconds = np.asarray(metrics.column("seconds"))
+    measured = np.isfinite(waiting + seconds)
+    total = seconds[measured].sum()
+    return float(waiting[measured].sum() / total) if total else math.nan
 
 
 def percent(share: float) -> str:

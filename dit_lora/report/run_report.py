@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
 from dit_lora.redact import redactor
 from dit_lora.report.heat_map import heat_maps
 from dit_lora.report.history import mapping
-from dit_lora.report.pages import render
+from dit_lora.report.pages import render, write_page
 from dit_lora.report.recipe_diff import against_stock, flat
-from dit_lora.report.run_charts import run_charts, window_of, windows_of
+from dit_lora.report.run_charts import curve_data, run_charts, window_of, windows_of
 from dit_lora.report.run_data import ROWS as DATA_ROWS
 from dit_lora.report.run_data import run_data
 from dit_lora.report.run_files import RunFiles, RunReader, State
@@ -35,18 +33,13 @@ _SERVED = "img-src data: 'self'; media-src 'self'; connect-src 'self'"
 
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` in one rename from whatever the run has written so far."""
-    return write_page(RunReader(Path(run_dir)))
+    return write_run_page(RunReader(Path(run_dir)))
 
 
-def write_page(reader: RunReader, *, state: State | None = None, embed: bool = True) -> Path:
+def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool = True) -> Path:
     """As `write_report`, of a reader that knows what it read before; samples are linked without `embed`."""
-    path = reader.folder / "report.html"
     page = render_run(reader.read(state), embed=embed)
-    try:
-        write_whole(path, page)
-    except OSError as error:
-        raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return write_page(reader.folder / "report.html", page)
 
 
 def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
@@ -62,7 +55,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
     state, color = STATES[run.state]
     return render(
         "page.html",
-        script="page.js",
+        scripts=("vendor/uPlot.iife.min.js", "page.js"),
         sources=_SERVED if live else _FILE,
         run=run,
         live=live,
@@ -72,6 +65,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
         about=_about(run),
         figures=figures(run),
         charts=run_charts(run),
+        curve_data=curve_data(run),
         window=window_of(run),
         windows=windows_of(run),
         heat=heat_maps(run.metrics.modules),

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.report.chart_data import smooth
-from dit_lora.report.charts import Bar, bar_chart, number
+from dit_lora.report.charts import Bar, BarChart, number
 from dit_lora.report.history import mapping, number_or_nan
 from dit_lora.report.recipe_diff import in_words
 from dit_lora.report.run_charts import percent, samples_a_second, share_waiting, window_of
@@ -85,7 +84,7 @@ class Check:
 class Verified:
     passed: bool
     checks: Sequence[Check]
-    chart: str
+    chart: BarChart | None
     modules: Sequence[tuple[str, str, str]]
     hidden: int
 
@@ -93,23 +92,23 @@ class Verified:
 def figures(run: RunFiles) -> list[Figure]:
     """The headline row."""
     metrics, window, asked = run.metrics, window_of(run), run.asked
-    losses = smooth(metrics.column("loss"), window)
     seconds, peaks = metrics.column("seconds"), metrics.column("peak_gib")
-    losses, seconds, peaks, rates = (
+    seconds, peaks, rates = (
         column[np.isfinite(column)]
-        for column in map(np.asarray, (losses, seconds, peaks, samples_a_second(metrics)))
+        for column in map(np.asarray, (seconds, peaks, samples_a_second(metrics)))
     )
     waiting = share_waiting(metrics)
     short = asked is not None and run.done < asked and run.state != "running"
     of = "" if asked is None else f"of {asked:,}{', not finished' if short else ''}"
-    last = number(losses[-1]) if len(losses) else NONE
     median = number(float(np.median(seconds)), 3) if len(seconds) else NONE
     details = ["median" if len(seconds) else ""]
     if math.isfinite(waiting):
         details.append(f"{percent(waiting)} waiting for data")
     return [
         Figure("Steps", f"{run.done:,}", of),
-        Figure("Training loss", last, f"mean of the last {window}" if window > 1 else ""),
+        Figure(
+            "Training loss", _last_loss(run), f"mean of the last {window}" if window > 1 else ""
+        ),
         _held_out(run.held_out),
         Figure("Seconds per step", median, ", ".join(filter(None, details))),
         Figure(
@@ -120,6 +119,16 @@ def figures(run: RunFiles) -> list[Figure]:
         Figure("Peak memory", f"{number(peaks.max(), 3)} GiB" if len(peaks) else NONE),
         Figure("Guard events", f"{run.event_count:,}", _actions(run.events)),
     ]
+
+
+def _last_loss(run: RunFiles) -> str:
+    """Return the mean of the finite losses in the window that ends with the last of them."""
+    losses = np.asarray(run.metrics.column("loss"))
+    finite = np.flatnonzero(np.isfinite(losses))
+    if not finite.size:
+        return NONE
+    window = losses[max(0, finite[-1] + 1 - window_of(run)) : finite[-1] + 1]
+    return number(float(np.mean(window, where=np.isfinite(window))))
 
 
 def _held_out(held_out: Mapping[int, float]) -> Figure:
@@ -193,21 +202,18 @@ def verified(record: Mapping[str, Any]) -> Verified | None:
     modules = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     modules.sort(key=lambda one: -_rank(one))
     relative = any(math.isfinite(number_or_nan(one.get("relative"))) for one in modules)
-    key, label = (
-        ("relative", "norm of the update / norm of the weight")
-        if relative
-        else ("norm", "norm of the update")
-    )
-    bars = [
-        Bar(_short(str(one.get("name", ""))), number_or_nan(one.get(key)), "")
-        for one in modules[:BARS]
-    ]
+    key = "relative" if relative else "norm"
+    bars = []
+    for one in modules[:BARS]:
+        value = number_or_nan(one.get(key))
+        bars.append(Bar(_short(str(one.get("name", ""))), value, number(value)))
     rows = [
         (str(one.get("name", "")), _number(one.get("norm")), _number(one.get("relative")))
         for one in modules[:ROWS]
     ]
     title = "Largest updates" if len(modules) > BARS else "Updates by module"
-    chart = bar_chart(title, bars, label=label) if bars else ""
+    label = "norm of the update" + (" / norm of the weight" if relative else "")
+    chart = BarChart(title, bars, label) if bars else None
     return Verified(record.get("passed") is True, checks, chart, rows, max(0, len(modules) - ROWS))
 
 

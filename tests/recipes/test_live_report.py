@@ -19,14 +19,14 @@ def test_reports_come_at_the_start_at_checkpoints_and_at_validation_and_may_fail
 ) -> None:
     run, seen = tmp_path / "run", []
 
-    def write_page(reader: Any, **how: Any) -> Path:
+    def write_run_page(reader: Any, **how: Any) -> Path:
         files = reader.read(how.get("state"))
         seen.append((how.get("state"), files.done, files.status["state"]))
         if how.get("state") == "running":
             raise ZeroDivisionError("a chart")
-        return run_report.write_page(reader, **how)
+        return run_report.write_run_page(reader, **how)
 
-    monkeypatch.setattr(live, "write_page", write_page)
+    monkeypatch.setattr(live, "write_run_page", write_run_page)
     # One at a time, each at its step: a run of milliseconds would be over before the first.
     monkeypatch.setattr(live.Reporting, "update", _and_wait(live.Reporting.update))
     every = ["train.steps=6", "train.save_every=4", "validation.every=3", "guard.preflight=false"]

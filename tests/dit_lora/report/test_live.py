@@ -33,13 +33,13 @@ def test_training_waits_for_no_report_and_one_is_written_at_a_time(
 ) -> None:
     begun, go_on, states = threading.Event(), threading.Event(), []
 
-    def write_page(reader: Any, **how: Any) -> Path:
+    def write_run_page(reader: Any, **how: Any) -> Path:
         states.append(how.get("state"))
         begun.set()
         assert go_on.wait(10)
         return run_dir / "report.html"
 
-    monkeypatch.setattr(live, "write_page", write_page)
+    monkeypatch.setattr(live, "write_run_page", write_run_page)
     reporting = Reporting(run_dir, pytest.fail)
     for _ in range(3):
         reporting.update()  # returns although none is done
@@ -53,10 +53,10 @@ def test_training_waits_for_no_report_and_one_is_written_at_a_time(
 def test_an_error_of_any_kind_is_said_once_and_raised_never(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_page(reader: Any, **how: Any) -> Path:
+    def write_run_page(reader: Any, **how: Any) -> Path:
         raise KeyError("loss")
 
-    monkeypatch.setattr(live, "write_page", write_page)
+    monkeypatch.setattr(live, "write_run_page", write_run_page)
     said: list[str] = []
     reporting = Reporting(run_dir, said.append)
     for _ in range(3):

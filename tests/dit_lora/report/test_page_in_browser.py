@@ -1,7 +1,6 @@
 """The report in a browser: nothing fetched, no error, charts that draw and answer, videos that play together."""
 
 import json
-import re
 import shutil
 import threading
 import time
@@ -21,6 +20,11 @@ CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 VIDEOS = "[...document.querySelectorAll('.sample figure:not([hidden]) video')]"
+INK = """(canvas) => {
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  return data.filter((value, index) => index % 4 === 3 && value > 200).length;
+}"""
+"""Opaque pixels of a canvas."""
 HOSTILE = '</script><img src=x onerror="window.hit=1"><script>window.hit=1</script>'
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
@@ -101,10 +105,9 @@ def test_it_reads_on_a_phone_in_both_schemes_without_a_word_to_the_network(
     page = opened.page
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    drawn = "[...document.querySelectorAll('.plot path[data-series]')].map((one) => one.getTotalLength())"
-    lengths = page.evaluate(drawn)
-    assert len(lengths) >= 10
-    assert min(lengths) > 500  # of a plot that is a thousand wide
+    inks = page.evaluate(f"[...document.querySelectorAll('.curves canvas')].map({INK})")
+    assert len(inks) >= 7
+    assert min(inks) > 500, "pixels that lines left on each canvas"
     assert page.evaluate("[...document.images].every((one) => one.naturalWidth > 0)")
     colors = page.evaluate(
         "['--ink', '--soft', '--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--ok', '--warn', '--reject', '--mark', '--card']"
@@ -154,41 +157,94 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
 ) -> None:
     opened = Opened(browser, report)
     page = opened.page
-    plot = page.locator("#curves .plot[data-chart]").first
+    chart = page.locator(".curves").first
+    said, tip, plot = chart.locator(".u-legend"), chart.locator(".tip"), chart.locator(".plot")
+    assert legend(said) == "step 20 training 1.1 held-out 2 each step 1"  # the last ones
+    assert not tip.is_visible()
     plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
+    box = chart.locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
-    tip = plot.locator(".tip")
-    assert "step 10" in tip.inner_text()
-    assert "training 1.600 (1.500)" in tip.inner_text()  # steps 6 to 10, and 10
+    # The means of steps 6 to 10, and step 10.
+    assert legend(said) == "step 10 training 1.6 held-out 2.5 at step 0 each step 1.5"
     assert HOSTILE[:20] in tip.inner_text()
     plot.focus()
     page.keyboard.press("ArrowRight")
-    assert "training 1.550 (1.450)" in tip.inner_text()
+    assert "training 1.55" in legend(said)
     page.keyboard.press("Escape")
     assert not tip.is_visible()
-    path = plot.locator("path[data-series]").first
-    before = path.get_attribute("d")
     page.evaluate("document.getElementById('smoothing').value = 0")
     page.dispatch_event("#smoothing", "input")
     assert page.inner_text("#smoothing-is") == "none"
-    faint = plot.locator("path.faint").first.get_attribute("d")
-    assert points(path.get_attribute("d")) == pytest.approx(points(faint), abs=0.5)
-    page.evaluate("document.getElementById('smoothing').value = 1")
-    page.dispatch_event("#smoothing", "input")
-    assert points(path.get_attribute("d")) == pytest.approx(points(before), abs=0.5)
+    assert legend(page.locator(".u-legend").first) == "step 20 training 1 held-out 2"
     heat = page.locator(".heat-map:not([hidden]) .heat")
     heat.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown"):
         page.keyboard.press(key)
-    assert page.inner_text(".heat-map:not([hidden]) output") == "blocks.2, step 10: 0.2000"
+    assert page.inner_text(".heat-map:not([hidden]) output") == "blocks.2, step 10: 0.2"
     page.select_option("#heat-grouping", "by layer")
     assert "by layer" in page.inner_text(".heat-map:not([hidden]) figcaption")
     assert opened.is_quiet(report)
 
 
-def points(path: str | None) -> list[float]:
-    return [float(number) for number in re.findall(r"[\d.]+", path or "")]
+def legend(locator: Any) -> str:
+    """What is read under a chart, in the order that is seen."""
+    seen = """(legend) => [...legend.querySelectorAll('tr')]
+      .sort((a, b) => getComputedStyle(a).order - getComputedStyle(b).order)
+      .map((row) => [...row.children].map((cell) => cell.innerText).join(' ')).join(' ')"""
+    return str(locator.evaluate(seen))
+
+
+def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(
+    browser: Any, report: str
+) -> None:
+    opened = Opened(browser, report)
+    page = opened.page
+    over = page.locator(".u-over").first
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    y = box["y"] + 60
+
+    def first_step(chart: int) -> str:
+        """What the left end of a chart is."""
+        other = page.locator(".u-over").nth(chart).bounding_box()
+        page.mouse.move(other["x"] + 1, other["y"] + 30)
+        return legend(page.locator(".u-legend").nth(chart)).split(" ")[1]
+
+    assert (first_step(0), first_step(1)) == ("0", "1")
+    page.mouse.move(box["x"] + box["width"] / 2, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.8 * box["width"], y)
+    page.mouse.up()
+    assert (first_step(0), first_step(1)) == ("10", "10")
+    page.mouse.dblclick(box["x"] + 30, y)
+    assert (first_step(0), first_step(1)) == ("0", "1")
+    assert opened.is_quiet(report)
+
+
+def test_a_heat_map_has_the_colours_of_its_values(browser: Any, folder: Path) -> None:
+    """Zero has its own, what nobody measured none, and the others get lighter with the value."""
+    lines = [metrics_line(step) for step in (10, 20, 30)]
+    lines[0]["modules"] = {f"blocks.{i}": {"grad_norm": 10.0**i} for i in range(3)}
+    lines[1]["modules"] = {"blocks.0": {"grad_norm": 0.0}, "blocks.1": {"grad_norm": None}}
+    colored = write_run(folder.parent / "colored")
+    write_lines(colored / "metrics.jsonl", lines)
+    opened = Opened(browser, write_report(colored).as_uri())
+    read = "(canvas) => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+    data = opened.page.locator(".heat canvas").first.evaluate(read)
+    pixels = [data[at : at + 4] for at in range(0, len(data), 4)]
+    low, zero, middle, bad, high, none = pixels
+    assert sum(low[:3]) < sum(middle[:3]) < sum(high[:3])
+    assert zero == [128, 128, 128, 255]
+    assert bad == [226, 30, 110, 255]
+    assert none == [0, 0, 0, 0]
+
+
+def test_without_scripts_the_page_says_where_the_curves_are(browser: Any, report: str) -> None:
+    opened = Opened(browser, report, java_script_enabled=False)
+    text = opened.page.inner_text("body")
+    assert "metrics.jsonl has their numbers" in text
+    assert "Loss by timestep, at the end" in text
+    assert "Steps" in text
 
 
 @pytest.fixture

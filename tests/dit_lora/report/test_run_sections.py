@@ -11,7 +11,7 @@ from dit_lora.recipe import dump_recipe, load_recipe
 from dit_lora.report import run_files
 from dit_lora.report.recipe_diff import against_stock
 from dit_lora.report.run_files import RunReader
-from dit_lora.report.run_report import write_page
+from dit_lora.report.run_report import write_run_page
 from dit_lora.stock import stock_files
 
 
@@ -33,9 +33,8 @@ def test_a_verdict_is_told_in_full_words_and_marked_on_the_curves(run_dir: Path)
     assert "Op aten.bmm" in text
     assert "Timesteps 7, 900" in text
     assert "trail: a reaches 2e38 b is Inf" in text
-    marks = [line["x1"] for line in page.all("line") if line["class"] == "mark"]
-    assert len(marks) > 5
-    assert set(marks) == {"40.0%"}
+    said = "non finite gradient, fallback: finite with flash off"
+    assert page.data[0]["marks"] == [[8, said]]
     assert "1 fallback" in page.text
 
 
@@ -106,7 +105,7 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
         "699 more",
     ):
         assert words in shown
-    assert page.source.count("<script>") == 1
+    assert page.source.count("<script>") == 2
 
 
 @pytest.mark.parametrize(
@@ -138,11 +137,11 @@ def test_statistics_of_modules_become_heat_maps(run_dir: Path) -> None:
         line["modules"] = {f"blocks.{HOSTILE}.{i}": {"grad_norm": 0.1 * i} for i in range(3)}
     write_lines(run_dir / "metrics.jsonl", lines)
     page = report(run_dir)
-    heat = [json.loads(div["data-heat"] or "") for div in page.all("div") if "data-heat" in div]
+    heat = [data for data in page.data if "rows" in data]
     assert [one["steps"] for one in heat] == [[5, 10, 15, 20]] * 2
     assert [len(one["rows"]) for one in heat] == [3, 1]  # by block, by layer
     assert [row[-1] for row in heat[0]["values"]] == [0.0, 0.1, 0.2]
-    assert page.source.count("<script>") == 1
+    assert page.source.count("<script>") == 2
 
 
 def test_the_recipe_is_compared_with_the_shipped_one(run_dir: Path) -> None:
@@ -175,8 +174,8 @@ def test_a_long_run_is_bounded_in_size_and_time(run_dir: Path) -> None:
     path = run_dir / "metrics.jsonl"
     for count in (2_000, 10_000):
         write_lines(path, [metrics_line(step, loss=1 + step % 7) for step in range(1, count + 1)])
-        write_page(reader)
+        write_run_page(reader)
         began = time.process_time()
-        sizes.append(write_page(reader).stat().st_size)
+        sizes.append(write_run_page(reader).stat().st_size)
         assert time.process_time() - began < 2
     assert sizes[1] < 1.5 * sizes[0] < 3 * 2**20
