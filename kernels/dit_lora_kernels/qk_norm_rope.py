@@ -13,19 +13,56 @@ Traffic in passes over x: forward 2, backward 3 (2 without a norm), beside the t
 Saved for backward beyond `out`: rstd, fp32, one number a head (or a token, across heads).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.qk_norm_rope_kernels import Options, launch_backward, launch_forward
-from dit_lora_kernels.support import launches
+from dit_lora_kernels.support import (
+    accumulator,
+    launches,
+    on_its_device,
+    packed,
+    readable_rows,
+    tl,
+    triton,
+    wide_dtype,
+)
 
-# 1 --- reference ---------------------------------------------------------------------------------
+PARTIALS = 512
+"""Rows of partial sums, at most, when the weight's or the bias's gradient is asked for."""
 
 
-def _accumulate(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+class Options(NamedTuple):
+    """What is fixed for a layer: `norm` layer, rms or none; `rotation` interleaved or half."""
+
+    norm: str
+    eps: float
+    across_heads: bool
+    rotation: str
+    first: int
+
+
+class BackwardOperands(NamedTuple):
+    """What the backward reads: `grad` and `source` (B,S,H,D), the parameters and tables of `qk_norm_rope`.
+
+    `source` is the output where `rstd` (B,S,H or 1) is given, else x, and None without a norm.
+    """
+
+    grad: Tensor
+    source: Tensor | None
+    rstd: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+# Of x, weight and bias; None for one that is not asked for.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# 1. reference
 
 
 def _turned(y: Tensor, rotation: str) -> Tensor:
@@ -36,7 +73,7 @@ def _turned(y: Tensor, rotation: str) -> Tensor:
     return torch.stack([-y[..., 1::2], y[..., 0::2]], dim=-1).flatten(-2)
 
 
-def _rotate(
+def _rotated(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
 ) -> Tensor:
     """R(y) of the tokens that have a row in the tables; its transpose, and inverse, with `sign` -1."""
@@ -53,7 +90,7 @@ def _rotate(
     return torch.cat([y[:, : options.first], part, y[:, stop:]], dim=1)
 
 
-def _normalize(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _normalized(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """x_hat and rstd, (B, S, H or 1, 1)."""
     dims = (-2, -1) if options.across_heads else (-1,)
     if options.norm == "layer":
@@ -84,33 +121,26 @@ def qk_norm_rope_reference(
 ) -> Tensor:
     """The definition of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
     options = Options(norm, eps, across_heads, rotation, first)
-    y = x.to(_accumulate(x))
+    y = x.to(wide_dtype(x.dtype))
     if norm != "none":
-        y = _normalize(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
-    return _rotate(y, cos, sin, options).to(x.dtype)
+        y = _normalized(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
+    return _rotated(y, cos, sin, options).to(x.dtype)
 
 
 def _reference_gradients(
-    grad: Tensor,
-    source: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    options: Options,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What `launch_backward` computes, in torch."""
-    kind = _accumulate(grad)
-    dy = _rotate(grad.to(kind), cos, sin, options, sign=-1)
+    operands: BackwardOperands, options: Options, needs: Sequence[bool]
+) -> Gradients:
+    """Compute what `launch_backward` does, in plain torch: fp32 inside (fp64 of fp64)."""
+    grad, source, rstd, weight, bias, cos, sin = operands
+    wide = wide_dtype(grad.dtype)
+    dy = _rotated(grad.to(wide), cos, sin, options, sign=-1)
     if source is None:
         return dy.to(grad.dtype), None, None
     w = _by_head(weight, dy, 1.0)
     if rstd is None:
-        x_hat, rstd = _normalize(source.to(kind), options)
+        x_hat, rstd = _normalized(source.to(wide), options)
     else:
-        y = _rotate(source.to(kind), cos, sin, options, sign=-1)
+        y = _rotated(source.to(wide), cos, sin, options, sign=-1)
         x_hat, rstd = (y - _by_head(bias, y, 0.0)) / w, rstd[..., None]
     dims = (-2, -1) if options.across_heads else (-1,)
     g = dy * w
@@ -118,16 +148,340 @@ def _reference_gradients(
     if options.norm == "layer":
         dx = dx - g.mean(dims, keepdim=True)
     rows = (0, 1) if options.across_heads else (0, 1, 2)
+    dweight = dbias = None
+    if needs[1] and weight is not None:
+        dweight = (dy * x_hat).sum(rows).flatten().to(weight.dtype)
+    if needs[2] and bias is not None:
+        dbias = dy.sum(rows).flatten().to(bias.dtype)
+    return (dx * rstd).to(grad.dtype) if needs[0] else None, dweight, dbias
+
+
+# 2. kernels
+
+
+@triton.jit
+def _load_pair(
+    ptr, rows, valid, other: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The two elements of each of a row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` their mask."""
+    if HALVES:
+        i = tl.arange(0, BLOCK)[None, :]
+        mask = valid & (i < D // 2)
+        a = tl.load(ptr + rows + i, mask=mask, other=other).to(ACC)
+        b = tl.load(ptr + rows + D // 2 + i, mask=mask, other=other).to(ACC)
+    else:
+        d = tl.arange(0, 2 * BLOCK)[None, :]
+        tile = tl.load(ptr + rows + d, mask=valid & (d < D), other=other).to(ACC)
+        a, b = tl.split(tl.reshape(tile, (tile.shape[0], BLOCK, 2)))
+    return a, b
+
+
+@triton.jit
+def _store_pair(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
+    """Write what `_load_pair` takes apart, cast to the pointer's dtype."""
+    dtype = ptr.dtype.element_ty
+    if HALVES:
+        i = tl.arange(0, BLOCK)[None, :]
+        mask = valid & (i < D // 2)
+        tl.store(ptr + rows + i, a.to(dtype), mask=mask)
+        tl.store(ptr + rows + D // 2 + i, b.to(dtype), mask=mask)
+    else:
+        d = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(ptr + rows + d, tl.interleave(a, b).to(dtype), mask=valid & (d < D))
+
+
+@triton.jit
+def _load_shared(
+    ptr, offset, count, other: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A row of H*D, or one of D that all heads share and is read once; `other` past `count` heads, H or 0."""
+    if ptr is None:
+        a = tl.full((1, 1), other, ACC)
+        b = a
+    else:
+        heads = tl.arange(0, BLOCK_H if PER_HEAD else 1)[:, None]
+        rows = offset + heads * D
+        a, b = _load_pair(ptr, rows, heads < count, other, D, BLOCK, HALVES, ACC)
+    return a, b
+
+
+@triton.jit
+def _load_rotation(
+    cos_ptr, sin_ptr, batch, row, R, TABLES: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Row `row` of both tables; cos 1 and sin 0 for a token before the first or past the last of R."""
+    count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
+    if TABLES > 1:  # a table for every sample
+        row += batch * R
+    offset = row * (H * D if PER_HEAD else D)
+    c1, c2 = _load_shared(cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    s1, s2 = _load_shared(sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    return c1, c2, s1, s2
+
+
+@triton.jit
+def _unrotate(a, b, c1, c2, s1, s2):
+    """The transpose of the rotation, which is its inverse."""
+    return a * c1 + b * s2, b * c2 - a * s1
+
+
+@triton.jit
+def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
+    """Mean of a head, (heads, 1), or of all of them, (1, 1); what lies outside the row is 0 in `tile`."""
+    total = tl.sum(tile, axis=1, keep_dims=True)
+    if ACROSS:
+        total = tl.sum(total, axis=0, keep_dims=True) / H
+    return total / D
+
+
+@triton.jit
+def _normalize(
+    a, b, live, H: tl.constexpr, D: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """The normalised row and 1 / sqrt(variance + eps); the variance of the centred row, not from moments."""
+    if NORM == "layer":
+        mean = _mean(a + b, H, D, ACROSS)
+        a = tl.where(live, a - mean, 0.0)
+        b = tl.where(live, b - mean, 0.0)
+    rstd = tl.rsqrt(_mean(a * a + b * b, H, D, ACROSS) + EPS)
+    return a * rstd, b * rstd, rstd
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, out_ptr, rstd_ptr,
+    S, R, first, x_batch, x_token, x_head,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
+    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """x by strides; weight, bias (D) or (H*D); tables (1|B, R, D|H*D); out (B, S, H, D); rstd (B, S, H|1)."""
+    token = tl.program_id(0).to(tl.int64)
+    batch, position = token // S, token % S
+    heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
+    rows = batch * x_batch + position * x_token + heads * x_head
+    a, b = _load_pair(x_ptr, rows, heads < H, 0.0, D, BLOCK, HALVES, ACC)
+    if NORM != "none":
+        live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
+        a, b, rstd = _normalize(a, b, live, H, D, NORM, EPS, ACROSS)
+        if rstd_ptr is not None:
+            head = tl.arange(0, rstd.shape[0])[:, None]
+            tl.store(rstd_ptr + token * (1 if ACROSS else H) + head, rstd, mask=head < H)
+        w1, w2 = _load_shared(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        b1, b2 = _load_shared(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        a, b = a * w1 + b1, b * w2 + b2
+    if cos_ptr is not None:
+        c1, c2, s1, s2 = _load_rotation(
+            cos_ptr, sin_ptr, batch, position - first, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+        )  # fmt: skip
+        a, b = a * c1 - b * s1, b * c2 + a * s2
+    _store_pair(out_ptr, (token * H + heads) * D, heads < H, a, b, D, BLOCK, HALVES)
+
+
+@triton.jit
+def _token_gradients(
+    d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """A token's dx and x_hat, from dy and y = x_hat w + b where rstd was saved, from dy and x where not."""
+    if rstd_ptr is None:
+        n1, n2, rstd = _normalize(y1, y2, live, H, D, NORM, EPS, ACROSS)
+    else:
+        head = tl.arange(0, 1 if ACROSS else BLOCK_H)[:, None]
+        rstd = tl.load(rstd_ptr + token * (1 if ACROSS else H) + head, mask=head < count, other=0.0)
+        n1 = tl.where(live, (y1 - b1) / w1, 0.0)
+        n2 = tl.where(live, (y2 - b2) / w2, 0.0)
+    g1, g2 = d1 * w1, d2 * w2
+    projection = _mean(g1 * n1 + g2 * n2, H, D, ACROSS)
+    x1, x2 = g1 - n1 * projection, g2 - n2 * projection
+    if NORM == "layer":
+        mean = _mean(g1 + g2, H, D, ACROSS)
+        x1, x2 = x1 - mean, x2 - mean
+    return x1 * rstd, x2 * rstd, n1, n2
+
+
+@triton.jit
+def _store_partial(
+    ptr, a, b, H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    ACROSS: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """A program's sum over its tokens, and over heads if they share the parameter: a row of its own."""
+    if ACROSS:
+        heads = tl.arange(0, BLOCK_H)[:, None]
+        rows = (tl.program_id(0).to(tl.int64) * H + heads) * D
+    else:
+        heads = tl.arange(0, 1)[:, None]
+        rows = (tl.program_id(0).to(tl.int64) + heads) * D
+        a = tl.sum(a, axis=0, keep_dims=True)
+        b = tl.sum(b, axis=0, keep_dims=True)
+    _store_pair(ptr, rows, heads < H, a, b, D, BLOCK, HALVES)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, source_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
+    dx_ptr, dweight_ptr, dbias_ptr, tokens, S, R, first,
+    grad_batch, grad_token, grad_head, source_batch, source_token, source_head,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
+    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """`source` is the output where rstd was saved, else x; each program takes EACH tokens in a row."""
+    heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
+    live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
+    w1, w2 = _load_shared(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    b1, b2 = _load_shared(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    dw1 = tl.zeros((BLOCK_H, BLOCK), ACC)
+    dw2, db1, db2 = dw1, dw1, dw1
+    for step in range(EACH):
+        token = tl.program_id(0).to(tl.int64) * EACH + step
+        count = tl.where(token < tokens, H, 0)  # the last program may have tokens to spare
+        valid = heads < count
+        batch, position = token // S, token % S
+        row = tl.where(token < tokens, position - first, R)
+        rows = batch * grad_batch + position * grad_token + heads * grad_head
+        d1, d2 = _load_pair(grad_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
+        if NORM != "none":
+            rows = batch * source_batch + position * source_token + heads * source_head
+            y1, y2 = _load_pair(source_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
+        if cos_ptr is not None:
+            c1, c2, s1, s2 = _load_rotation(
+                cos_ptr, sin_ptr, batch, row, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+            )  # fmt: skip
+            d1, d2 = _unrotate(d1, d2, c1, c2, s1, s2)
+            if rstd_ptr is not None:
+                y1, y2 = _unrotate(y1, y2, c1, c2, s1, s2)
+        if NORM != "none":
+            x1, x2, n1, n2 = _token_gradients(
+                d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H, D, BLOCK_H, NORM, EPS, ACROSS
+            )  # fmt: skip
+            dw1, dw2 = dw1 + d1 * n1, dw2 + d2 * n2
+            db1, db2 = db1 + d1, db2 + d2
+        else:
+            x1, x2 = d1, d2
+        if dx_ptr is not None:
+            _store_pair(dx_ptr, (token * H + heads) * D, valid, x1, x2, D, BLOCK, HALVES)
+    if dweight_ptr is not None:
+        _store_partial(dweight_ptr, dw1, dw2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
+    if dbias_ptr is not None:
+        _store_partial(dbias_ptr, db1, db2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
+
+
+# 3. launchers
+
+
+def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
+    """The kernels' compile-time arguments, and `num_warps`: 16 elements of the tile to a thread."""
+    heads, width = x.shape[2:]
+    block_h = triton.next_power_of_2(heads)
+    block = triton.next_power_of_2(width // 2)
+    return {
+        "H": heads,
+        "D": width,
+        "BLOCK_H": block_h,
+        "BLOCK": block,
+        "NORM": options.norm,
+        "EPS": options.eps,
+        "ACROSS": options.across_heads,
+        "HALVES": options.rotation == "half",
+        "TABLES": 0 if cos is None else cos.shape[0],
+        "PER_HEAD": cos is not None and cos.shape[-1] != width,
+        "ACC": accumulator(x.dtype),
+        "num_warps": min(max(block_h * block // 256, 1), 16),
+    }
+
+
+def _table(table: Tensor | None) -> Tensor | None:
+    """Return a table (R, C) or (1|B, R, C) as contiguous (1|B, R, C)."""
+    return packed(table[None] if table is not None and table.ndim == 2 else table)
+
+
+@on_its_device
+def launch_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    options: Options,
+    rstd: Tensor | None,
+) -> Tensor:
+    """The output, contiguous; fills `rstd` (B, S, H or 1) where it is given. Shapes are the caller's to check."""
+    batch, tokens, heads, width = x.shape
+    out = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    x, cos, sin = readable_rows(x), _table(cos), _table(sin)
+    rows = 0 if cos is None else cos.shape[1]
+    _forward_kernel[(batch * tokens,)](
+        x,
+        packed(weight),
+        packed(bias),
+        cos,
+        sin,
+        out,
+        rstd,
+        tokens,
+        rows,
+        options.first,
+        *x.stride()[:3],
+        **_constants(x, cos, options),
+    )
+    return out
+
+
+@on_its_device
+def launch_backward(
+    operands: BackwardOperands, options: Options, needs: Sequence[bool]
+) -> Gradients:
+    """Return the gradients of x, weight and bias that `needs` asks for; partial sums are added up in fp32."""
+    grad, source, rstd, weight, bias, cos, sin = operands
+    batch, tokens, heads, width = grad.shape
+    total, size = batch * tokens, heads * width if options.across_heads else width
+    grad, cos, sin = readable_rows(grad), _table(cos), _table(sin)
+    source = readable_rows(source)
+    each = triton.next_power_of_2(max(triton.cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
+    programs = triton.cdiv(total, each)
+    constants = _constants(grad, cos, options)
+    shapes = ((batch, tokens, heads, width), (programs, size), (programs, size))
+    wide = wide_dtype(grad.dtype)
+    dx, dweight, dbias = (
+        torch.empty(shape, dtype=dtype, device=grad.device) if need else None
+        for shape, dtype, need in zip(shapes, (grad.dtype, wide, wide), needs, strict=True)
+    )
+    if grad.numel() > 0:
+        _backward_kernel[(programs,)](
+            grad,
+            source,
+            rstd,
+            packed(weight),
+            packed(bias),
+            cos,
+            sin,
+            dx,
+            dweight,
+            dbias,
+            total,
+            tokens,
+            0 if cos is None else cos.shape[1],
+            options.first,
+            *grad.stride()[:3],
+            *((0, 0, 0) if source is None else source.stride()[:3]),
+            EACH=each,
+            **constants,
+        )
     return (
-        (dx * rstd).to(grad.dtype) if needs[0] else None,
-        (dy * x_hat).sum(rows).flatten().to(weight.dtype)
-        if needs[1] and weight is not None
-        else None,
-        dy.sum(rows).flatten().to(bias.dtype) if needs[2] and bias is not None else None,
+        dx,
+        None if dweight is None or weight is None else dweight.sum(0).to(weight.dtype),
+        None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype),
     )
 
 
-# 4 --- op ----------------------------------------------------------------------------------------
+# 4. op
 
 
 @torch.library.custom_op("dit_lora::qk_norm_rope", mutates_args=(), device_types=("cpu", "cuda"))
@@ -146,12 +500,14 @@ def _op(
 ) -> tuple[Tensor, Tensor]:
     """The output, and rstd if the backward starts from the output (else an empty tensor)."""
     options = Options(norm, eps, across_heads, rotation, first)
-    rstd = torch.empty(_rstd_shape(x, options, from_output), dtype=_accumulate(x), device=x.device)
+    rstd = torch.empty(
+        _rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype), device=x.device
+    )
     if launches(x):
         out = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
         return out, rstd
     if from_output:
-        rstd = _normalize(x.to(rstd.dtype), options)[1].squeeze(-1)
+        rstd = _normalized(x.to(rstd.dtype), options)[1].squeeze(-1)
     out = qk_norm_rope_reference(x, weight, bias, cos, sin, **options._asdict())
     return out.contiguous(), rstd
 
@@ -163,21 +519,10 @@ def _rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ..
 
 
 @_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norm: str,
-    eps: float,
-    across_heads: bool,
-    rotation: str,
-    first: int,
-    from_output: bool,
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_parameters, norm, eps, across_heads, rotation, first, from_output = others
     options = Options(norm, eps, across_heads, rotation, first)
-    rstd = x.new_empty(_rstd_shape(x, options, from_output), dtype=_accumulate(x))
+    rstd = x.new_empty(_rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype))
     return x.new_empty(x.shape), rstd
 
 
@@ -201,29 +546,24 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; an empty tensor for one that is not asked for."""
     options = Options(norm, eps, across_heads, rotation, first)
-    run = launch_backward if launches(grad) else _reference_gradients
-    wanted = (needs[0], needs[1], needs[2])
-    found = run(grad, source, rstd, weight, bias, cos, sin, options, wanted)
-    dx, dweight, dbias = (grad.new_empty(0) if gradient is None else gradient for gradient in found)
+    operands = BackwardOperands(grad, source, rstd, weight, bias, cos, sin)
+    compute = launch_backward if launches(grad) else _reference_gradients
+    gradients = compute(operands, options, needs)
+    # The schema of an op has no optional results: an empty tensor stands for a gradient that was not asked for.
+    dx, dweight, dbias = (grad.new_empty(0) if g is None else g for g in gradients)
     return dx, dweight, dbias
 
 
 @_backward_op.register_fake
 def _(
     grad: Tensor,
-    source: Tensor | None,
-    rstd: Tensor | None,
+    _source: Tensor | None,
+    _rstd: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norm: str,
-    eps: float,
-    across_heads: bool,
-    rotation: str,
-    first: int,
-    needs: list[bool],
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    needs = others[-1]
     return (
         grad.new_empty(grad.shape if needs[0] else (0,)),
         grad.new_empty(0) if weight is None or not needs[1] else torch.empty_like(weight),
@@ -246,9 +586,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _grad_rstd: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    found = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
-    gradients = [g if need else None for g, need in zip(found, needs, strict=True)]
-    return (*gradients, *(None for _ in range(8)))
+    computed = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
+    gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
+    return (*gradients, *(None for _ in range(8)))  # none for the tables and the settings
 
 
 _op.register_autograd(_backward, setup_context=_setup_context)
