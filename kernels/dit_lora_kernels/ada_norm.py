@@ -46,7 +46,7 @@ class Stream(NamedTuple):
     gate: Tensor | None = None
 
     def groups(self) -> int:
-        """G: how many rows of the tables a sample has."""
+        """Return G, how many rows of the tables a sample has."""
         tables = (self.shift, self.scale, self.gate)
         return next((table.shape[1] for table in tables if table is not None), 1)
 
@@ -68,7 +68,7 @@ class BackwardOperands(NamedTuple):
 
 
 def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """(B,D) or (B,G,D) as (B,T,D)."""
+    """Return a table (B,D) or (B,G,D) repeated for every token of its group: (B,T,D) in `dtype`."""
     table = table[:, None] if table.ndim == 2 else table
     return table.to(dtype).repeat_interleave(tokens // max(table.shape[1], 1), dim=1)
 
@@ -76,7 +76,7 @@ def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 def ada_norm_reference(
     stream: Stream, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, x', and rstd or (rstd, mean) of the rows of x': (1 or 2,B,T).
+    """Return `out` and x' (B,T,D), and of the rows of x' rstd or (rstd, mean): (1 or 2,B,T).
 
     Plain torch, in fp32 (fp64 for fp64); out and x' are rounded once, to x's dtype. The norm is that of the rounded
     x', which is what the backward and the rest of the model see.
@@ -108,7 +108,7 @@ def ada_norm_reference(
 def _backward_reference(
     operands: BackwardOperands, groups: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
+    """Return dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     wide, (B, T, D) = stats.dtype, residual.shape
     grad, rstd = grad.to(wide), stats[0][..., None]
@@ -132,6 +132,11 @@ def _backward_reference(
 
 
 # 2. kernels
+
+
+# Forward: a program takes one row in one block of BLOCK_D >= D channels. The row is read once and stays in registers
+# for both reductions, the mean and then the variance, which moments taken together would lose to cancellation.
+# Numbers of rows and programs are int64: a row's offset, row * D, passes 2^31 at 700 thousand rows of 3072.
 
 
 @triton.jit
@@ -160,6 +165,7 @@ def _forward_kernel(
         tl.store(residual_ptr + row * D + columns, stored, mask=inside)
         x = stored.to(ACC)
 
+    # `out` and the statistics have S tokens a sample; their pointers are at this stream's first token.
     if mean_ptr is not None:
         mean = tl.sum(x, axis=0) / D
         tl.store(mean_ptr + b * S + t, mean)
@@ -187,7 +193,7 @@ def _factor(
     scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel,
     ACC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What a normalised element is multiplied by."""
+    """Return ``(1 + scale) * weight`` (BLOCK_D,), which all rows of a group share."""
     factor = tl.full((BLOCK_D,), 1.0, ACC)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=channel, other=0.0)
@@ -199,12 +205,21 @@ def _factor(
 
 @triton.jit
 def _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel):
+    """Store a program's sums (BLOCK_D,) as its row of the partials; a null pointer is a sum nobody wants."""
     if ones_ptr is not None:
         tl.store(ones_ptr + program * D + columns, ones, mask=channel)
     if hats_ptr is not None:
         tl.store(hats_ptr + program * D + columns, hats, mask=channel)
     if dgate_ptr is not None:
         tl.store(dgate_ptr + program * D + columns, dgate, mask=channel)
+
+
+# Backward: a program takes up to ROWS tokens of one group, which share a row of each table. Sums over them stay in
+# registers and are stored once, a row of partials a program: no atomics, so the same bits every time.
+# With hat the normalised row and dhat = grad * factor:  dx' = rstd * (dhat - hat * mean(dhat * hat) - mean(dhat)),
+# the last mean for LayerNorm alone, and then the gradient of the other use of x' is added.
+# `ones` sums grad (of shift and bias), `hats` sums grad * hat (of scale and weight), `dgate` sums dx' * y.
+# A row past the group's end loads zeros, so that it adds nothing to the sums, and stores nothing.
 
 
 @triton.jit
@@ -272,18 +287,20 @@ def _backward_kernel(
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Return the strides between samples and between rows; of a missing tensor zeros, which nothing reads."""
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
 def _block(channels: int, *, sums: bool = False) -> dict[str, int]:
-    """A row's block and its warps: 16 values a thread, two 16-byte loads of bf16; 8 beside the sums' registers."""
+    """Return a row's block and its warps."""
+    # 16 values a thread are two 16-byte loads of bf16. With sums it is 8, as three of them are in registers too.
     block = triton.next_power_of_2(channels)
     warps = block // 256 if sums else block // 512
     return {"BLOCK_D": block, "num_warps": min(max(warps, 1), 16)}
 
 
 def _mean_and_rstd(stats: Tensor) -> tuple[Tensor | None, Tensor]:
-    """`stats` is rstd, or rstd and mean: (1 or 2, B, S)."""
+    """Return mean, None for RMSNorm, and rstd, each (B,S), of `stats`, which is rstd or (rstd, mean)."""
     return (stats[1] if stats.shape[0] == 2 else None), stats[0]
 
 
@@ -301,6 +318,7 @@ def launch_forward(
     if stream.x.numel() == 0:
         return
     (B, T, D), length = stream.x.shape, stream.x.shape[1] // stream.groups()
+    # In the order of the kernel's arguments, as the strides are.
     ordered = (stream.x, stream.y, stream.gate, stream.shift, stream.scale)
     rows = [readable_rows(tensor) for tensor in ordered]
     affine = [packed(weight), packed(bias)]
@@ -313,7 +331,8 @@ def launch_forward(
 
 
 def rows_per_program(rows: int, length: int) -> int:
-    """A power of two, to compile few kernels: as many as leave the GPU enough programs to be busy."""
+    """Return how many of all `rows`, of groups of `length`, a program that sums takes: as many as keep the GPU busy."""
+    # A power of two, because each number is a kernel of its own to compile.
     most = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
     return 1 << (most.bit_length() - 1)
 
@@ -329,8 +348,9 @@ def launch_backward(
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     B, T, D = residual.shape
     length = T // groups
+    # Without sums rows have nothing to share, and one program a row keeps the GPU fullest.
     count = rows_per_program(B * T, length) if any(wanted) else 1
-    chunks = -(-length // count)
+    chunks = -(-length // count)  # programs a group, the last of which may have rows to spare
     shape = (B * groups, chunks, D)
     partials = [
         torch.empty(shape, dtype=stats.dtype, device=grad.device) if want else None
@@ -345,6 +365,7 @@ def launch_backward(
             T, groups, length, stats.stride(1), D, chunks,
             ROWS=count, ACC=accumulator(residual.dtype), **_block(D, sums=any(wanted)),
         )  # fmt: skip
+    # Added up by torch, in one order whatever the order in which programs ran.
     return [
         None if p is None else (p if chunks == 1 else p.sum(1)).view(B, groups, D) for p in partials
     ]
@@ -354,12 +375,15 @@ def launch_backward(
 
 
 def _streams(flat: Sequence[Any]) -> list[Stream]:
+    """Return Streams of the fields that follow each other in `flat`: an op's schema has lists but no tuples of them."""
     size = len(Stream._fields)
     return [Stream._make(flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
 def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
-    """The joint output, rstd (and mean) of its rows, and x' of the streams that have a y."""
+    """Return uninitialised: the joint output (B,S,D), rstd (and mean) of its rows (1 or 2,B,S), and x' (B,T,D) of
+    each stream that has a y.
+    """
     x = streams[0].x
     tokens = sum(stream.x.shape[1] for stream in streams)
     out = torch.empty((x.shape[0], tokens, x.shape[2]), dtype=x.dtype, device=x.device)
@@ -372,9 +396,10 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
-    """`out`, `stats`, and x' of every stream with a y; `flat` holds the fields of every Stream in turn."""
+    """Return `out`, `stats`, and x' of every stream with a y; `flat` holds the fields of every Stream in turn."""
     streams = _streams(flat)
-    out, stats, *residuals = made = _allocate_forward(streams, layer)
+    results = _allocate_forward(streams, layer)
+    out, stats, *residuals = results
     first = 0
     for stream in streams:
         tokens = slice(first, first := first + stream.x.shape[1])
@@ -387,7 +412,7 @@ def ada_norm_forward(
         )
         if residual is not None:
             residual.copy_(updated)
-    return made
+    return results
 
 
 @ada_norm_forward.register_fake
@@ -400,6 +425,7 @@ def _(
 def _allocate_backward(
     operands: BackwardOperands, dx: bool, dy: torch.dtype | None
 ) -> list[Tensor | None]:
+    """Return uninitialised dx' and ``gate * dx'`` (B,T,D), None for one that is not wanted."""
     shape, device = operands.residual.shape, operands.residual.device
     dtypes = (operands.residual.dtype if dx else None, dy)
     return [None if d is None else torch.empty(shape, dtype=d, device=device) for d in dtypes]
@@ -411,16 +437,19 @@ def _allocate_backward(
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
-    """Those wanted of dx', ``gate * dx'`` and the three sums of `launch_backward`; `flat` is a BackwardOperands's fields."""
+    """Return those wanted of dx', ``gate * dx'`` (in the dtype `dy`) and the three sums of `launch_backward`.
+
+    `flat` holds the fields of BackwardOperands.
+    """
     operands = BackwardOperands._make(flat)
     rows = _allocate_backward(operands, dx, dy)
     totals: Sequence[Tensor | None]
     if launches(operands.grad):
         totals = launch_backward(operands, rows, groups, sums)
     else:
-        *values, every = _backward_reference(operands, groups)
+        *values, all_sums = _backward_reference(operands, groups)
         rows = [None if v is None else v.copy_(new) for v, new in zip(rows, values, strict=True)]
-        totals = [total if want else None for total, want in zip(every, sums, strict=True)]
+        totals = [total if want else None for total, want in zip(all_sums, sums, strict=True)]
     return [v for v in (*rows, *totals) if v is not None]
 
 
@@ -445,31 +474,34 @@ def _gradients(
     want: Stream,
     affine: Sequence[bool],
 ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """The gradients of a Stream's fields in their order, and its shares of those of weight and bias.
+    """Return the gradients of a Stream's fields in their order, and its shares of those of weight and bias, (D,).
 
     `dtypes` and `want` hold each field's dtype and whether its gradient is wanted; `affine`, whether weight's, bias's.
     """
-    one = operands.gate is None and dtypes.y is dtypes.x  # dx' is also the gradient of y
+    # Without a gate, and in one dtype, dx' is also the gradient of y: one tensor serves as both.
+    y_is_x = operands.gate is None and dtypes.y is dtypes.x
     wanted = [
-        bool(want.x or (want.y and one)),
-        bool(want.y and not one),
+        bool(want.x or (want.y and y_is_x)),
+        bool(want.y and not y_is_x),
+        # d scale is of what it multiplies, hat * weight + bias, and so needs the sum of grad for the bias.
         bool(want.shift or affine[1] or (want.scale and bias is not None)),
         bool(want.scale or affine[0]),
         bool(want.gate),
     ]
     dy_dtype: Any = dtypes.y if wanted[1] else None
-    made = iter(ada_norm_backward(list(operands), groups, wanted[0], dy_dtype, wanted[2:]))
-    parts: list[Any] = [next(made) if it else None for it in wanted]
+    computed = iter(ada_norm_backward(list(operands), groups, wanted[0], dy_dtype, wanted[2:]))
+    parts: list[Any] = [next(computed) if needed else None for needed in wanted]
     dx, dy, ones, hats, dgate = parts
+    # weight and bias stand before the scale, so their gradients take each group's factor before groups are summed.
     factor = 1 if operands.scale is None else 1 + operands.scale.to(operands.stats.dtype)
     shares = (
         (factor * hats).sum((0, 1)) if affine[0] else None,
         (factor * ones).sum((0, 1)) if affine[1] else None,
     )
-    if want.scale:  # the sum of grad * (normalised row * weight + bias)
+    if want.scale:
         hats = hats if operands.weight is None else hats * operands.weight
         hats = hats if bias is None else hats + ones * bias
-    grads = (dx, ones, hats, dx if one else dy, dgate)
+    grads = (dx, ones, hats, dx if y_is_x else dy, dgate)
     return [g.to(d) if w else None for g, d, w in zip(grads, dtypes, want, strict=True)], shares
 
 
@@ -488,12 +520,15 @@ class _AdaNorm(torch.autograd.Function):
         bias: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(
+            False
+        )  # None, not zeros to be read, for an output that is not used
         out, stats, *updated = ada_norm_forward(list(flat), weight, bias, layer, eps)
         streams, wants = _streams(flat), _streams(ctx.needs_input_grad[4:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
         ctx.groups = [s.groups() for s in streams]
         ctx.dtypes = [None if v is None else v.dtype for v in flat]
+        # x' is kept and not the normalised row: the caller keeps x' anyway, as the residual stream.
         kept: list[Tensor | None] = [weight, bias, stats]
         for residual, stream, want in zip(residuals, streams, wants, strict=True):
             kept += [residual, stream.y if want.gate else None, stream.gate, stream.scale]
@@ -517,17 +552,19 @@ class _AdaNorm(torch.autograd.Function):
             operands = BackwardOperands(
                 grad[:, tokens], grad_residuals[i], residual, stats[..., tokens], y, gate, scale, weight
             )  # fmt: skip
-            own, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
-            grads += own
+            stream_grads, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
+            grads += stream_grads
             shares.append(share)
-        dweight, dbias = (
-            torch.stack([share[i] for share in shares]).sum(0).to(v.dtype) if affine[i] else None
-            for i, v in enumerate((weight, bias))
-        )
+        dweight = dbias = None
+        if affine[0]:
+            dweight = torch.stack([of_weight for of_weight, _ in shares]).sum(0).to(weight.dtype)
+        if affine[1]:
+            dbias = torch.stack([of_bias for _, of_bias in shares]).sum(0).to(bias.dtype)
         return (None, None, dweight, dbias, *grads)
 
 
 def _describe(tensor: Tensor) -> str:
+    """Return a tensor's shape, dtype and device, for an error."""
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
@@ -557,22 +594,23 @@ def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor
 
 
 def grouped(stream: Stream, position: int) -> Stream:
-    """The stream with every table as (B,G,D), with one G: a row for all tokens is repeated by a stride of 0.
+    """Return the stream with every table as (B,G,D), with one G.
 
     Raises ValueError for a table of another shape, or a G that does not divide T.
     """
     B, T, D = stream.x.shape
-    tables = {"shift": stream.shift, "scale": stream.scale, "gate": stream.gate}
-    wide = {k: v[:, None] if v.ndim == 2 else v for k, v in tables.items() if v is not None}
-    groups = max([1, *(v.shape[1] for v in wide.values() if v.ndim == 3)])
-    for name, table in wide.items():
+    fields = {"shift": stream.shift, "scale": stream.scale, "gate": stream.gate}
+    tables = {k: v[:, None] if v.ndim == 2 else v for k, v in fields.items() if v is not None}
+    groups = max([1, *(v.shape[1] for v in tables.values() if v.ndim == 3)])
+    for name, table in tables.items():
         fits = table.ndim == 3 and (table.shape[0], table.shape[2]) == (B, D)
         if not fits or table.shape[1] not in (1, groups) or T % groups:
             raise ValueError(
                 f"{name} of stream {position} must be (B,D) or (B,G,D), where B={B}, D={D} and G is 1 or one number "
                 f"that divides T={T}; got {_describe(table)}"
             )
-    return stream._replace(**{k: v.expand(B, groups, D) for k, v in wide.items()})
+    # A row for all tokens is repeated by a stride of 0. Autograd sums its gradient over the groups again.
+    return stream._replace(**{k: v.expand(B, groups, D) for k, v in tables.items()})
 
 
 def joint_ada_norm(
@@ -583,9 +621,9 @@ def joint_ada_norm(
     norm: Literal["layer", "rms"],
     eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """``norm(x + gate * y) * (1 + scale) + shift`` of each stream, in one buffer (B, sum of T, D) in their order.
+    """Return ``norm(x + gate * y) * (1 + scale) + shift`` of each stream, in one buffer (B, sum of T, D), in their order.
 
-    Returns the buffer and each stream's ``x + gate * y`` (the memory of x where it has no y), both in x's dtype.
+    The other results are each stream's ``x + gate * y`` (the memory of x where it has no y), both in x's dtype.
     Go on from the x returned here: then the gradient of its other use is added in this op's backward, with no pass
     of its own. weight and bias are (D,); each operand may have its own float dtype and strides.
     Raises ValueError for shapes that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
@@ -638,7 +676,7 @@ def ada_norm(
     y: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``norm(x + gate * y) * (1 + scale) + shift``, and ``x + gate * y`` too if y is given; both in x's dtype.
+    """Return ``norm(x + gate * y) * (1 + scale) + shift``, and ``x + gate * y`` too if y is given; both in x's dtype.
 
     x, y (B,T,D); shift, scale, gate (B,D) or (B,G,D), where token t uses group ``t // (T // G)``; weight, bias (D,).
     Every operand may have its own float dtype, and any strides. The norm is over D, of ``x + gate * y`` as it was

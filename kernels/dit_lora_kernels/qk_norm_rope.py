@@ -30,8 +30,8 @@ from dit_lora_kernels.support import (
     wide_dtype,
 )
 
+# Rows of partial sums, at most, when the weight's or the bias's gradient is asked for.
 PARTIALS = 512
-"""Rows of partial sums, at most, when the weight's or the bias's gradient is asked for."""
 
 
 class Options(NamedTuple):
@@ -66,7 +66,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _turned(y: Tensor, rotation: str) -> Tensor:
-    """(-b, a) for every pair (a, b)."""
+    """Return (-b, a) for every pair (a, b) of the last dimension, in the pairs' places."""
     if rotation == "half":
         a, b = y.chunk(2, dim=-1)
         return torch.cat([-b, a], dim=-1)
@@ -76,9 +76,10 @@ def _turned(y: Tensor, rotation: str) -> Tensor:
 def _rotated(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
 ) -> Tensor:
-    """R(y) of the tokens that have a row in the tables; its transpose, and inverse, with `sign` -1."""
+    """Return y (B,S,H,D) with R applied to the tokens that have a row in the tables; with `sign` -1 its inverse."""
     if cos is None or sin is None:
         return y
+    # The inverse is the transpose, in which each sine goes with the element that it is in a row with: before the turn.
     stop = options.first + cos.shape[-2]
     heads = cos.shape[-1] // y.shape[-1]
     c, s = (t.to(y.dtype).unflatten(-1, (heads, y.shape[-1])) for t in (cos, sin))
@@ -91,7 +92,7 @@ def _rotated(
 
 
 def _normalized(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """x_hat and rstd, (B, S, H or 1, 1)."""
+    """Return x_hat (B,S,H,D) and rstd (B,S,H or 1,1) of x (B,S,H,D)."""
     dims = (-2, -1) if options.across_heads else (-1,)
     if options.norm == "layer":
         x = x - x.mean(dims, keepdim=True)
@@ -100,7 +101,7 @@ def _normalized(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(parameter: Tensor | None, x: Tensor, otherwise: float) -> Tensor:
-    """(D,) or (H*D,) as (1 or H, D), in x's dtype."""
+    """Return a parameter (D,) or (H*D,) as (1 or H, D) in x's dtype, or `otherwise` where it is missing."""
     if parameter is None:
         return x.new_full((1, x.shape[-1]), otherwise)
     return parameter.to(x.dtype).view(-1, x.shape[-1])
@@ -119,7 +120,7 @@ def qk_norm_rope_reference(
     rotation: str = "interleaved",
     first: int = 0,
 ) -> Tensor:
-    """The definition of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
+    """Define `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
     options = Options(norm, eps, across_heads, rotation, first)
     y = x.to(wide_dtype(x.dtype))
     if norm != "none":
@@ -157,6 +158,11 @@ def _reference_gradients(
 
 
 # 2. kernels
+#
+# A program holds a token: a tile of BLOCK_H >= H heads by BLOCK >= D / 2 pairs, twice, for a rotation mixes the two
+# elements a, b of a pair. Across heads, the mean of a row is then one more sum within the program.
+# The pairs are (2i, 2i+1), split in registers, or (i, i+D/2), loaded apart. Every load is cast up at once, so that
+# nothing is computed in 16 bits. Token numbers are int64: token * H * D passes 2^31 for long videos.
 
 
 @triton.jit
@@ -164,13 +170,14 @@ def _load_pair(
     ptr, rows, valid, other: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The two elements of each of a row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` their mask."""
+    """Return the elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` their mask."""
     if HALVES:
         i = tl.arange(0, BLOCK)[None, :]
         mask = valid & (i < D // 2)
         a = tl.load(ptr + rows + i, mask=mask, other=other).to(ACC)
         b = tl.load(ptr + rows + D // 2 + i, mask=mask, other=other).to(ACC)
     else:
+        # One load of whole rows, then a split: loads of every other element would use half of each memory line.
         d = tl.arange(0, 2 * BLOCK)[None, :]
         tile = tl.load(ptr + rows + d, mask=valid & (d < D), other=other).to(ACC)
         a, b = tl.split(tl.reshape(tile, (tile.shape[0], BLOCK, 2)))
@@ -196,7 +203,8 @@ def _load_shared(
     ptr, offset, count, other: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """A row of H*D, or one of D that all heads share and is read once; `other` past `count` heads, H or 0."""
+    """Return the pairs of a row of H*D, or of one of D that all heads share; `other` past `count` heads, H or 0."""
+    # Shared by all heads it is (1, BLOCK), and where nothing is given (1, 1): both broadcast over the heads.
     if ptr is None:
         a = tl.full((1, 1), other, ACC)
         b = a
@@ -212,7 +220,7 @@ def _load_rotation(
     cos_ptr, sin_ptr, batch, row, R, TABLES: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Row `row` of both tables; cos 1 and sin 0 for a token before the first or past the last of R."""
+    """Return row `row` of both tables; cos 1 and sin 0, no rotation, for a token before the first or past the last of R."""
     count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
     if TABLES > 1:  # a table for every sample
         row += batch * R
@@ -224,13 +232,16 @@ def _load_rotation(
 
 @triton.jit
 def _unrotate(a, b, c1, c2, s1, s2):
-    """The transpose of the rotation, which is its inverse."""
+    """Return the transpose of the rotation, which is its inverse, of the pairs a, b."""
     return a * c1 + b * s2, b * c2 - a * s1
 
 
 @triton.jit
 def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
-    """Mean of a head, (heads, 1), or of all of them, (1, 1); what lies outside the row is 0 in `tile`."""
+    """Return the mean of each head (heads, 1), or of all (1, 1); `tile` (heads, BLOCK) is 0 outside the row.
+
+    A tile of a + b holds a head's D elements as D / 2 sums.
+    """
     total = tl.sum(tile, axis=1, keep_dims=True)
     if ACROSS:
         total = tl.sum(total, axis=0, keep_dims=True) / H
@@ -242,8 +253,9 @@ def _normalize(
     a, b, live, H: tl.constexpr, D: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """The normalised row and 1 / sqrt(variance + eps); the variance of the centred row, not from moments."""
+    """Return the normalised pairs and rstd; the variance is that of the centred row, not from moments."""
     if NORM == "layer":
+        # What lies outside the row was 0 and would be -mean: it must not enter the variance.
         mean = _mean(a + b, H, D, ACROSS)
         a = tl.where(live, a - mean, 0.0)
         b = tl.where(live, b - mean, 0.0)
@@ -259,7 +271,7 @@ def _forward_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
     TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """x by strides; weight, bias (D) or (H*D); tables (1|B, R, D|H*D); out (B, S, H, D); rstd (B, S, H|1)."""
+    """Take x by strides, weight and bias (D) or (H*D), tables (1|B,R,D|H*D); store out (B,S,H,D), rstd (B,S,H|1)."""
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // S, token % S
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
@@ -282,17 +294,22 @@ def _forward_kernel(
     _store_pair(out_ptr, (token * H + heads) * D, heads < H, a, b, D, BLOCK, HALVES)
 
 
+# With y = x_hat * w + b saved (`source` the output, rotated back), x_hat costs a division in place of saving x; with
+# g = dy * w then  dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g)),  the last mean for LayerNorm alone.
+
+
 @triton.jit
 def _token_gradients(
     d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """A token's dx and x_hat, from dy and y = x_hat w + b where rstd was saved, from dy and x where not."""
+    """Return the pairs of a token's dx and x_hat, from dy and y where rstd was saved, from dy and x where not."""
     if rstd_ptr is None:
         n1, n2, rstd = _normalize(y1, y2, live, H, D, NORM, EPS, ACROSS)
     else:
         head = tl.arange(0, 1 if ACROSS else BLOCK_H)[:, None]
         rstd = tl.load(rstd_ptr + token * (1 if ACROSS else H) + head, mask=head < count, other=0.0)
+        # As `_normalize` leaves it: 0 where the block is larger than the row.
         n1 = tl.where(live, (y1 - b1) / w1, 0.0)
         n2 = tl.where(live, (y2 - b2) / w2, 0.0)
     g1, g2 = d1 * w1, d2 * w2
@@ -309,7 +326,7 @@ def _store_partial(
     ptr, a, b, H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
     ACROSS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """A program's sum over its tokens, and over heads if they share the parameter: a row of its own."""
+    """Store a program's sum over its tokens, and over heads if they share the parameter, as its row of partials."""
     if ACROSS:
         heads = tl.arange(0, BLOCK_H)[:, None]
         rows = (tl.program_id(0).to(tl.int64) * H + heads) * D
@@ -330,7 +347,8 @@ def _backward_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
     TABLES: tl.constexpr, PER_HEAD: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """`source` is the output where rstd was saved, else x; each program takes EACH tokens in a row."""
+    """Store dx (B,S,H,D) and a program's partial sums; `source` is the output where rstd was saved, else x."""
+    # A program takes EACH consecutive tokens, and keeps their sums in registers: no atomics, the same bits every time.
     heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
     live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
     w1, w2 = _load_shared(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
@@ -342,7 +360,7 @@ def _backward_kernel(
         count = tl.where(token < tokens, H, 0)  # the last program may have tokens to spare
         valid = heads < count
         batch, position = token // S, token % S
-        row = tl.where(token < tokens, position - first, R)
+        row = tl.where(token < tokens, position - first, R)  # R: no such row of the tables
         rows = batch * grad_batch + position * grad_token + heads * grad_head
         d1, d2 = _load_pair(grad_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
         if NORM != "none":
@@ -375,7 +393,7 @@ def _backward_kernel(
 
 
 def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
-    """The kernels' compile-time arguments, and `num_warps`: 16 elements of the tile to a thread."""
+    """Return the kernels' compile-time arguments, and `num_warps`."""
     heads, width = x.shape[2:]
     block_h = triton.next_power_of_2(heads)
     block = triton.next_power_of_2(width // 2)
@@ -391,6 +409,7 @@ def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any
         "TABLES": 0 if cos is None else cos.shape[0],
         "PER_HEAD": cos is not None and cos.shape[-1] != width,
         "ACC": accumulator(x.dtype),
+        # 16 elements of a token to a thread: 8 pairs, of which a warp of 32 threads has 256.
         "num_warps": min(max(block_h * block // 256, 1), 16),
     }
 
@@ -410,7 +429,7 @@ def launch_forward(
     options: Options,
     rstd: Tensor | None,
 ) -> Tensor:
-    """The output, contiguous; fills `rstd` (B, S, H or 1) where it is given. Shapes are the caller's to check."""
+    """Return the output (B,S,H,D), contiguous; fill `rstd` (B,S,H or 1) if given. Shapes are the caller's to check."""
     batch, tokens, heads, width = x.shape
     out = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -418,19 +437,9 @@ def launch_forward(
     x, cos, sin = readable_rows(x), _table(cos), _table(sin)
     rows = 0 if cos is None else cos.shape[1]
     _forward_kernel[(batch * tokens,)](
-        x,
-        packed(weight),
-        packed(bias),
-        cos,
-        sin,
-        out,
-        rstd,
-        tokens,
-        rows,
-        options.first,
-        *x.stride()[:3],
-        **_constants(x, cos, options),
-    )
+        x, packed(weight), packed(bias), cos, sin, out, rstd,
+        tokens, rows, options.first, *x.stride()[:3], **_constants(x, cos, options),
+    )  # fmt: skip
     return out
 
 
@@ -444,6 +453,7 @@ def launch_backward(
     total, size = batch * tokens, heads * width if options.across_heads else width
     grad, cos, sin = readable_rows(grad), _table(cos), _table(sin)
     source = readable_rows(source)
+    # Several tokens a program only where their sums are wanted; a power of two, to compile few kernels.
     each = triton.next_power_of_2(max(triton.cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
     programs = triton.cdiv(total, each)
     constants = _constants(grad, cos, options)
@@ -454,26 +464,12 @@ def launch_backward(
         for shape, dtype, need in zip(shapes, (grad.dtype, wide, wide), needs, strict=True)
     )
     if grad.numel() > 0:
+        strides = (0, 0, 0) if source is None else source.stride()[:3]
         _backward_kernel[(programs,)](
-            grad,
-            source,
-            rstd,
-            packed(weight),
-            packed(bias),
-            cos,
-            sin,
-            dx,
-            dweight,
-            dbias,
-            total,
-            tokens,
-            0 if cos is None else cos.shape[1],
-            options.first,
-            *grad.stride()[:3],
-            *((0, 0, 0) if source is None else source.stride()[:3]),
-            EACH=each,
-            **constants,
-        )
+            grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight, dbias,
+            total, tokens, 0 if cos is None else cos.shape[1], options.first,
+            *grad.stride()[:3], *strides, EACH=each, **constants,
+        )  # fmt: skip
     return (
         dx,
         None if dweight is None or weight is None else dweight.sum(0).to(weight.dtype),
@@ -498,7 +494,7 @@ def _op(
     first: int,
     from_output: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and rstd if the backward starts from the output (else an empty tensor)."""
+    """Return the output, and rstd if the backward starts from the output (else an empty tensor)."""
     options = Options(norm, eps, across_heads, rotation, first)
     rstd = torch.empty(
         _rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype), device=x.device
@@ -513,6 +509,7 @@ def _op(
 
 
 def _rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
+    """Return (B,S,H), (B,S,1) across heads, or (0,) where rstd is not kept."""
     if not from_output:
         return (0,)
     return (*x.shape[:2], 1 if options.across_heads else x.shape[2])
@@ -544,7 +541,7 @@ def _backward_op(
     first: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; an empty tensor for one that is not asked for."""
+    """Return the gradients of x, weight and bias; an empty tensor for one that is not asked for."""
     options = Options(norm, eps, across_heads, rotation, first)
     operands = BackwardOperands(grad, source, rstd, weight, bias, cos, sin)
     compute = launch_backward if launches(grad) else _reference_gradients
@@ -572,10 +569,12 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what the backward reads, in the order of BackwardOperands."""
     x, weight, bias, cos, sin, norm, *options, from_output = inputs
     out, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.options = (norm, *options)
+    # A rotation alone is undone by its tables; a norm needs its output, which attention keeps anyway, or else x.
     if norm == "none":
         ctx.save_for_backward(None, None, None, None, cos, sin)
     elif from_output:
@@ -585,6 +584,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor, _grad_rstd: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the op's inputs."""
     needs = list(ctx.needs_input_grad[:3])
     computed = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
     gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
@@ -595,7 +595,7 @@ _op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Whether x_hat can be computed back from a 16-bit output: once, when a model is patched (it waits for a GPU).
+    """Return whether x_hat can be computed back from a 16-bit output; ask when a model is patched, as it waits for a GPU.
 
     The output's rounding, relative to the row, is divided by each weight: none may be under 1e-3, and
     rms(weight, bias) / |weight| may be 16 in the root mean square over the elements. At that limit the
@@ -619,7 +619,7 @@ def _check(
     sin: Tensor | None,
     options: Options,
 ) -> None:
-    """Raise for what the kernels do not compute, by name."""
+    """Raise ValueError for what the kernels do not compute, by name."""
     if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
         raise ValueError(
             f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}"
@@ -687,6 +687,7 @@ def qk_norm_rope(
     _check(x, {"weight": weight, "bias": bias}, cos, sin, options)
     if norm == "none" and cos is None:
         return x.contiguous()
+    # What is trained moves away from the values that `recoverable` saw.
     trained = any(t is not None and t.requires_grad for t in (weight, bias))
     from_output = from_output and norm != "none" and not trained
     out, _rstd = _op(x, weight, bias, cos, sin, *options, from_output)

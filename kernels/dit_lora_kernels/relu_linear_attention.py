@@ -30,16 +30,16 @@ from dit_lora_kernels.support import (
     accumulator,
     launches,
     on_its_device,
-    packed,
     readable_rows,
     tl,
     triton,
     wide_dtype,
 )
 
+# Tokens that a program takes at a time.
 BLOCK_S = 32
+# A program holds the whole state in registers, of which it is 64 a thread at D = 128.
 MAX_D = 128
-"""A program holds the whole state in registers: 64 of each thread at D = 128."""
 
 
 class BackwardOperands(NamedTuple):
@@ -59,11 +59,12 @@ class BackwardOperands(NamedTuple):
 
 
 def _table(table: Tensor) -> Tensor:
-    """(S,D) or (1|B,S,D) as (1|B,S,D)."""
+    """Return a table (S,D) or (1|B,S,D) as (1|B,S,D)."""
     return table if table.ndim == 3 else table[None]
 
 
 def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Return x (B,S,H,D) with the pairs (2i, 2i+1) turned by cos[2i] and sin[2i+1]; x itself without tables."""
     if cos is None or sin is None:
         return x
     c = _table(cos)[:, :, None, 0::2].to(x.dtype)
@@ -73,19 +74,22 @@ def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
 
 
 def _reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
-    """1 / (p . z) of each row (B,S,H,1), 0 of a dead row."""
+    """Return 1 / (p . z) of each row (B,S,H,1), 0 of a dead row, for p (B,S,H,D) and z (B,H,D)."""
     z = z[:, None]
     den = (p * z).sum(-1, keepdim=True)
     shared = (p > 0) & (z > 0)
     p_sum = torch.where(shared, p, 0).sum(-1, keepdim=True)
     z_sum = torch.where(shared, z, 0).sum(-1, keepdim=True)
     dead = den <= eps * torch.maximum(p_sum, z_sum)
+    # `where` twice: the branch that is not taken has a gradient too, and 1 / 0 would make it NaN.
     return torch.where(dead, 0, 1 / torch.where(dead, 1, den))
 
 
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 of fp64)."""
+    # Autocast would run these einsums in 16 bits, and their sums over all tokens need fp32.
     with torch.autocast(q.device.type, enabled=False):
         p, c, v = (
             q.to(wide_dtype(q.dtype)).relu(),
@@ -107,14 +111,15 @@ def relu_linear_attention_reference(
     *,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`relu_linear_attention` in plain torch: differentiable, fp32 inside (fp64 of fp64), rounded once."""
+    """Define `relu_linear_attention`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
     return _reference(q, k, v, cos, sin, eps)[0]
 
 
 def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv (B,S,H,D) in fp32 (fp64 of fp64), by the formulas that the kernels use."""
     grad, q, k, v, cos, sin, state, z = operands
-    back = None if sin is None else -sin
+    # g is dout / (p . z) and u its product with the state; dden is what the denominator adds to dp and, summed, to z.
+    back = None if sin is None else -sin  # the inverse rotation, which is its transpose
     with torch.autocast(q.device.type, enabled=False):
         p, c = q.to(state.dtype).relu(), k.to(state.dtype).relu()
         inverse = _reciprocal(p, z, eps)
@@ -132,11 +137,19 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
 
 
 # 2. kernels
+#
+# Every program walks one chunk of tokens of one head of one sample: (b, chunk, h), h fastest, so that programs in
+# flight together read neighbouring memory. It keeps the D x D state in registers over BLOCKS blocks of BLOCK_S
+# tokens. Sums over all tokens are partials, one a program, which the launcher adds up in one fixed order.
+#
+# Precision of the products: operands that come straight from 16-bit memory are exact in TF32, so one pass of the
+# tensor cores loses nothing; whatever was rotated, scaled or summed in fp32 takes TF32X3, three passes that keep
+# fp32's accuracy. For fp32 inputs both are "ieee".
 
 
 @triton.jit
 def _place(H, CHUNKS):
-    """Sample, chunk and head of this program, in int64: rows times strides pass 2^31 for videos."""
+    """Return the number, sample, chunk and head of this program, in int64: offsets of rows pass 2^31 for videos."""
     program = tl.program_id(0).to(tl.int64)
     h = program % H
     chunk = program // H % CHUNKS
@@ -146,18 +159,20 @@ def _place(H, CHUNKS):
 
 @triton.jit
 def _relu(x):
-    return tl.where(x < 0, 0.0, x)  # NaN stays NaN
+    """Return x with 0 for what is negative; not by `maximum`, which may return 0 for NaN: here NaN stays NaN."""
+    return tl.where(x < 0, 0.0, x)
 
 
 @triton.jit
 def _load(ptr, rows, columns, stride, S, D: tl.constexpr, ACC: tl.constexpr):
-    """Rows below S and columns below D of a matrix, 0 elsewhere."""
+    """Return a block of a matrix (S,D) in ACC, 0 outside; its rows lie `stride` apart."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(ACC)
 
 
 @triton.jit
 def _store(ptr, x, rows, columns, stride, S, D: tl.constexpr):
+    """Store a block of a matrix (S,D), cast to the pointer's dtype; nothing outside of it."""
     inside = (rows < S)[:, None] & (columns < D)[None, :]
     at = ptr + rows[:, None] * stride + columns[None, :]
     tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
@@ -165,12 +180,13 @@ def _store(ptr, x, rows, columns, stride, S, D: tl.constexpr):
 
 @triton.jit
 def _pairs(x):
+    """Return the even and the odd columns of x."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.constexpr):
-    """Channels (2i, 2i+1) turned by the angle of cos[2i], sin[2i+1]; BACK is the transpose."""
+    """Return x with channels (2i, 2i+1) turned by the angle of cos[2i], sin[2i+1]; BACK is the transpose."""
     if cos_ptr is not None:
         cos, _odd = _pairs(_load(cos_ptr, rows, columns, D, S, D, x.dtype))
         _even, sin = _pairs(_load(sin_ptr, rows, columns, D, S, D, x.dtype))
@@ -184,7 +200,7 @@ def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.con
 
 @triton.jit
 def _inverse(p, z, EPS: tl.constexpr):
-    """1 / (p . z) of each row as a column, 0 of a dead row."""
+    """Return 1 / (p . z) of each row as a column, 0 of a dead row as the module defines it."""
     den = tl.sum(p * z, 1)
     shared = (p > 0) & (z > 0)
     z_sum = tl.sum(tl.where(shared, z, 0.0), 1)
@@ -198,7 +214,9 @@ def _turned_times(
     x_ptr, cos_ptr, sin_ptr, matrix_ptr, rows, stride, S, D: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """R relu(x) @ matrix, BLOCK_K channels of x at a time: the whole matrix would not fit beside its product."""
+    """Return R relu(x) @ matrix (BLOCK_S, BLOCK_D)."""
+    # BLOCK_K channels of x at a time: the whole matrix would not fit in registers beside its product. A rotation
+    # mixes neighbours alone, so a slice of an even number of channels is rotated by itself.
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_S, BLOCK_D), ACC)
     for first in range(0, BLOCK_D, BLOCK_K):
@@ -215,7 +233,7 @@ def _times_transposed(
     x_ptr, matrix_ptr, rows, stride, S, D: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x @ matrix', BLOCK_K channels of x at a time."""
+    """Return x @ matrix' (BLOCK_S, BLOCK_D), BLOCK_K channels of x at a time as in `_turned_times`."""
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_S, BLOCK_D), ACC)
     for first in range(0, BLOCK_D, BLOCK_K):
@@ -233,7 +251,7 @@ def state_kernel(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Partials of state = sum_t (R relu(k)[t]) v[t]' and of z = sum_t relu(k)[t]."""
+    """Store a program's partials of state = sum_t (R relu(k)[t]) v[t]' and of z = sum_t relu(k)[t]."""
     program, b, chunk, h = _place(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
@@ -259,7 +277,7 @@ def output_kernel(
     EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = (R relu(q)[s]) @ state / (relu(q)[s] . z)."""
+    """Store out[s] = (R relu(q)[s]) @ state / (relu(q)[s] . z), in q's dtype."""
     _program, b, chunk, h = _place(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
@@ -274,6 +292,7 @@ def output_kernel(
         out = _turned_times(
             q_ptr, cos_ptr, sin_ptr, state_ptr, rows, q_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
         )  # fmt: skip
+        # Read again: `_turned_times` had q a slice at a time, and p . z needs whole rows, not rotated.
         p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
         _store(out_ptr, out * _inverse(p, z, EPS), rows, columns, H * D, S, D)
 
@@ -285,7 +304,7 @@ def query_grad_kernel(
     EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """dq, and partials of the gradients of state and z.
+    """Store dq, and a program's partials of the gradients of state and z.
 
     With u = state @ g and w = 1 / (p . z): d(R p) = w u and d(p . z) = -w^2 (R p . u); the output is not needed.
     """
@@ -311,9 +330,9 @@ def query_grad_kernel(
         dden = -w * w * tl.sum(turned * u, 1)[:, None]
         if dq_ptr is not None:
             dp = _rotate(u * w, cos_ptr, sin_ptr, rows, columns, S, D, True) + dden * z
-            own = dq_ptr + (b * S * H + h) * D
-            _store(own, tl.where(p <= 0, 0.0, dp), rows, columns, H * D, S, D)
-        if dstate_ptr is not None:
+            head_ptr = dq_ptr + (b * S * H + h) * D
+            _store(head_ptr, tl.where(p <= 0, 0.0, dp), rows, columns, H * D, S, D)
+        if dstate_ptr is not None:  # null where neither k nor v wants a gradient
             dz += tl.sum(p * dden, 0)
             g = _load(grad_ptr, rows, columns, g_s, S, D, ACC)
             dstate += tl.dot(tl.trans(turned * w), g, input_precision=PRECISION, out_dtype=ACC)
@@ -329,13 +348,13 @@ def key_grad_kernel(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """dk[t] = R' (dstate @ v[t]) + dz where k[t] > 0, and dv[t] = (R relu(k)[t]) @ dstate."""
+    """Store dk[t] = R' (dstate @ v[t]) + dz where k[t] > 0, and dv[t] = (R relu(k)[t]) @ dstate."""
     _program, b, chunk, h = _place(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
         sin_ptr += b * table_b
     k_ptr += b * k_b + h * k_h
-    own = (b * S * H + h) * D
+    head = (b * S * H + h) * D
     dstate_ptr += (b * H + h) * D * D
     columns = tl.arange(0, BLOCK_D)
     dz = tl.load(dz_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
@@ -347,12 +366,12 @@ def key_grad_kernel(
             )  # fmt: skip
             dc = _rotate(dc, cos_ptr, sin_ptr, rows, columns, S, D, True) + dz
             c = _load(k_ptr, rows, columns, k_s, S, D, ACC)
-            _store(dk_ptr + own, tl.where(c <= 0, 0.0, dc), rows, columns, H * D, S, D)
+            _store(dk_ptr + head, tl.where(c <= 0, 0.0, dc), rows, columns, H * D, S, D)
         if dv_ptr is not None:
             dv = _turned_times(
                 k_ptr, cos_ptr, sin_ptr, dstate_ptr, rows, k_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
             )  # fmt: skip
-            _store(dv_ptr + own, dv, rows, columns, H * D, S, D)
+            _store(dv_ptr + head, dv, rows, columns, H * D, S, D)
 
 
 # 3. launchers
@@ -368,7 +387,9 @@ class Tiling(NamedTuple):
 
 
 def tiling(s: int, d: int) -> Tiling:
-    """Chunks of up to 512 or 1024 tokens: the partials are an eighth (D = 32) or 2/5 (112) of k's and v's bytes."""
+    """Return the tiling for `s` tokens of heads of `d` channels."""
+    # tl.dot takes no side below 16. Chunks of up to 512 or 1024 tokens: partials are an eighth (D = 32) or 2/5 (112)
+    # of k's and v's bytes, and a short sequence is cut into blocks enough for its own tokens.
     block_d = max(16, triton.next_power_of_2(d))
     blocks = min(
         16 if block_d <= 64 else 32, triton.next_power_of_2(triton.cdiv(max(s, 1), BLOCK_S))
@@ -378,7 +399,7 @@ def tiling(s: int, d: int) -> Tiling:
 
 
 def _options(*operands: Tensor) -> dict[str, Any]:
-    """Arguments of every kernel at compile time."""
+    """Return what every kernel takes at compile time, from operands (B,S,H,D) of which the first gives the dtype."""
     _, s, _, d = operands[0].shape
     cut = tiling(s, d)
     short = all(x.element_size() == 2 for x in operands)
@@ -395,13 +416,15 @@ def _options(*operands: Tensor) -> dict[str, Any]:
 
 
 def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """The tables, contiguous, and the distance from one sample's to the next: 0 if they share it."""
-    shared = cos is None or cos.ndim == 2 or cos.shape[0] == 1
-    return packed(cos), packed(sin), 0 if shared else cos.shape[1] * cos.shape[2]
+    """Return the tables, contiguous, and the elements from one sample's to the next: 0 if they share it."""
+    if cos is None or sin is None:
+        return None, None, 0
+    shared = cos.ndim == 2 or cos.shape[0] == 1
+    return cos.contiguous(), sin.contiguous(), 0 if shared else cos.shape[1] * cos.shape[2]
 
 
 def _partials(q: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Room for a (D,D) and a (D,) of every program, in the order of the programs."""
+    """Return uninitialised room for a (D,D) and a (D,) of every program, in the order of the programs."""
     b, s, h, d = q.shape
     chunks = triton.cdiv(s, blocks)
     dtype = wide_dtype(q.dtype)
@@ -410,6 +433,7 @@ def _partials(q: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def _total(partials: Tensor) -> Tensor:
+    """Return the sum over chunks, dimension 1; of one chunk a view of it."""
     return partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
 
 
@@ -417,7 +441,7 @@ def _total(partials: Tensor) -> Tensor:
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `state` (B,H,D,D) and `z` (B,H,D)."""
+    """Return `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 of fp64)."""
     q, k, v = readable_rows(q), readable_rows(k), readable_rows(v)
     cos, sin, table_b = _tables(cos, sin)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -425,6 +449,7 @@ def launch_forward(
     state, z = _partials(q, options["BLOCK_S"] * options["BLOCKS"])
     chunks, h = z.shape[1:3]
     grid = (z.shape[0] * chunks * h,)
+    # Without a rotation the state's products are of what 16-bit memory holds: one pass of TF32 is exact.
     exact = "tf32" if options["PRECISION"] == "tf32x3" and cos is None else options["PRECISION"]
     if out.numel():
         state_kernel[grid](
@@ -453,6 +478,7 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
     dstate, dz = _partials(q, options["BLOCK_S"] * options["BLOCKS"])
     chunks, h = dz.shape[1:3]
     grid = (dz.shape[0] * chunks * h,)
+    # dk and dv follow from the state's gradient: where nobody wants them it is neither summed nor stored.
     keys = dk is not None or dv is not None
     query_grad_kernel[grid](
         grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
@@ -469,6 +495,7 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
 
 
 def _allocate(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D)."""
     b, _, h, d = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     state = torch.empty((b, h, d, d), dtype=wide_dtype(q.dtype), device=q.device)
@@ -481,7 +508,7 @@ def _allocate(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `state` (B,H,D,D) and `z` (B,H,D)."""
+    """Return `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous, of checked operands."""
     if launches(q):
         return launch_forward(q, k, v, cos, sin, eps)
     out, state, z = _reference(q, k, v, cos, sin, eps)
@@ -538,14 +565,17 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tens
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what the backward reads, in the order of BackwardOperands."""
     q, k, v, cos, sin, ctx.eps = inputs
     _, state, z = output
+    # Outputs only so that the backward finds them: no caller sees them, and none differentiates them.
     ctx.mark_non_differentiable(state, z)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cos, sin, state, z)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the op's inputs."""
     wanted = list(ctx.needs_input_grad[:3])
     if grad is None or not any(wanted):
         return (None,) * 6

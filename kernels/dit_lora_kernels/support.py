@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def _installed(module: str) -> Any:
+    """Return the module, None if it is not installed."""
     try:
         return import_module(module)
     except ImportError:  # references and CPU paths work without it
