@@ -214,7 +214,11 @@ class Contract:
         joint = self.module.joint_ada_norm
 
         def wrong(streams: Any, *args: Any, **kwargs: Any) -> Any:
-            return joint([s._replace(scale=s.scale.roll(1, 0)) for s in streams], *args, **kwargs)
+            rolled = [
+                stream if stream.scale is None else stream._replace(scale=stream.scale.roll(1, 0))
+                for stream in streams
+            ]
+            return joint(rolled, *args, **kwargs)
 
         def losses() -> torch.Tensor:
             return model(**given, return_dict=False)[0].flatten(1).square().mean(1)

@@ -16,18 +16,22 @@ __all__ = ["FuseReport", "fuse", "kernel_support", "unfuse"]
 
 
 def kernel_support() -> Support:
-    """Whether Triton kernels could run here, and why not."""
+    """Return whether Triton kernels could run here, and why not."""
     return triton_support()
 
 
 class _Callable(ModuleType):
+    """A module that can be called as the function it is named after."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> "FuseReport":
+        # Late, as in `__getattr__`: the api imports Diffusers, PEFT and Transformers.
         from dit_lora.fuse.api import fuse
 
         return fuse(*args, **kwargs)
 
 
 def __getattr__(name: str) -> Any:
+    """Import the api when one of its names is first asked for."""
     if name in ("FuseReport", "fuse", "unfuse"):
         from dit_lora.fuse import api
 
@@ -35,4 +39,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'dit_lora.fuse' has no attribute {name!r}")
 
 
+# Python looks `__call__` up on the class, and a module has no other way to have one: a function named `__call__` in it
+# is not asked. `__class__` of a module may be assigned for this purpose.
 sys.modules[__name__].__class__ = _Callable

@@ -17,7 +17,6 @@ from dit_lora.fuse.core import (
     KERNELS,
     OPS,
     Fusion,
-    allow_projection_fusing,
     fusion_of,
     mark,
     matches,
@@ -47,11 +46,12 @@ class FuseReport:
 
     @property
     def ops(self) -> list[str]:
-        """Ops that are on and replaced something."""
+        """Return the ops that are on and replaced something."""
         return self.fusion.used()
 
     def __str__(self) -> str:
         lines = self.fusion.lines()
+        # One line for all ops with one reason: without a GPU that is nearly all of them.
         reasons: dict[str, list[str]] = {}
         for op, reason in self.unavailable.items():
             reasons.setdefault(reason, []).append(op)
@@ -71,8 +71,8 @@ def fuse(
     `ops` gives `auto`, `on` or `off` by name, `auto` where it names none. `auto`: where it applies, the machine
     can run it, and parity holds. `on`: also without a GPU, by its reference; raises if parity does not hold
     or nothing in the model takes it. `attention` is one of Diffusers' backends that train or, for a model of
-    Transformers, one of its implementations; `auto` is PyTorch's own choice. With `check`, the first training forward of each shape is compared with the stock
-    model, values and gradients, before it counts.
+    Transformers, one of its implementations; `auto` is PyTorch's own choice. With `check`, the first training forward
+    of each shape is compared with the stock model, values and gradients, before it counts.
 
     Call it after adapters are attached and before hooks, offload, DDP and torch.compile. Raises `DitLoraError` on
     names that it does not know, and on a model whose q, k and v projections Diffusers has fused under LoRA.
@@ -80,28 +80,37 @@ def fuse(
     modes = _modes(ops or {})
     if fusion_of(model) is not None:
         unfuse(model)
+    # All that can be refused is refused before the first module is patched.
     backend = None
     if attention != "auto" and isinstance(model, PreTrainedModel):
         require_implementation(model, attention)
     elif attention != "auto":
         backend = require_backend(attention)
-    unavailable = {op: reason for op in OPS if (reason := _why_off(op, modes[op], model))}
+    unavailable = _unavailable(model, modes)
     on = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
+    # Fused processors come with any op: they have one input for q, k and v, which adapters share.
     fusion = Fusion({**on, ATTENTION: any(on.values()) or backend is not None}, backend)
     refuse_projection_fusing(model, has_lora)
     _patch(model, fusion)
     _require_asked(model, fusion, modes)
-    mark(model, fusion)
+    mark(model, fusion)  # patched or not, so that `fusion_of` finds it on the model too
     switches = _switches(fusion, modes)
     if attention != "auto" and isinstance(model, PreTrainedModel):
         switches += _choose_attention(model, fusion, attention)
     set_model_switches(model, switches)
     fusion.hooks.append(model.register_forward_pre_hook(FirstForwards(check), with_kwargs=True))
-    said = {op: reason for op, reason in unavailable.items() if reason != _OF_OTHERS}
-    return FuseReport(fusion, said)
+    reported = {op: reason for op, reason in unavailable.items() if reason != _OF_OTHERS}
+    return FuseReport(fusion, reported)
+
+
+def _unavailable(model: nn.Module, modes: Mapping[str, Mode]) -> dict[str, str]:
+    """Return the ops that `auto` leaves off for this model on this machine, with the reason."""
+    reasons = {op: _why_off(op, mode, model) for op, mode in modes.items()}
+    return {op: reason for op, reason in reasons.items() if reason is not None}
 
 
 def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Switch]:
+    """Give the model this implementation until it is unfused, and return its switches; undo all if it takes none."""
     try:
         choice = AttentionChoice(model, name)
     except DitLoraError:
@@ -112,18 +121,18 @@ def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list
 
 
 def unfuse(model: nn.Module) -> None:
-    """The model's own code again, everywhere; nothing happens to a model that is not fused."""
+    """Give the model its own code back, everywhere; nothing happens to a model that is not fused."""
     fusion = fusion_of(model)
     if fusion is None:
         return
     restore(model)
-    allow_projection_fusing(model)
     set_model_switches(model, [])
     for hook in fusion.hooks:
         hook.remove()
 
 
 def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
+    """Return a mode for every op; raise `DitLoraError` for a name or a mode that there is not."""
     unknown = sorted(set(asked) - set(OPS))
     if unknown:
         raise DitLoraError(listed(f"no kernel is called {', '.join(unknown)}; there are", OPS))
@@ -134,7 +143,7 @@ def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
 
 
 def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
-    """Why `auto` leaves this op off for this model on this machine; raises where `on` asks for what is not there."""
+    """Return why `auto` leaves this op off, None if it does not; raise where `on` asks for what is not there."""
     if mode == "off":
         return None
     if op == liger.OP:
@@ -146,6 +155,7 @@ def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
                     f"kernels.{op}: {missing}; pip install 'dit-lora[liger]', or set it to auto"
                 )
             return missing
+    # Without a GPU a kernel is its reference in plain PyTorch, which gains nothing: only who insists gets it.
     support = triton_support()
     if mode == "on" or op in WITHOUT_TRITON or support.mode == "gpu":
         return None
@@ -153,6 +163,8 @@ def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
 
 
 def _patch(model: nn.Module, fusion: Fusion) -> None:
+    """Patch every module that there is a patch for, by what is on; note in `fusion` what was done and what was not."""
+    # A module may be both: an attention layer's processor is replaced whatever becomes of the layer's forward.
     for name, module in model.named_modules():
         forward = matches(FORWARDS, module)
         if forward is not None and fusion.on.get(forward.op):
@@ -163,15 +175,14 @@ def _patch(model: nn.Module, fusion: Fusion) -> None:
 
 
 def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
-    """What was asked for by name must be there."""
-    there = {op for op, _ in fusion.replaced}
-    missing = [op for op, mode in modes.items() if mode == "on" and op not in there]
-    if fusion.backend is not None and ATTENTION not in there:
+    """Restore the model and raise `DitLoraError` if something asked for by name replaced nothing."""
+    replaced = {op for op, _ in fusion.replaced}
+    missing = [op for op, mode in modes.items() if mode == "on" and op not in replaced]
+    if fusion.backend is not None and ATTENTION not in replaced:
         missing.append(f"{ATTENTION}: {fusion.backend}")
     if not missing:
         return
     restore(model)
-    allow_projection_fusing(model)
     reasons = [f"{op}: {name}: {reason}" for op, name, reason in fusion.kept if op in missing]
     model_class = type(model).__name__
     raise DitLoraError(
@@ -180,7 +191,7 @@ def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) 
 
 
 def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
-    """One for each op that replaced something, one for the backend, one for everything together."""
+    """Return a switch for each op that replaced something, one for the backend, one for everything together."""
     switches = [
         Switch(
             op,
@@ -193,6 +204,7 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
         )
         for op in fusion.used()
     ]
+    # A backend was chosen by name: where it is wrong from the start that is an error, and no reason to fall back.
     if fusion.backend is not None:
         switches.append(
             Switch(
@@ -205,6 +217,7 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
                 part_of=KERNELS,
             )
         )
+    # Everything together, which is also the only switch of attention processors: they belong to no op.
     if fusion.replaced:
         stock = partial(setattr, fusion, "stock", True)
         insisted = any(switch.insisted for switch in switches)

@@ -3,23 +3,30 @@
 Diffusers' dispatcher chooses the backend; many of its stock processors call PyTorch past it, so that a chosen
 backend changes nothing there. Fused processors all come through `attend`.
 
-Shapes: B batch, S query tokens, K key tokens, H heads, D head width.
+Shapes: B batch, S query tokens, K key tokens, R rotated tokens, H heads, D head width.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb
 from torch.backends import cuda
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.core import ATTENTION, Fusion, ProcessorPatch
 from dit_lora.fuse.lora import project
 from dit_lora.numerics.whole import ONLY_COUNTS
-from dit_lora_kernels.qk_norm_rope import recoverable
+from dit_lora_kernels.qk_norm_rope import qk_norm_rope, recoverable
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Tables of cosines and sines, as a model's own code makes them."""
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v."""
+Norm = Literal["layer", "rms"]
 
 TRAINABLE = (
     "native",
@@ -39,7 +46,8 @@ TRAINABLE = (
 
 
 def require_backend(name: str) -> str:
-    """The name, if Diffusers can train with it here; raises with those that it has, or with what is missing."""
+    """Return the name if Diffusers can train with it here; raise `DitLoraError` with those it has, or what is missing."""
+    # Private: Diffusers asks these when a backend is set, and only then says what is missing.
     from diffusers.models.attention_dispatch import (
         _check_attention_backend_requirements,
         _maybe_download_kernel_for_backend,
@@ -64,12 +72,13 @@ def attend(
     backend: str | None,
     parallel: Any = None,
 ) -> torch.Tensor:
-    """Softmax attention of (B, S, H, D) over (B, K, H, D), as (B, S, H, D); `mask` as PyTorch's.
+    """Return softmax attention of (B, S, H, D) over (B, K, H, D), as (B, S, H, D); `mask` as PyTorch's.
 
     With a mask cuDNN is never used: its backward can give NaN (pytorch issue 196678). `parallel` is Diffusers'
     configuration of ranks that share a sample, each with its S and K tokens.
     """
     name = None if backend is None else AttentionBackendName(backend)
+    # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
     with _no_cudnn(mask):
         return dispatch_attention_fn(
             query, key, value, attn_mask=mask, backend=name, parallel_config=parallel
@@ -78,6 +87,7 @@ def attend(
 
 @contextmanager
 def _no_cudnn(mask: torch.Tensor | None) -> Iterator[None]:
+    """Switch PyTorch's cuDNN attention off within it if there is a mask, and on again if it was on."""
     if mask is None or not mask.is_cuda or not cuda.cudnn_sdp_enabled():
         yield
         return
@@ -86,6 +96,29 @@ def _no_cudnn(mask: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         cuda.enable_cudnn_sdp(True)
+
+
+def project_qkv(
+    attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
+) -> Heads:
+    """Return q (B, S, H * D) of the first, k and v (B, K, H * D) of the second, or of the first where it is None."""
+    if encoder_hidden_states is None:
+        query, key, value = project((attn.to_q, attn.to_k, attn.to_v), hidden_states)
+        return query, key, value
+    (query,) = project((attn.to_q,), hidden_states)
+    key, value = project((attn.to_k, attn.to_v), encoder_hidden_states)
+    return query, key, value
+
+
+def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
+    """Return attention's output (B, S, H * D) after its projection and dropout."""
+    return attn.to_out[1](attn.to_out[0](attended))
+
+
+def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return heads (..., D) with the pairs (2i, 2i + 1) turned by tables (..., D / 2), in the heads' dtype."""
+    a, b = heads.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(heads)
 
 
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -100,10 +133,13 @@ class Recomputable(NamedTuple):
 
     @contextmanager
     def not_kept(self) -> Iterator[None]:
-        """What is saved for backward within it does not hold the tensor's memory."""
+        """Let nothing that is saved for backward within it hold the tensor's memory: backward calls `again`."""
+        # Compiled, the graph's partitioner decides what is kept.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             yield
             return
+        # Hooks nest, but the innermost alone are asked: ours would hide those that are there. PyTorch has no public
+        # way to see them. Those that only count are called from ours, so that they count what is left.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         counts: Any = outer[0] if outer and hasattr(outer[0], ONLY_COUNTS) else None
         if outer and counts is None:  # checkpointing, offload: they decide what becomes of this too
@@ -113,7 +149,7 @@ class Recomputable(NamedTuple):
         place, again = _place(self.tensor), self.again
 
         def pack(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:
-            # Adapters save the tensor itself or all its rows.
+            # Adapters save the tensor itself or all its rows, both views of the whole of its memory.
             if _place(saved) == place:
                 return tuple(saved.shape)
             return counts(saved) if counts else saved
@@ -129,9 +165,18 @@ class Recomputable(NamedTuple):
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
-    """Equal for contiguous views of all of a contiguous tensor, with values or without."""
+    """Return what is equal for contiguous views of all of a contiguous tensor, with values or without."""
+    # The storage's address as an object: a tensor without values (fake, meta) has no data pointer to compare.
     memory = tensor.untyped_storage()._cdata
     return memory, int(tensor.storage_offset()), tensor.numel(), tensor.is_contiguous()
+
+
+def _of_stock(name: str) -> property:
+    """Return a property that reads and writes an attribute of the stock processor, None where that has none."""
+    return property(
+        lambda self: getattr(self.stock, name, None),
+        lambda self, value: setattr(self.stock, name, value),
+    )
 
 
 class FusedProcessor:
@@ -147,34 +192,72 @@ class FusedProcessor:
 
     @property
     def is_stock(self) -> bool:
-        """Whether the stock processor is to be called: always under context parallelism, which it knows."""
+        """True if the stock processor is to be called: always under context parallelism, which it knows."""
         return not self.fusion.is_on(ATTENTION) or self._parallel_config is not None
 
     @property
     def backend(self) -> str | None:
-        """The backend that `fuse` was given, else Diffusers' `set_attention_backend`; None for PyTorch's choice."""
+        """Name of the backend that `fuse` was given, else Diffusers' `set_attention_backend`; None for PyTorch's choice."""
         return self.fusion.backend or self._attention_backend
 
-    # Diffusers' set_attention_backend and enable_parallelism set these two, for the stock processor to heed.
+    # Diffusers' set_attention_backend and enable_parallelism set these two on whatever is a layer's processor. They
+    # are the stock one's own, so that it heeds them whenever it runs, and has them when the model is unfused.
+    _attention_backend = _of_stock("_attention_backend")
+    _parallel_config = _of_stock("_parallel_config")
 
-    @property
-    def _attention_backend(self) -> Any:
-        return getattr(self.stock, "_attention_backend", None)
+    def norm_and_rotate(
+        self,
+        heads: torch.Tensor,
+        norm: Any,
+        rotary: Rotary | None,
+        kind: Norm,
+        *,
+        first: int = 0,
+        across_heads: bool = False,
+    ) -> torch.Tensor:
+        """Return q or k (B, S, H, D) by one kernel: normed per head or across heads, R tokens from `first` rotated.
 
-    @_attention_backend.setter
-    def _attention_backend(self, backend: Any) -> None:
-        self.stock._attention_backend = backend
+        `norm` is a module of this kind or None, `rotary` tables as `qk_norm_rope` takes them or None.
+        """
+        cos, sin = (None, None) if rotary is None else rotary
+        return qk_norm_rope(
+            heads,
+            getattr(norm, "weight", None),
+            getattr(norm, "bias", None),
+            cos,
+            sin,
+            norm="none" if norm is None else kind,
+            eps=0.0 if norm is None else norm.eps,
+            across_heads=across_heads,
+            first=first,
+            from_output=self.from_output,
+        )
 
-    @property
-    def _parallel_config(self) -> Any:
-        return getattr(self.stock, "_parallel_config", None)
-
-    @_parallel_config.setter
-    def _parallel_config(self, config: Any) -> None:
-        self.stock._parallel_config = config
+    def normed_heads(
+        self,
+        heads: torch.Tensor,
+        norm: Any,
+        rotary: Rotary | None,
+        kind: Norm,
+        first: int = 0,
+    ) -> torch.Tensor:
+        """Return q or k (B, S, H, D) normed per head, R tokens from `first` rotated by tables (R, D), by what is on."""
+        if norm is None and rotary is None:
+            return heads
+        if self.fusion.is_on("qk_norm_rope"):
+            return self.norm_and_rotate(heads, norm, rotary, kind, first=first)
+        if norm is not None:
+            heads = norm(heads)
+        if rotary is None:
+            return heads
+        stop = first + len(rotary[0])
+        rotate: Any = apply_rotary_emb  # its annotations are of complex tables
+        rotated = rotate(heads[:, first:stop], rotary, sequence_dim=1)
+        return torch.cat([heads[:, :first], rotated, heads[:, stop:]], dim=1)
 
 
 def _recoverable(norm: Any) -> bool:
+    """Return whether this norm's backward may start from its output: also where there are no weights, or no values."""
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     return weight is None or weight.is_meta or recoverable(weight, bias)
 
@@ -196,6 +279,7 @@ class SharedInputProcessor(FusedProcessor):
         **kwargs: Any,
     ) -> torch.Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        # Images (B, C, H, W), and text of another batch size, are the stock code's.
         plain = hidden_states.ndim == 3 and len(hidden_states) == len(source)
         if self.is_stock or args or kwargs or not plain:
             # temb alone is left out: it is for a spatial norm, and there is none.
@@ -203,23 +287,19 @@ class SharedInputProcessor(FusedProcessor):
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, *rest, **kwargs
             )
-        if encoder_hidden_states is None:
-            query, key, value = project((attn.to_q, attn.to_k, attn.to_v), hidden_states)
-        else:
-            (query,) = project((attn.to_q,), hidden_states)
-            key, value = project((attn.to_k, attn.to_v), source)
+        query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         query, key = self.normed(attn, query, key)
         mask = heads_mask(attn, attention_mask, source)
         query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
         attended = attend(query, key, value, mask, self.backend).flatten(2).to(query.dtype)
-        output = attn.to_out[1](attn.to_out[0](attended))
+        output = project_output(attn, attended)
         factor = attn.rescale_output_factor
         return output if factor == 1 else output / factor
 
     def normed(
         self, attn: Attention, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k (B, S, H*D) after the layer's own norms, which here are across heads or none."""
+        """Return q and k (B, S, H * D) after the layer's own norms, which here are across heads or none."""
         if attn.norm_q is not None:
             query = attn.norm_q(query)
         if attn.norm_k is not None:
@@ -230,14 +310,16 @@ class SharedInputProcessor(FusedProcessor):
 def heads_mask(
     attn: Attention, mask: torch.Tensor | None, source: torch.Tensor
 ) -> torch.Tensor | None:
+    """Return a block's mask of the tokens of `source` (B, K, .) as attention takes it, (B, H, 1 or S, K)."""
     if mask is None:
         return None
+    # It repeats the mask for each head within the batch, which the view takes apart.
     mask = attn.prepare_attention_mask(mask, source.shape[1], len(source))
     return mask.view(len(source), attn.heads, -1, mask.shape[-1])
 
 
 def plain(attn: Any) -> str | None:
-    """Why a processor that only projects and attends does not do for this layer."""
+    """Return why a processor that only projects and attends does not do for this layer; None if it does."""
     if attn.spatial_norm is not None or attn.group_norm is not None or attn.norm_cross:
         return "its input has a norm of its own"
     if attn.residual_connection:
@@ -248,7 +330,8 @@ def plain(attn: Any) -> str | None:
 
 
 def _plain_unnormed(attn: Any) -> str | None:
-    # AttnProcessor2_0 norms per head, Sana's across heads.
+    """Return `plain`'s reason, or that q and k are normed."""
+    # AttnProcessor2_0 norms per head, where `SharedInputProcessor.normed` is across heads as Sana's.
     return plain(attn) or (
         "it norms q and k" if attn.norm_q is not None or attn.norm_k is not None else None
     )

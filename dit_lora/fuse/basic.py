@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.fuse.core import ForwardPatch, class_name
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+from dit_lora.fuse.core import ForwardPatch, class_name, other_norm
+from dit_lora.fuse.streams import norm_stream
+from dit_lora_kernels.ada_norm import Stream
 
 _ZERO, _SINGLE = "ada_norm_zero", "ada_norm_single"
 _ZERO_NORM = "diffusers.models.normalization.AdaLayerNormZero"
@@ -29,10 +30,12 @@ def block_forward(
     class_labels: torch.Tensor | None = None,
     added_cond_kwargs: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Tokens (B, S, D) after attention, attention to the text if there is one, and feed-forward.
+    """Return tokens (B, S, D) after attention, attention to the text if there is one, and feed-forward.
 
-    As `BasicTransformerBlock.forward`, which runs where the feed-forward is chunked or attention has arguments.
+    It does what `BasicTransformerBlock.forward` does, and calls it where the feed-forward is chunked or attention has
+    arguments of its own.
     """
+    # Chunks are the stock code's way to save memory, and such arguments steer what only it does (GLIGEN).
     if block._chunk_size is not None or cross_attention_kwargs:
         return type(block).forward(
             block,
@@ -51,23 +54,18 @@ def block_forward(
     # An fp32 table makes the stock block's residual stream fp32; where it is, this is no cast.
     x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
     norm, norm_ff = _norms(block)
-    normed, x = _normed(norm, Stream(x, shift, scale))
+    normed, x = norm_stream(norm, Stream(x, shift, scale))
     y = block.attn1(normed, encoder_hidden_states=None, attention_mask=attention_mask)
     stream = Stream(x, shift_ff, scale_ff, y, gate)
-    if block.attn2 is not None:  # it takes the residual stream as it is
+    # A second attention takes the residual stream as it is, not normed: the first one's output is added before it.
+    if block.attn2 is not None:
         x = torch.addcmul(x, gate, y)
         y = block.attn2(
             x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask
         )
         stream = Stream(x, shift_ff, scale_ff, y)
-    normed, x = _normed(norm_ff, stream)
+    normed, x = norm_stream(norm_ff, stream)
     return torch.addcmul(x, gate_ff, block.ff(normed))
-
-
-def _normed(norm: nn.LayerNorm, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stream's sum with its gated y, normed and modulated; and that sum."""
-    out, (x,) = joint_ada_norm((stream,), norm.weight, norm.bias, norm="layer", eps=norm.eps)
-    return out, x
 
 
 def _modulation(
@@ -76,7 +74,8 @@ def _modulation(
     timestep: torch.Tensor | None,
     class_labels: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Shift, scale and gate of attention, then of the feed-forward; each (B, 1, D)."""
+    """Return shift, scale and gate of attention, then of the feed-forward; each (B, 1, D)."""
+    # adaLN-single: one projection of the timestep for all blocks, to which each adds a table of its own.
     if block.norm_type == _SINGLE:
         assert timestep is not None
         return (block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)).chunk(
@@ -89,13 +88,14 @@ def _modulation(
 
 
 def _norms(block: Any) -> tuple[Any, Any]:
-    """The LayerNorms before attention and before the feed-forward."""
+    """Return the LayerNorms before attention and before the feed-forward."""
     if block.norm_type == _SINGLE:
         return block.norm1, block.norm2
     return block.norm1.norm, block.norm3
 
 
 def _why_not(block: Any) -> str | None:
+    """Return why this block keeps its own forward; None if `block_forward` does the same."""
     if block.norm_type not in (_ZERO, _SINGLE):
         return f"its norm is {block.norm_type}"
     if block.pos_embed is not None:
@@ -106,8 +106,7 @@ def _why_not(block: Any) -> str | None:
         return "it has a second attention"
     if block.norm_type == _ZERO and class_name(block.norm1) != _ZERO_NORM:
         return f"its norm1 is a {type(block.norm1).__name__}"
-    other = [norm for norm in _norms(block) if type(norm) is not nn.LayerNorm]
-    return f"one of its norms is a {type(other[0]).__name__}" if other else None
+    return other_norm(_norms(block), nn.LayerNorm)
 
 
 FORWARDS = (

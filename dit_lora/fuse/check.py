@@ -1,4 +1,4 @@
-"""A fused model compares itself with the stock one, once for each shape that it trains on."""
+"""Compare a fused model with the stock one, once for each shape that it trains on."""
 
 import inspect
 import warnings
@@ -27,8 +27,8 @@ class FirstForwards:
     slower backends. To see that it masks nothing costs one read of the device.
 
     The check runs forward and backward of the same inputs with and without each kernel, block by block, and leaves
-    gradients and random state as they were. Of one sample each block is given a second one, made of the first. A kernel that differs is switched off with a warning, or refused if it was
-    asked for by name.
+    gradients and random state as they were. Of one sample each block is given a second one, made of the first. A kernel
+    that differs is switched off with a warning, or refused if it was asked for by name.
     """
 
     def __init__(self, check: bool) -> None:
@@ -39,22 +39,25 @@ class FirstForwards:
     def __call__(
         self, model: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
+        # Traced or without values there is nothing to compare, and no mask to read.
         if torch.compiler.is_compiling() or _is_fake(next(model.parameters(), None)):
             return None
-        forget_casts(model)
+        forget_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
         fusion = fusion_of(model)
         if fusion is not None and fusion.is_on(ATTENTION):
-            kwargs = {n: None if _is_full_mask(model, n, x) else x for n, x in kwargs.items()}
+            full = [name for name, value in kwargs.items() if _is_full_mask(model, name, value)]
+            kwargs = kwargs | dict.fromkeys(full)
         if self.check and not self._busy and torch.is_grad_enabled():
             self._compare_once(model, args, kwargs)
         return args, kwargs
 
     def _compare_once(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Compare at the shapes of these inputs if they are new and nothing is being compared already."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if shapes in self._seen:
             return
-        self._busy = True
+        self._busy = True  # the comparison calls the model, and so this hook
         try:
             if self._compare(model, args, kwargs):
                 self._seen.add(shapes)
@@ -62,7 +65,10 @@ class FirstForwards:
             self._busy = False
 
     def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether these inputs could tell: not if the stock model makes NaN or Inf of them."""
+        """Switch off, or refuse, what differs; return whether these inputs could tell.
+
+        They cannot if the stock model makes NaN or Inf of them.
+        """
 
         def losses() -> torch.Tensor:
             outputs = [x for x in tree_leaves(model(*args, **kwargs)) if _is_float(x)]
@@ -70,9 +76,11 @@ class FirstForwards:
 
         fusion = fusion_of(model)
         assert fusion is not None
+        # In a fork of the random state: this forward is one more than the training step has.
         with torch.no_grad(), fusion.all_stock(), torch.random.fork_rng(cuda_devices(model)):
             if not torch.isfinite(losses()).all():
                 return False
+        # Kernels alone: compilation is a switch too, and not this check's subject.
         kernels = [switch for switch in model_switches(model) if switch.name != "compile"]
         how = How(widen=_has_one_row(model, args, kwargs))
 
@@ -88,13 +96,15 @@ class FirstForwards:
 
 
 def _has_one_row(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward of these inputs is of one sample, by its first input of two dimensions or more."""
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    tensors = [leaf for leaf in tree_leaves(dict(given)) if isinstance(leaf, torch.Tensor)]
+    """Return whether a forward of these inputs is of one sample, by its first input of two dimensions or more."""
+    # In the signature's order, whatever order keyword arguments came in.
+    arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    tensors = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Tensor)]
     return next((len(tensor) == 1 for tensor in tensors if tensor.ndim > 1), False)
 
 
 def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:
+    """Return whether this argument is a mask of keys that masks none, of a model that takes None in its place."""
     if name not in ("attention_mask", "encoder_attention_mask") or _is_fake(value):
         return False
     # (B, K) of ones and zeros; others are added to scores.
@@ -105,20 +115,23 @@ def _is_full_mask(model: nn.Module, name: str, value: object) -> bool:
 
 
 def _is_fake(value: object) -> bool:
+    """Return whether this is a tensor without values."""
     return isinstance(value, FakeTensor) or getattr(value, "is_meta", False)
 
 
 def refusal(switch: Switch, words: str) -> str:
-    """Why a kernel that a user asked for by name cannot be used."""
+    """Return why a kernel that a user asked for by name cannot be used."""
     return f"{words}; it was asked for by name: set it to auto or off to train without it"
 
 
 def _is_float(value: object) -> bool:
+    """Return whether this is a tensor of floating-point values."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _weighed(output: torch.Tensor) -> torch.Tensor:
-    """One number a sample (B,) in which every element has a weight of its own, so that each is checked."""
+    """Return one number a sample (B,) in which every element has a weight of its own, so that each is checked."""
+    # A plain mean would give all elements one gradient, and errors that cancel in a sum would not be seen.
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(output.shape[1:], generator=generator).to(output.device)
     return (output.float() * weights).reshape(len(output), -1).mean(1)

@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention_processor import Attention
-from diffusers.models.embeddings import apply_rotary_emb
 
-from dit_lora.fuse.attention import FusedProcessor, Recomputable, attend, heads_mask
+from dit_lora.fuse.attention import (
+    FusedProcessor,
+    Recomputable,
+    Rotary,
+    attend,
+    heads_mask,
+    project_output,
+)
 from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.lora import project
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
-from dit_lora_kernels.qk_norm_rope import qk_norm_rope
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def block_forward(
@@ -30,27 +33,28 @@ def block_forward(
     image_rotary_emb: Rotary | None = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Video (B, V, D) and text (B, T, D) after attention and feed-forward, as `CogVideoXBlock.forward`."""
+    """Return video (B, V, D) and text (B, T, D) after attention and feed-forward, as `CogVideoXBlock` does."""
     text = encoder_hidden_states.shape[1]
     modulation = _modulation(block.norm1, temb)
     streams = modulation.on(Stream(encoder_hidden_states), Stream(hidden_states))
     joint, _ = _normed(block.norm1, streams)
-    given = dict(attention_kwargs or {})
+    extra = dict(attention_kwargs or {})
     if isinstance(block.attn1.processor, CogVideoXProcessor):
         # The norm's backward keeps its input: its output need not be kept for the adapters.
         again = partial(_joint, block.norm1, streams)
-        given["joint_hidden_states"] = Recomputable(joint, again)
+        extra["joint_hidden_states"] = Recomputable(joint, again)
     attended, attended_text = block.attn1(
         hidden_states=joint[:, text:],
         encoder_hidden_states=joint[:, :text],
         image_rotary_emb=image_rotary_emb,
-        **given,
+        **extra,
     )
     gates, modulation = modulation, _modulation(block.norm2, temb)
     streams = modulation.on(
         Stream(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
         Stream(hidden_states, y=attended, gate=gates.gate),
     )
+    # Attention's gated outputs are added by the norm that reads the sums first, which also returns them.
     joint, (encoder_hidden_states, hidden_states) = _normed(block.norm2, streams)
     output = block.ff(joint)
     return (
@@ -70,6 +74,7 @@ class _Modulation(NamedTuple):
     text_gate: torch.Tensor
 
     def on(self, text: Stream, video: Stream) -> tuple[Stream, Stream]:
+        """Return both streams with their shift and scale."""
         return (
             text._replace(shift=self.text_shift, scale=self.text_scale),
             video._replace(shift=self.shift, scale=self.scale),
@@ -77,18 +82,20 @@ class _Modulation(NamedTuple):
 
 
 def _modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
+    """Return a `CogVideoXLayerNormZero`'s tables of temb (B, .)."""
     return _Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
 
 
 def _normed(
     norm: Any, streams: tuple[Stream, Stream]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Both streams normed and modulated in one buffer (B, T + V, D), and their residuals."""
+    """Return both streams normed and modulated in one buffer (B, T + V, D), text first, and their residuals."""
     affine = norm.norm
     return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)
 
 
 def _joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
+    """Return the buffer of `_normed` alone, the same bits as before."""
     return _normed(norm, streams)[0]
 
 
@@ -97,7 +104,8 @@ class CogVideoXProcessor(FusedProcessor):
 
     @property
     def is_stock(self) -> bool:
-        """Never under context parallelism: the stock processor attends to this rank's tokens alone."""
+        """False under context parallelism: the stock processor attends to this rank's tokens alone."""
+        # `super` is True for any configuration of ranks, and for a fusion that is off; the latter alone counts here.
         return super().is_stock and self._parallel_config is None
 
     def __call__(
@@ -114,6 +122,7 @@ class CogVideoXProcessor(FusedProcessor):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         text, projections = encoder_hidden_states.shape[1], (attn.to_q, attn.to_k, attn.to_v)
+        # The block's forward hands on the buffer that both arguments are views of; a stock one has no such buffer.
         if joint_hidden_states is None:
             joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
             projected = project(projections, joint)
@@ -122,40 +131,13 @@ class CogVideoXProcessor(FusedProcessor):
             with joint_hidden_states.not_kept():
                 projected = project(projections, joint)
         query, key, value = (tensor.unflatten(-1, (attn.heads, -1)) for tensor in projected)
-        query = self._normed(query, attn.norm_q, image_rotary_emb, text)
-        key = self._normed(key, attn.norm_k, image_rotary_emb, text)
+        # Text comes first and has no positions: rotation begins behind it.
+        query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "layer", text)
+        key = self.normed_heads(key, attn.norm_k, image_rotary_emb, "layer", text)
         mask = heads_mask(attn, attention_mask, joint)
         attended = attend(query, key, value, mask, self.backend, self._parallel_config).flatten(2)
-        attended = attn.to_out[1](attn.to_out[0](attended))
+        attended = project_output(attn, attended)
         return attended[:, text:], attended[:, :text]
-
-    def _normed(
-        self, heads: torch.Tensor, norm: Any, rotary: Rotary | None, text: int
-    ) -> torch.Tensor:
-        """q or k (B, T + V, H, D): normed per head, the video's rotated."""
-        if norm is None and rotary is None:
-            return heads
-        if self.fusion.is_on("qk_norm_rope"):
-            cos, sin = rotary if rotary is not None else (None, None)
-            weight, bias = (norm.weight, norm.bias) if norm is not None else (None, None)
-            return qk_norm_rope(
-                heads,
-                weight,
-                bias,
-                cos,
-                sin,
-                norm="layer" if norm is not None else "none",
-                eps=norm.eps if norm is not None else 0.0,
-                first=text,
-                from_output=self.from_output,
-            )
-        if norm is not None:
-            heads = norm(heads)
-        if rotary is None:
-            return heads
-        rotate: Any = apply_rotary_emb  # its annotations are of complex tables
-        rotated = rotate(heads[:, text:], rotary, sequence_dim=1)
-        return torch.cat([heads[:, :text], rotated], dim=1)
 
 
 FORWARDS = (

@@ -7,7 +7,7 @@ stock code runs.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,16 +48,17 @@ class Fusion:
     kept: list[tuple[str, str, str]] = field(default_factory=list)
     """(op, module, reason) of what an op could have replaced and did not."""
     stock: bool = False
-    """Whether everything is as before, whatever else is said."""
+    """Whether the whole model runs its own code for now, whatever `on` says."""
     hooks: list["Removable"] = field(default_factory=list)
-    """Of the model, for as long as it is fused."""
+    """Hooks of the model, for as long as it is fused."""
 
     def is_on(self, op: str) -> bool:
+        """Return whether patches of this op run at the moment; modules ask at every call."""
         return not self.stock and self.on.get(op, False)
 
     @contextmanager
     def without(self, op: str) -> Iterator[None]:
-        """Within it, this op is off."""
+        """Switch this op off within it."""
         before = self.on[op]
         self.on[op] = False
         try:
@@ -67,7 +68,7 @@ class Fusion:
 
     @contextmanager
     def all_stock(self) -> Iterator[None]:
-        """Within it, the model runs its own code everywhere."""
+        """Let the model run its own code everywhere within it."""
         before, self.stock = self.stock, True
         try:
             yield
@@ -76,7 +77,7 @@ class Fusion:
 
     @contextmanager
     def any_backend(self) -> Iterator[None]:
-        """Within it, PyTorch chooses the attention backend."""
+        """Let PyTorch choose the attention backend within it."""
         before, self.backend = self.backend, None
         try:
             yield
@@ -84,12 +85,12 @@ class Fusion:
             self.backend = before
 
     def used(self) -> list[str]:
-        """The ops that are on and replaced something."""
-        there = {op for op, _ in self.replaced}
-        return [op for op in OPS if op in there and self.is_on(op)]
+        """Return the ops that are on and replaced something."""
+        replaced = {op for op, _ in self.replaced}
+        return [op for op in OPS if op in replaced and self.is_on(op)]
 
     def lines(self) -> list[str]:
-        """A report: what was replaced, what was not, and why."""
+        """Return a report: what was replaced, what was not, and why."""
         counts = Counter(op for op, _ in self.replaced)
         lines = [f"{op}: {n} modules" for op, n in counts.items() if self.on.get(op, True)]
         reasons = Counter((op, reason) for op, _, reason in self.kept)
@@ -108,19 +109,22 @@ WhyNot = Callable[[Any], str | None]
 
 
 def _always(_module: Any) -> None:
+    """Give no reason against a patch."""
     return None
 
 
 def _nothing(_attention: Any) -> tuple[str, ...]:
+    """Name no further op."""
     return ()
 
 
 def qk_always(_attention: Any) -> tuple[str, ...]:
-    """q and k are rotated, whether they are normed or not."""
+    """Name the kernel of q and k: they are rotated, whether they are normed or not."""
     return ("qk_norm_rope",)
 
 
 def qk_if_normed(attention: Any) -> tuple[str, ...]:
+    """Name the kernel of q and k where they are normed, as nothing rotates them."""
     return ("qk_norm_rope",) if attention.norm_q is not None else ()
 
 
@@ -156,15 +160,20 @@ class ProcessorPatch:
 
 
 def class_name(thing: object) -> str:
+    """Return `module.ClassName` of an instance's class."""
+    # By name, so that a patch of a class costs no import of its module, and none of a package that may be missing.
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def fusion_of(model: nn.Module) -> Fusion | None:
-    """What `fuse` did to this model or, for one of its modules, to the model that it is part of."""
+    """Return what `fuse` did to this model or, for one of its modules, to the model that it is part of."""
     return model.__dict__.get(_MARK)
 
 
 def mark(module: nn.Module, fusion: Fusion) -> None:
+    """Note on the module what it is part of."""
+    # Past nn.Module's `__setattr__`, and found by no walk over parameters, buffers or submodules: a state dict and PEFT
+    # see the stock model.
     module.__dict__[_MARK] = fusion
 
 
@@ -177,9 +186,13 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
         fusion.kept.append((patch.op, name, reason))
         return
     mark(module, fusion)
+    # On the instance: its class stays what others ask for, as PEFT, FSDP's wrapping and checkpointing do. A call goes
+    # through `Module.__call__` to this attribute, so that hooks run as before.
     module.forward = MethodType(_switched(patch.op, patch.forward, type(module).forward), module)
+    # Its parts are then not called, and whoever observes modules one by one must not expect them.
     if patch.whole:
         set_whole(module, partial(fusion.is_on, patch.op))
+    # Patched all the same: adapters are merged and disabled at run time, and the forward looks again at every call.
     reason = patch.for_now(module)
     if reason is None:
         fusion.replaced.append((patch.op, name))
@@ -188,8 +201,11 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
 
 
 def _switched(op: str, fused: Forward, stock: Forward) -> Forward:
+    """Return a forward that is the fused one while the op is on, and the class's own while it is off."""
+
     @functools.wraps(stock)  # Diffusers and Accelerate read its signature
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Read from the module and not closed over: a deep copy of a fused model has a Fusion of its own.
         if module.__dict__[_MARK].is_on(op):
             return fused(module, *args, **kwargs)
         return stock(module, *args, **kwargs)
@@ -204,17 +220,20 @@ def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorP
     if reason is not None:
         fusion.kept.append((patch.op, name, reason))
         return
+    # The processor is the place that Diffusers has for this: it is an attribute, and `Attention.forward` calls it.
     mark(attention, fusion)
     attention.processor = patch.make(attention.processor, fusion, attention)
+    # Noted for each op that it runs, so that each of them has a switch and a line in the report.
     fusion.replaced += [
         (op, name) for op in (patch.op, *patch.also(attention)) if fusion.on.get(op)
     ]
 
 
 def restore(model: nn.Module) -> None:
-    """Every module as it was before; raises, listing them, if hooks now wrap what would have to go."""
+    """Put every module back as it was; raise `DitLoraError`, listing them, if hooks now wrap what would have to go."""
     marked = [(n, m) for n, m in model.named_modules() if _MARK in m.__dict__]
     # The model itself is only marked: what Accelerate puts on it stays.
+    # Any other forward on an instance is a wrapper that was put around ours since, and calls it.
     wrapped = [n for n, m in marked if n and "forward" in m.__dict__ and not runs_patch(m)]
     if wrapped:
         raise DitLoraError(
@@ -226,14 +245,15 @@ def restore(model: nn.Module) -> None:
         if runs_patch(module):
             del module.__dict__["forward"]
         processor: Any = getattr(module, "processor", None)
-        if hasattr(processor, "fusion"):
+        if hasattr(processor, "fusion"):  # ours, and not one that was set since
             module.processor = processor.stock
         set_whole(module, None)
         del module.__dict__[_MARK]
+    model.__dict__.pop("fuse_qkv_projections", None)
 
 
 def runs_patch(module: nn.Module) -> bool:
-    """Whether the forward that was put on this instance is what a call of it runs; later hooks may wrap it."""
+    """Return whether the forward that was put on this instance is what a call of it runs; later hooks may wrap it."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, MethodType) and hasattr(forward.__func__, "fused_op")
 
@@ -243,7 +263,7 @@ def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], b
 
     It copies the base weights alone into a new layer: the adapters of q, k and v vanish without a word.
     """
-    fused = [n for n, m in model.named_modules() if getattr(m, "fused_projections", False)]
+    fused = any(getattr(module, "fused_projections", False) for module in model.modules())
     if fused and has_lora(model):
         raise DitLoraError(_DROPS_LORA)
     stock = getattr(model, "fuse_qkv_projections", None)
@@ -255,6 +275,7 @@ def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], b
             raise DitLoraError(_DROPS_LORA)
         type(module).fuse_qkv_projections(module, *args, **kwargs)
 
+    # On the instance, in front of the class's own method; `restore` takes it off.
     model.__dict__["fuse_qkv_projections"] = MethodType(fuse_qkv_projections, model)
 
 
@@ -264,19 +285,24 @@ _DROPS_LORA = (
 )
 
 
-def allow_projection_fusing(model: nn.Module) -> None:
-    model.__dict__.pop("fuse_qkv_projections", None)
-
-
 def stock_processor(module: nn.Module) -> Any:
-    """The processor of an attention layer below any that only wraps it; None for other modules."""
+    """Return the processor of an attention layer below any that only wraps it; None for other modules."""
+    # A family may have wrapped it before (Sana's in fp32): the patch is chosen by what is inside.
     processor: Any = getattr(module, "processor", None)
     while hasattr(processor, "stock"):
         processor = processor.stock
     return processor
 
 
+def other_norm(norms: Iterable[object], *classes: type) -> str | None:
+    """Return a reason that names the first norm of another class than these, subclasses included; None if none is."""
+    for norm in norms:
+        if type(norm) not in classes:
+            return f"one of its norms is a {type(norm).__name__}"
+    return None
+
+
 def matches(patches: Sequence[Any], thing: object) -> Any | None:
-    """The patch of exactly this class."""
+    """Return the patch of exactly this class: a subclass may compute something else."""
     name = class_name(thing)
     return next((patch for patch in patches if patch.of == name), None)

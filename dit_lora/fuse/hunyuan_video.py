@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import Recomputable, attend
+from dit_lora.fuse.attention import Recomputable, Rotary, attend, project_output
 from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.two_streams import (
-    Rotary,
     TwoStreamProcessor,
     attention_why_not,
+    block_why_not,
     each,
     enter,
+    enter_joined,
+    joined_heads,
+    joined_why_not,
     leave,
-    modulated,
-    norms_why_not,
     spared,
 )
-from dit_lora_kernels.ada_norm import Stream
 
 
 def block_forward(
@@ -38,7 +38,8 @@ def block_forward(
     *_args: Any,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Video (B, V, D) and text (B, T, D) after attention and feed-forward, as `HunyuanVideoTransformerBlock`."""
+    """Return video (B, V, D) and text (B, T, D) after both branches, as `HunyuanVideoTransformerBlock` does."""
+    # The model gives all blocks the arguments of those that replace tokens; the stock forward ignores them too.
     video, x, modulation = enter(block.norm1, hidden_states, temb)
     text, context, text_modulation = enter(block.norm1_context, encoder_hidden_states, temb)
     attended, attended_text = block.attn(
@@ -64,27 +65,18 @@ def single_forward(
     *_args: Any,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Video (B, V, D) and text (B, T, D), as `HunyuanVideoSingleTransformerBlock`; joined by their norm alone."""
+    """Return video (B, V, D) and text (B, T, D) after both branches, as `HunyuanVideoSingleTransformerBlock` does."""
     video = hidden_states.shape[1]
-    shift, scale, gate = block.norm.linear(block.norm.silu(temb)).chunk(3, dim=1)
-    streams = [Stream(x, shift, scale) for x in (hidden_states, encoder_hidden_states)]
-    normed, (x, context) = modulated(streams, eps=block.norm.norm.eps)
-    with normed.not_kept():
-        inner = block.proj_mlp(normed.tensor)
-    inner = block.act_mlp(inner)
+    joined = enter_joined(block, hidden_states, encoder_hidden_states, temb)
+    # Two views, as the stock processor takes streams apart; the fused one takes the buffer that both are of.
     attended = block.attn(
-        hidden_states=normed.tensor[:, :video],
-        encoder_hidden_states=normed.tensor[:, video:],
+        hidden_states=joined.normed.tensor[:, :video],
+        encoder_hidden_states=joined.normed.tensor[:, video:],
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
-        **spared(block.attn, normed),
+        **spared(block.attn, joined.normed),
     )
-    joint = torch.cat([torch.cat(attended, dim=1), inner], dim=2)
-    output, gate = block.proj_out(joint), gate[:, None]
-    return (
-        torch.addcmul(x, gate, output[:, :video]),
-        torch.addcmul(context, gate, output[:, video:]),
-    )
+    return joined.leave(block, torch.cat(attended, dim=1))
 
 
 class HunyuanVideoProcessor(TwoStreamProcessor):
@@ -103,56 +95,40 @@ class HunyuanVideoProcessor(TwoStreamProcessor):
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
-        video, shape = hidden_states.shape[1], (attn.heads, -1)
+        video = hidden_states.shape[1]
         of_video, of_text = each(recomputable)
-        layers, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
-        if attn.add_q_proj is None:
+        if attn.add_q_proj is None:  # a single-stream block's: one set of projections for both
+            # Tables of the video's tokens alone: text, which comes last, is not rotated.
             if of_video is not None:
                 joint = of_video.tensor
             else:
                 joint = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-            query, key, value = self.heads(layers, norms, joint, shape, image_rotary_emb, of_video)
+            heads = self.image_heads(attn, joint, image_rotary_emb, of_video)
         else:
-            heads = self.heads(layers, norms, hidden_states, shape, image_rotary_emb, of_video)
-            text_heads = self.heads(
-                (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-                (attn.norm_added_q, attn.norm_added_k),
-                encoder_hidden_states,
-                shape,
-                recomputable=of_text,
+            heads = joined_heads(
+                self.image_heads(attn, hidden_states, image_rotary_emb, of_video),
+                self.text_heads(attn, encoder_hidden_states, recomputable=of_text),
             )
-            query, key, value = (
-                torch.cat(pair, dim=1) for pair in zip(heads, text_heads, strict=True)
-            )
-        attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
+        attended = attend(*heads, attention_mask, self.backend).flatten(2)
         attended, text = attended[:, :video], attended[:, video:]
+        # A single-stream block projects attention's output together with the feed-forward's, by `proj_out`.
         if attn.to_out is not None:
-            attended = attn.to_out[1](attn.to_out[0](attended))
+            attended = project_output(attn, attended)
         if attn.to_add_out is not None:
             text = attn.to_add_out(text)
         return attended, text
 
 
-def _block_why_not(block: Any) -> str | None:
-    return norms_why_not(
-        block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context
-    )
-
-
-def _single_why_not(block: Any) -> str | None:
-    return norms_why_not(block.norm.norm)
-
-
 _HUNYUAN = "diffusers.models.transformers.transformer_hunyuan_video"
 FORWARDS = (
     ForwardPatch(
-        f"{_HUNYUAN}.HunyuanVideoTransformerBlock", "ada_norm", block_forward, _block_why_not
+        f"{_HUNYUAN}.HunyuanVideoTransformerBlock", "ada_norm", block_forward, block_why_not
     ),
     ForwardPatch(
         f"{_HUNYUAN}.HunyuanVideoSingleTransformerBlock",
         "ada_norm",
         single_forward,
-        _single_why_not,
+        joined_why_not,
     ),
 )
 PROCESSORS = (

@@ -30,20 +30,21 @@ _STEMS = {
     "qwen3.modeling_qwen3": ("Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"),
     "phi3.modeling_phi3": ("Phi3RMSNorm", "Phi3MLP", "Phi3Attention"),
 }
-"""Of each model its norm, feed-forward and attention."""
+"""The norm, feed-forward and attention of each model, by its module in Transformers."""
 
 
 def why_unavailable() -> str | None:
-    """What is missing here, in a few words; None if nothing is."""
+    """Return what is missing here, in a few words; None if nothing is."""
     return None if find_spec("liger_kernel") else "liger-kernel is not installed"
 
 
 def _runs(tensor: Tensor) -> bool:
-    """Whether kernels run where this is. Triton's interpreter gives them Python's floats, which they do not take."""
+    """Return whether kernels run where this is. Triton's interpreter gives them Python floats, which they do not take."""
     return tensor.is_cuda
 
 
 def _fits(*tensors: Tensor) -> bool:
+    """Return whether Liger's kernels take these together: on a GPU, not empty, in one of their dtypes."""
     first = tensors[0]
     return (
         _runs(first)
@@ -55,15 +56,17 @@ def _fits(*tensors: Tensor) -> bool:
 
 @torch.library.custom_op("dit_lora::liger_rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * weight, rounded before the product as Llama's, and 1 / rms, fp32 (rows,)."""
+    """Return x / rms(x) * weight (..., W), rounded before the product as Llama's, and 1 / rms, fp32 (rows,)."""
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
+    # Offset 0: the weight is the factor itself. "llama" casts to the input's dtype before the weight is multiplied.
     out, _, inverse, *_ = rms_norm_forward(x.contiguous(), weight, eps, 0.0, "llama", None)
     return out, inverse
 
 
 @_rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    # Shapes and dtypes alone, which fake tensors and compilation plan with.
     rows = x.numel() // x.shape[-1]
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
@@ -74,7 +77,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _rms_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and, if wanted, of the weight; else an empty tensor."""
+    """Return the gradient of x and, if wanted, of the weight; else an empty tensor."""
     from liger_kernel.ops.rms_norm import _str_to_casting_mode, rms_norm_backward
     from liger_kernel.ops.utils import calculate_settings
 
@@ -102,11 +105,13 @@ def _(
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep x, the weight and 1 / rms."""
     ctx.save_for_backward(*inputs[:2], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _norm_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+    """Return the gradients of x, of the weight if it trains, and none of eps."""
     of_weight = ctx.needs_input_grad[1]
     dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, of_weight)
     return dx, dweight if of_weight else None, None
@@ -117,7 +122,7 @@ _rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
 
 @torch.library.custom_op("dit_lora::liger_swiglu", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up, (..., W)."""
     from liger_kernel.ops.swiglu import swiglu_forward
 
     return swiglu_forward(gate.contiguous(), up.contiguous())[2]
@@ -132,9 +137,10 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     "dit_lora::liger_swiglu_backward", mutates_args=(), device_types=("cpu", "cuda")
 )
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; Liger's writes them over its operands, which are copies here."""
+    """Return the gradients of gate and up, (..., W)."""
     from liger_kernel.ops.swiglu import swiglu_backward
 
+    # Liger's kernel writes them over its operands, which autograd still holds as saved tensors.
     copies = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
     return swiglu_backward(*copies, dout.contiguous())
 
@@ -145,10 +151,12 @@ def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep gate and up."""
     ctx.save_for_backward(*inputs)
 
 
 def _swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up."""
     return _swiglu_backward(dout, *ctx.saved_tensors)
 
 
@@ -159,7 +167,7 @@ _swiglu.register_autograd(_swiglu_gradients, setup_context=_keep_inputs)
 def _rotation(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, L, D) rotated by tables (1 or B, L, 2 * angles), or, if `back`, the other way."""
+    """Return q and k (B, H, L, D) rotated by tables (1 or B, L, 2 * angles), or, if `back`, the other way."""
     from liger_kernel.ops.rope import rope_backward, rope_forward
 
     # The kernel writes over its operands, unless it has to copy them: heads after tokens in memory.
@@ -177,11 +185,13 @@ def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple
 
 
 def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the tables alone: a rotation is undone without what was rotated."""
     ctx.save_for_backward(inputs[2], inputs[3])
     ctx.back = inputs[4]
 
 
 def _rotation_gradients(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of q and k, rotated the other way; tables take none."""
     return (*_rotation(dquery, dkey, *ctx.saved_tensors, not ctx.back), None, None, None)
 
 
@@ -189,54 +199,60 @@ _rotation.register_autograd(_rotation_gradients, setup_context=_keep_tables)
 
 
 def norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
-    """As `MistralRMSNorm.forward`, (..., W)."""
+    """Return what `MistralRMSNorm` does, (..., W)."""
     if not _fits(hidden_states, norm.weight):
         return type(norm).forward(norm, hidden_states)
     return _rms_norm(hidden_states, norm.weight, norm.variance_epsilon)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, each (..., W)."""
+    """Return silu(gate) * up, each (..., W), by the kernel where it fits."""
     return _swiglu(gate, up) if _fits(gate, up) else F.silu(gate) * up
 
 
 def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
-    """As `MistralMLP.forward`, (..., W); adapters on its layers run as they are."""
+    """Return what `MistralMLP` does, (..., W); adapters on its layers run as they are."""
     return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def phi3_mlp_forward(mlp: Any, hidden_states: Tensor) -> Tensor:
-    """As `Phi3MLP.forward`, whose gate and up are one layer."""
+    """Return what `Phi3MLP` does, (..., W), whose gate and up are one layer."""
     return mlp.down_proj(swiglu(*mlp.gate_up_proj(hidden_states).chunk(2, dim=-1)))
 
 
 def attention_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward, in which the rotation alone is another."""
+    """Run the class's own forward, in which the rotation alone is another."""
     return _with_rotation(type(attention).forward)(attention, *args, **kwargs)
 
 
 @cache
 def _with_rotation(stock: Forward) -> Forward:
-    """A copy of the function that sees another `apply_rotary_pos_emb`; its module keeps its own."""
+    """Return a copy of the function that sees another `apply_rotary_pos_emb`; its module keeps its own."""
+    # The forward calls it as a global of its module. Replacing that would change every model of the process, as Liger's
+    # own patch does; a copy of the function with other globals changes this call alone.
     assert isinstance(stock, FunctionType)
-    seen = stock.__globals__
-    names = seen | {_ROTATION: partial(_rotate, seen[_ROTATION])}
+    module_names = stock.__globals__
+    names = module_names | {_ROTATION: partial(_rotate, module_names[_ROTATION])}
     copy = FunctionType(
         stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
     )
-    copy.__kwdefaults__ = stock.__kwdefaults__
+    copy.__kwdefaults__ = stock.__kwdefaults__  # the constructor has no argument for these
     return copy
 
 
 def _rotate(
     stock: Forward, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
+    """Return q and k (B, H, L, D) rotated by tables (1 or B, L, D), by the kernel where it fits and else by `stock`."""
+    # The kernel has heads before tokens, and tables (1 or B, L, D) in the operands' dtype: all else is the stock code's.
     if unsqueeze_dim != 1 or not _fits(query, key, cos, sin) or cos.ndim != 3:
         return stock(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return _rotation(query, key, cos, sin, False)
 
 
 def _why_no_swiglu(mlp: Any) -> str | None:
+    """Return why this feed-forward keeps its own forward; None if its activation is SiLU."""
+    # Asked of values: Transformers has several classes and functions for one activation.
     function: Any = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     probe = torch.linspace(-4, 4, 9, device="cpu")  # also where the model has no values (meta)
     if torch.allclose(function(probe), F.silu(probe)):
@@ -245,22 +261,24 @@ def _why_no_swiglu(mlp: Any) -> str | None:
 
 
 def _why_no_rotation(attention: Any) -> str | None:
+    """Return why this attention keeps its own forward; None if that calls the rotation by the name that is replaced."""
     forward = type(attention).forward
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     return None if _ROTATION in names else "its rotation has another name"
 
 
 def _patches() -> tuple[ForwardPatch, ...]:
-    found = []
+    """Return a patch of each class in `_STEMS`."""
+    patches = []
     for module, (norm, mlp, attention) in _STEMS.items():
-        at = f"transformers.models.{module}"
+        path = f"transformers.models.{module}"
         forward = phi3_mlp_forward if mlp == "Phi3MLP" else mlp_forward
-        found += [
-            ForwardPatch(f"{at}.{norm}", OP, norm_forward),
-            ForwardPatch(f"{at}.{mlp}", OP, forward, _why_no_swiglu),
-            ForwardPatch(f"{at}.{attention}", OP, attention_forward, _why_no_rotation),
+        patches += [
+            ForwardPatch(f"{path}.{norm}", OP, norm_forward),
+            ForwardPatch(f"{path}.{mlp}", OP, forward, _why_no_swiglu),
+            ForwardPatch(f"{path}.{attention}", OP, attention_forward, _why_no_rotation),
         ]
-    return tuple(found)
+    return tuple(patches)
 
 
 FORWARDS = _patches()

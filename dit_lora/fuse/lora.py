@@ -2,6 +2,8 @@
 
 A layer is read anew at every call, since adapters are merged, disabled and switched at run time; what is not the
 plain case runs PEFT's own forward.
+
+Shapes: I in, O out, R rank; x is (..., I), a layer's output (..., O).
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.fuse.core import class_name, fusion_of, runs_patch
+from dit_lora.fuse.core import ForwardPatch, class_name, fusion_of, runs_patch
 from dit_lora_kernels.lora_linear import (
     COMPUTE_DTYPES,
     Adapter,
@@ -36,27 +38,30 @@ BASES = {
     "peft.tuners.lora.bnb.Linear8bitLt": (_INT8,),
 }
 """PEFT's layers that are replaced, and the bases that each may have; names, as bitsandbytes may be missing."""
+# Exactly these: a subclass (DTensor, another library's quantised one) gives its own meaning to a product.
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 _READY = "_dit_lora_projected"
 """Where `project` leaves (input, output) for the layer's own call."""
+# By layer: what the casts were made of, and A and s*B in the compute dtype. Weak, so that no model is kept by its casts.
 _Casts = tuple[tuple[object, ...], tuple[Tensor, Tensor]]
 _CASTS: WeakKeyDictionary[nn.Module, _Casts] = WeakKeyDictionary()
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether any layer has a LoRA adapter."""
+    """Return whether any layer has a LoRA adapter."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 def why_not(layer: Any) -> str | None:
-    """Why this layer runs PEFT's own forward, in a few words; None if `lora_linear` computes the same."""
-    found = _read(layer)
-    return found if isinstance(found, str) else None
+    """Return why this layer runs PEFT's own forward, in a few words; None if `lora_linear` computes the same."""
+    parts = _read(layer)
+    return parts if isinstance(parts, str) else None
 
 
 def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of a LoRA linear layer's forward: the same result, by `lora_linear` where `why_not` is None."""
+    """Return a LoRA linear layer's output (..., O), by `lora_linear` where `why_not` is None."""
+    # By identity of the input: a hook that gave the layer another one must get that one's output.
     source, y = layer.__dict__.pop(_READY, (None, None))
     if source is x and y is not None and not (args or kwargs):
         return y
@@ -67,7 +72,7 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """What each layer makes of one input, as by calling each; x is read and saved once where all are fused LoRA.
+    """Return what each layer makes of one input (..., I), as by calling each; x is saved once where all are fused LoRA.
 
     A layer is fused if its forward is patched with `lora_forward` and the op is on. The layers are called all
     the same, to hand out what is computed already: hooks see every call, and change no bit by being there.
@@ -75,6 +80,7 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     outputs = _shared(layers, x)
     if outputs is None:
         return tuple(layer(x) for layer in layers)
+    # No layer with hooks comes here while compiling (`_is_fused`): nobody would see the calls.
     if torch.compiler.is_compiling():
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
@@ -82,16 +88,17 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     try:
         return tuple(layer(x) for layer in layers)
     finally:
+        # Also where a call raised, or a wrapper left one out: an output must not wait for another call.
         for layer in layers:
             layer.__dict__.pop(_READY, None)
 
 
 def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
-    """All outputs at once; None if any layer is not the plain case, or they differ in dropout or dtype."""
+    """Return all outputs at once; None if any layer is not the plain case, or they differ in dropout or dtype."""
     if len(layers) < 2 or not all(_is_fused(layer) for layer in layers):
         return None
-    found = [_read(layer) for layer in layers]
-    parts = [part for part in found if not isinstance(part, str)]
+    readings = [_read(layer) for layer in layers]
+    parts = [reading for reading in readings if not isinstance(reading, str)]
     if len(parts) < len(layers) or len({part.dropout for part in parts}) > 1:
         return None
     operands = [_projection(layer, part, x) for layer, part in zip(layers, parts, strict=True)]
@@ -116,7 +123,7 @@ class _Parts(NamedTuple):
 
 
 def _read(layer: Any) -> _Parts | str:
-    """The layer's parts, or why they are not all that its forward comes to."""
+    """Return the layer's parts, or why they are not all that its forward comes to."""
     base_classes = BASES.get(class_name(layer))
     if base_classes is None:
         return "not one of PEFT's LoRA linear layers"
@@ -134,6 +141,7 @@ def _read(layer: Any) -> _Parts | str:
     if name in layer.lora_variant:
         return "its adapter is DoRA or another variant"
     a, b, dropout = in_a[name], layer.lora_B[name], layer.lora_dropout[name]
+    # These are not called, so a hook on one of them, an observer's or an offload's, would not run.
     if is_hooked(base) or is_hooked(a) or is_hooked(b) or is_hooked(dropout):
         return "hooks on its base, A, B or dropout"
     if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
@@ -148,6 +156,8 @@ def _read(layer: Any) -> _Parts | str:
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of this module runs hooks of its own."""
+    # Private, as PyTorch has no public way to ask; these four are what `Module.__call__` looks at.
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -157,14 +167,15 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling this module is more than its class's forward; offload and caches replace it."""
+    """Return whether calling this module is more than its class's forward; offload and caches replace it."""
     return _has_hooks(module) or "forward" in module.__dict__
 
 
 def _tensors_why_not(layer: Any, parts: _Parts, rank: int) -> str | None:
-    """Why the tensors are not what the op takes: sharded, trained, of another layout."""
+    """Return why the tensors are not what the op takes: sharded, trained, of another layout; None if they are."""
     a, b, weight, bias = parts.a, parts.b, parts.base.weight, parts.base.bias
     shape = (layer.out_features, layer.in_features)
+    # ZeRO-3 leaves an empty tensor in place of a parameter that is not gathered.
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         return "its A or B is sharded"
     if type(a) not in _PLAIN or type(b) not in _PLAIN:
@@ -177,6 +188,7 @@ def _tensors_why_not(layer: Any, parts: _Parts, rank: int) -> str | None:
 
 
 def _linear_why_not(layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
+    """Return why a base that is not quantised is not what the op takes; None if it is."""
     if layer.fan_in_fan_out:
         return "its base weight is transposed"
     if type(base.weight) not in _PLAIN or base.weight.shape != shape:
@@ -187,6 +199,7 @@ def _linear_why_not(layer: Any, base: Any, shape: tuple[int, int]) -> str | None
 
 
 def _int4_why_not(_layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
+    """Return why a base of bitsandbytes' NF4 or FP4 is not what the op takes; None if it is."""
     state = getattr(base.weight, "quant_state", None)
     if state is None or tuple(state.shape) != shape:
         return "its base is not quantized, or transposed"
@@ -199,10 +212,12 @@ def _int4_why_not(_layer: Any, base: Any, shape: tuple[int, int]) -> str | None:
 
 
 def _int8_why_not(_layer: Any, base: Any, _shape: tuple[int, int]) -> str | None:
+    """Return why a base of bitsandbytes' int8 is not what the op takes; None if it is."""
     return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
 
 
 def _narrow_why_not(layer: Any, _base: Any, _shape: tuple[int, int]) -> str | None:
+    """Return why a base of `model.quantize` is not what the op takes; None if it is."""
     return "its base weight is transposed" if layer.fan_in_fan_out else None
 
 
@@ -215,18 +230,21 @@ _BASE_WHY_NOT = {
 
 
 def _dequantized_4bit(base: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weight (O, I) of bitsandbytes' NF4 or FP4 in `dtype`."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
 
 
 def _dequantized_8bit(base: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weight (O, I) of bitsandbytes' int8 in `dtype`."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     return int8_vectorwise_dequant(base.state.CB, base.state.SCB).to(dtype)
 
 
 def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weight (O, I) of `model.quantize` in `dtype`."""
     wide: Tensor = base.widened(dtype)
     return wide
 
@@ -239,6 +257,7 @@ _DEQUANTIZED = {
 
 
 def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:
+    """Return the layer as the op takes it for this input; a quantised base as two functions of its own library's."""
     base, a, b, scaling, _ = parts
     dequantized = _DEQUANTIZED.get(class_name(base))
     weight, bias = (base.weight, base.bias) if dequantized is None else (None, None)
@@ -250,21 +269,32 @@ def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:
 def _lowered(
     layer: nn.Module, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`lower(...)`, kept until a parameter changes: what a step calls again, or recomputes, shares it."""
+    """Return `lower(...)`, A (R, I) and s*B (O, R) in `dtype`, kept until a parameter changes.
+
+    Calls of one step, and their recomputation in its backward pass, share it.
+    """
+    # A traced graph makes its own casts, and a tensor without values has none to keep.
     if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
         return lower(a, b, scaling, dtype)
     # Nothing made in inference mode can be saved for a backward pass.
     inference = torch.is_inference_mode_enabled()
+    # The version counts writes in place, which an optimizer makes; the address tells of a parameter that was replaced.
     key = (a._version, b._version, a.data_ptr(), b.data_ptr(), scaling, dtype, inference)
-    found = _CASTS.get(layer)
-    if found is None or found[0] != key:
-        found = _CASTS[layer] = key, lower(a, b, scaling, dtype)
-    return found[1]
+    kept = _CASTS.get(layer)
+    if kept is None or kept[0] != key:
+        kept = _CASTS[layer] = key, lower(a, b, scaling, dtype)
+    return kept[1]
 
 
 def _is_fused(layer: nn.Module) -> bool:
-    """Whether calling the layer comes to `lora_forward`."""
+    """Return whether calling the layer comes to `lora_forward`."""
     fusion = fusion_of(layer)
     if fusion is None or not fusion.is_on(OP) or not runs_patch(layer):
         return False
+    # Compiled, `project` does not call the layers, and hooks would not see their calls.
     return not (torch.compiler.is_compiling() and _has_hooks(layer))
+
+
+FORWARDS = tuple(
+    ForwardPatch(base, OP, lora_forward, for_now=why_not, whole=True) for base in BASES
+)

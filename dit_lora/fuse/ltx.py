@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 from diffusers.models.normalization import RMSNorm
-from torch import nn
 
-from dit_lora.fuse.attention import FusedProcessor, attend, heads_mask
-from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
-from dit_lora.fuse.lora import project
-from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
-from dit_lora_kernels.qk_norm_rope import qk_norm_rope
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
+from dit_lora.fuse.across_heads import AcrossHeadsProcessor, rms_why_not
+from dit_lora.fuse.attention import Rotary, heads_mask
+from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora.fuse.streams import norm_stream
+from dit_lora_kernels.ada_norm import Stream
 
 
 def block_forward(
@@ -29,14 +26,12 @@ def block_forward(
     image_rotary_emb: Rotary | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Video tokens (B, S, D) after both attentions and feed-forward, as `LTXVideoTransformerBlock.forward`."""
+    """Return video tokens (B, S, D) after both attentions and feed-forward, as `LTXVideoTransformerBlock` does."""
     rows = temb.unflatten(-1, (len(block.scale_shift_table), -1))  # (B, G, 6, D)
+    # A block's own table is added to what all blocks share; G is 1, or S where each token has a timestep.
     modulation = block.scale_shift_table.to(temb.device) + rows
     shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unbind(dim=2)
-    norm, norm_ff = block.norm1, block.norm2
-    normed, (x,) = joint_ada_norm(
-        (Stream(hidden_states, shift, scale),), norm.weight, norm.bias, norm="rms", eps=norm.eps
-    )
+    normed, x = norm_stream(block.norm1, Stream(hidden_states, shift, scale), "rms")
     y = block.attn1(
         hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
@@ -47,13 +42,12 @@ def block_forward(
         image_rotary_emb=None,
         attention_mask=encoder_attention_mask,
     )
-    normed, x = ada_norm(
-        x, shift_ff, scale_ff, norm_ff.weight, norm_ff.bias, norm="rms", eps=norm_ff.eps, y=y
-    )
+    # Attention to the text is added without a gate, by the norm that reads the sum.
+    normed, x = norm_stream(block.norm2, Stream(x, shift_ff, scale_ff, y), "rms")
     return torch.addcmul(x, gate_ff, block.ff(normed))
 
 
-class LTXProcessor(FusedProcessor):
+class LTXProcessor(AcrossHeadsProcessor):
     """`LTXVideoAttnProcessor` with q and k normed across heads and rotated in one pass."""
 
     def __call__(
@@ -69,51 +63,24 @@ class LTXProcessor(FusedProcessor):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        if encoder_hidden_states is None:
-            query, key, value = project((attn.to_q, attn.to_k, attn.to_v), hidden_states)
-        else:
-            (query,) = project((attn.to_q,), hidden_states)
-            key, value = project((attn.to_k, attn.to_v), source)
-        query = self._normed(attn, query, attn.norm_q, image_rotary_emb)
-        key = self._normed(attn, key, attn.norm_k, image_rotary_emb)
-        value = value.unflatten(2, (attn.heads, -1))
         mask = heads_mask(attn, attention_mask, source)
-        attended = attend(query, key, value, mask, self.backend).flatten(2)
-        return attn.to_out[1](attn.to_out[0](attended))
+        return self.attended(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
-    def _normed(
-        self, attn: Any, projected: torch.Tensor, norm: Any, rotary: Rotary | None
-    ) -> torch.Tensor:
-        """q or k (B, S, D) as (B, S, H, D / H): normed across heads, then rotated by tables over D."""
-        if self.fusion.is_on("qk_norm_rope"):
-            cos, sin = rotary if rotary is not None else (None, None)
-            return qk_norm_rope(
-                projected.unflatten(2, (attn.heads, -1)),
-                norm.weight,
-                None,
-                cos,
-                sin,
-                norm="rms",
-                eps=norm.eps,
-                across_heads=True,
-                from_output=self.from_output,
-            )
-        normed = norm(projected)
-        if rotary is not None:
-            from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+        """Return (B, S, D): a row of all heads' angles for each token, as the kernel takes them."""
+        return cos, sin
 
-            normed = apply_rotary_emb(normed, rotary)
-        return normed.unflatten(2, (attn.heads, -1))
+    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return q or k (B, S, D) rotated by tables of the same width."""
+        # Late: the models' modules are imported when a model is, not with all patches.
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        return apply_rotary_emb(normed, rotary)
 
 
 def _block_why_not(block: Any) -> str | None:
-    other = [norm for norm in (block.norm1, block.norm2) if type(norm) is not RMSNorm]
-    return f"one of its norms is a {type(other[0]).__name__}" if other else None
-
-
-def _attention_why_not(attn: Any) -> str | None:
-    other = [norm for norm in (attn.norm_q, attn.norm_k) if type(norm) is not nn.RMSNorm]
-    return f"one of its norms is a {type(other[0]).__name__}" if other else None
+    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    return other_norm((block.norm1, block.norm2), RMSNorm)
 
 
 FORWARDS = (
@@ -129,7 +96,7 @@ PROCESSORS = (
         "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor",
         ATTENTION,
         LTXProcessor,
-        _attention_why_not,
+        rms_why_not,
         also=qk_always,
     ),
 )

@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dit_lora.fuse.attention import Recomputable, attend
+from dit_lora.fuse.attention import (
+    Heads,
+    Recomputable,
+    Rotary,
+    attend,
+    project_output,
+    rotate_pairs,
+)
 from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
 from dit_lora.fuse.two_streams import (
-    Heads,
-    Rotary,
     TwoStreamProcessor,
     attention_why_not,
     each,
@@ -34,11 +39,11 @@ def block_forward(
     encoder_attention_mask: torch.Tensor,
     image_rotary_emb: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Video (B, V, D) and text (B, T, D') after attention and feed-forward, as `MochiTransformerBlock.forward`."""
+    """Return video (B, V, D) and text (B, T, D') after attention and feed-forward, as `MochiTransformerBlock` does."""
     tables = _modulation(block.norm1, temb)
     video, (x,) = _normed(hidden_states, tables.scale, block.norm1.norm.eps)
     norm = block.norm1_context
-    if block.context_pre_only:
+    if block.context_pre_only:  # the last block, after which nobody reads the text
         scale = norm.linear_1(norm.silu(temb).to(encoder_hidden_states.dtype))
         text, (context,) = _normed(encoder_hidden_states, scale, norm.norm.eps)
     else:
@@ -68,12 +73,14 @@ class _Modulation(NamedTuple):
 
 
 def _modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
+    """Return a `MochiRMSNormZero`'s tables of temb (B, D)."""
     return _Modulation(*norm.linear(norm.silu(temb)).chunk(4, dim=1))
 
 
 def _normed(
     x: torch.Tensor, scale: torch.Tensor, eps: float
 ) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
+    """Return x (B, S, D) after RMSNorm times 1 + scale (B, D), and x to go on from."""
     return modulated((Stream(x, scale=scale),), norm="rms", eps=eps)
 
 
@@ -84,9 +91,10 @@ def _leave(
     attended: torch.Tensor,
     modulation: _Modulation,
 ) -> torch.Tensor:
-    """The stream with attention's output, and its feed-forward's, normed and added through their gates."""
+    """Return the stream (B, S, D) with attention's output, and its feed-forward's, normed and added through gates."""
     after, before_ff, after_ff = norms
     _, gate, scale_ff, gate_ff = modulation
+    # Each branch's output is normed before its gate; the gated sum is then made by the next norm that reads it.
     y = ada_norm(attended, norm="rms", eps=after.eps)
     normed, x = ada_norm(
         x, scale=scale_ff, norm="rms", eps=before_ff.eps, y=y, gate=torch.tanh(gate)
@@ -112,33 +120,23 @@ class MochiProcessor(TwoStreamProcessor):
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
-        shape, (of_video, of_text) = (attn.heads, -1), each(recomputable)
-        heads = self.heads(
-            (attn.to_q, attn.to_k, attn.to_v),
-            (attn.norm_q, attn.norm_k),
-            hidden_states,
-            shape,
-            image_rotary_emb,
-            of_video,
-        )
-        text_heads = self.heads(
-            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-            (attn.norm_added_q, attn.norm_added_k),
-            encoder_hidden_states,
-            shape,
-            recomputable=of_text,
-        )
+        of_video, of_text = each(recomputable)
+        heads = self.image_heads(attn, hidden_states, image_rotary_emb, of_video)
+        text_heads = self.text_heads(attn, encoder_hidden_states, recomputable=of_text)
         attended = self._attended(heads, text_heads, attention_mask)
         video = hidden_states.shape[1]
         attended, text = attended[:, :video], attended[:, video:]
         text = text if attn.context_pre_only else attn.to_add_out(text)
-        return attn.to_out[1](attn.to_out[0](attended)), text
+        return project_output(attn, attended), text
 
     def normed(self, heads: torch.Tensor, norm: Any, rotary: Rotary | None) -> torch.Tensor:
+        """Return q or k as `TwoStreamProcessor.normed`, with tables (V, H, D / 2) of each head, in fp32."""
         if rotary is None:
             return super().normed(heads, norm, None)
         if not self.fusion.is_on("qk_norm_rope"):
-            return _rotated(norm(heads), *rotary)
+            normed = norm(heads)
+            return rotate_pairs(normed.float(), *rotary).type_as(normed)
+        # A row of all heads' angles for each token, which the kernel takes as a table of the full width.
         cos, sin = (_table(angles) for angles in rotary)
         return super().normed(heads, norm, (cos, sin))
 
@@ -148,30 +146,30 @@ class MochiProcessor(TwoStreamProcessor):
         text_heads: Heads,
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """(B, V + T, H * D): each sample attends to its own text alone, whose tokens then come first, zeros after."""
+        """Return (B, V + T, H * D), the video's tokens first, by the text's mask (B, T).
+
+        Each sample attends to its own text alone, whose tokens come next; what its mask leaves out is zeros, last.
+        """
         total, outputs = heads[0].shape[1] + text_heads[0].shape[1], []
+        # A sample at a time, as the stock processor: their texts are of different lengths.
         for i, text_mask in enumerate(mask):
-            there = torch.nonzero(text_mask.flatten()).flatten()
+            kept_tokens = torch.nonzero(text_mask.flatten()).flatten()
             query, key, value = (
-                torch.cat([of_video[i], of_text[i, there]])[None]
+                torch.cat([of_video[i], of_text[i, kept_tokens]])[None]
                 for of_video, of_text in zip(heads, text_heads, strict=True)
             )
             output = attend(query, key, value, None, self.backend).flatten(2)
+            # To one length again, as the stock processor pads: what a text lacks follows as zeros.
             outputs.append(F.pad(output, (0, 0, 0, total - output.shape[1])))
         return torch.cat(outputs)
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Pairs (2i, 2i + 1) of (B, V, H, D) turned by tables (V, H, D / 2)."""
-    a, b = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(heads)
-
-
+# By identity, as tensors compare element by element; a model makes its tables anew at every forward.
 _TABLES = WeakIdKeyDictionary()
 
 
 def _table(angles: torch.Tensor) -> torch.Tensor:
-    """(1, V, H * D) with each of the angles (V, H, D / 2) twice, kept while they live: all blocks share one."""
+    """Return (1, V, H * D) with each of the angles (V, H, D / 2) twice, kept while they live: all blocks share one."""
     if torch.compiler.is_compiling():
         return angles.repeat_interleave(2, dim=-1).flatten(1)[None]
     if angles not in _TABLES:

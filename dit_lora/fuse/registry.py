@@ -1,4 +1,7 @@
-"""Every patch that there is."""
+"""Every patch that there is, of forwards and of attention processors.
+
+Classes are told by name, so that no two patches may be of one class; within that, order does not matter.
+"""
 
 from dit_lora.fuse import (
     attention,
@@ -19,10 +22,7 @@ from dit_lora.fuse import (
 from dit_lora.fuse.core import ForwardPatch, ProcessorPatch
 
 FORWARDS: tuple[ForwardPatch, ...] = (
-    *(
-        ForwardPatch(b, lora.OP, lora.lora_forward, for_now=lora.why_not, whole=True)
-        for b in lora.BASES
-    ),
+    *lora.FORWARDS,
     *cogvideox.FORWARDS,
     *basic.FORWARDS,
     *video_dit.FORWARDS,
@@ -48,5 +48,6 @@ PROCESSORS: tuple[ProcessorPatch, ...] = (
     *hunyuan_video.PROCESSORS,
     *mochi.PROCESSORS,
 )
+# Matrix products of PyTorch's own, which run, and help, everywhere.
 WITHOUT_TRITON = ("lora_linear",)
-"""Ops that are matrix products of PyTorch's own, so that they run, and help, everywhere."""
+"""Ops that `auto` takes without a GPU."""

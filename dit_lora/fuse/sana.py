@@ -18,16 +18,21 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 from torch.nn import functional
 
-from dit_lora.fuse.attention import FusedProcessor, Recomputable, SharedInputProcessor, plain
+from dit_lora.fuse.attention import (
+    FusedProcessor,
+    Recomputable,
+    Rotary,
+    SharedInputProcessor,
+    plain,
+    project_qkv,
+)
 from dit_lora.fuse.core import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, qk_if_normed
-from dit_lora.fuse.lora import is_hooked, project
+from dit_lora.fuse.lora import is_hooked
+from dit_lora.fuse.streams import norm_stream
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
-from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
-from dit_lora_kernels.qk_norm_rope import qk_norm_rope
+from dit_lora_kernels.ada_norm import Stream
 from dit_lora_kernels.relu_linear_attention import relu_linear_attention
 from dit_lora_kernels.silu_dwconv_glu import silu_dwconv_glu
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def block_forward(
@@ -40,11 +45,12 @@ def block_forward(
     height: int | None = None,
     width: int | None = None,
 ) -> torch.Tensor:
-    """Tokens (B, S, D) after both attentions and the feed-forward, as `SanaTransformerBlock.forward`."""
+    """Return tokens (B, S, D) after both attentions and the feed-forward, as `SanaTransformerBlock` does."""
     assert timestep is not None
     tables = block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)
 
     def feed_forward(tokens: torch.Tensor) -> torch.Tensor:
+        # The module's own layout by a view: its fused forward permutes back, and no copy is made on the way.
         image = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
         return block.ff(image).flatten(2, 3).permute(0, 2, 1)
 
@@ -61,41 +67,42 @@ def through_block(
     tables: Sequence[torch.Tensor],
     text: dict[str, Any],
     feed_forward: Callable[[torch.Tensor], torch.Tensor],
-    **given: Any,
+    **extra: Any,
 ) -> torch.Tensor:
-    """What the blocks of Sana and SANA-Video share. `tables` are shift, scale and gate of both branches, (B, G, D).
+    """Run what the blocks of Sana and SANA-Video share, (B, S, D) to the same.
 
-    Where fp32 tables meet a bf16 stream, the stream is fp32 from the first gate on, as in the stock block.
+    `tables` are shift, scale and gate of both branches, (B, G, D); `extra` and `text` are arguments of the first and of
+    the second attention. Where fp32 tables meet a bf16 stream, the stream is fp32 from the first gate on, as in the
+    stock block.
     """
     shift, scale, gate, ff_shift, ff_scale, ff_gate = tables
     stream = Stream(hidden_states, shift, scale)
-    tokens, hidden_states = _norm(block.norm1, stream)
+    tokens, hidden_states = norm_stream(block.norm1, stream)
     if isinstance(block.attn1.processor, SanaLinearProcessor):
         # The norm's backward keeps its input: its output need not be kept for the adapters.
-        given["normed"] = Recomputable(tokens, partial(_norm_again, block.norm1, stream))
-    hidden_states = torch.addcmul(hidden_states, gate, block.attn1(tokens, **given))
+        extra["normed"] = Recomputable(tokens, partial(_norm_again, block.norm1, stream))
+    # Not in the norm before the feed-forward: attention to the text takes the sum, not normed.
+    hidden_states = torch.addcmul(hidden_states, gate, block.attn1(tokens, **extra))
     attended = None if block.attn2 is None else block.attn2(hidden_states, **text)
-    tokens, hidden_states = _norm(block.norm2, Stream(hidden_states, ff_shift, ff_scale, attended))
+    stream = Stream(hidden_states, ff_shift, ff_scale, attended)
+    tokens, hidden_states = norm_stream(block.norm2, stream)
     return torch.addcmul(hidden_states, ff_gate, feed_forward(tokens))
 
 
-def _norm(norm: nn.LayerNorm, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stream's sum with its y, normed and modulated; and that sum."""
-    out, (residual,) = joint_ada_norm((stream,), norm.weight, norm.bias, norm="layer", eps=norm.eps)
-    return out, residual
-
-
 def _norm_again(norm: nn.LayerNorm, stream: Stream) -> torch.Tensor:
-    return _norm(norm, stream)[0]
+    """Return the normed stream (B, S, D) alone, the same bits as before."""
+    return norm_stream(norm, stream)[0]
 
 
 def wrapped_norm(block: Any) -> str | None:
+    """Return why the block's norms are not LayerNorms as it was built with, such as an adapter's wrapper around one."""
     norms = (getattr(block, name, None) for name in ("norm1", "norm2"))
     return None if all(type(n) is nn.LayerNorm for n in norms) else "its norms are not LayerNorm"
 
 
 def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`GLUMBConv.forward`: (B, D, H, W) to the same; without copies where both are channels last in memory."""
+    """Return what `GLUMBConv` does, (B, D, H, W) to the same; without copies where both are channels last in memory."""
+    # Channels last: the 1x1 convolutions are products, the norm is over the last dimension, and nothing is moved.
     image = hidden_states.permute(0, 2, 3, 1)
     output = mix(ff, image)
     if ff.norm_type == "rms_norm":
@@ -106,49 +113,42 @@ def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def mix(ff: Any, image: torch.Tensor) -> torch.Tensor:
-    """From `conv_inverted` to `conv_point`, (B, H, W, D) to the same."""
+    """Run `conv_inverted` to `conv_point`, (B, H, W, D) to the same."""
     hidden = _pointwise(ff.conv_inverted, image)
     hidden = silu_dwconv_glu(hidden, ff.conv_depth.weight, ff.conv_depth.bias)
     return _pointwise(ff.conv_point, hidden)
 
 
 def _pointwise(conv: Any, image: torch.Tensor) -> torch.Tensor:
-    """A 1x1 convolution of (B, H, W, channels) as the matrix product that it is; by its module if that does more.
-
-    PyTorch's convolution keeps its input for the backward also where its weight is frozen.
-    """
+    """Return a 1x1 convolution of (B, H, W, channels), as the matrix product that it is; by its module if that does more."""
+    # PyTorch's convolution keeps its input for the backward also where its weight is frozen; a product does not.
     if _is_bare(conv):
         return functional.linear(image, conv.weight.flatten(1), conv.bias)
     return conv(image.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def _is_bare(conv: Any) -> bool:
-    """Whether calling it is its convolution and nothing else: no adapter, no hooks."""
+    """Return whether calling it is its convolution and nothing else: no adapter, no hooks."""
     return type(conv) is nn.Conv2d and not is_hooked(conv)
 
 
 def wrapped_depthwise(ff: Any) -> str | None:
+    """Return why the depthwise convolution has to be called; None if its weights can go to the kernel."""
     return None if _is_bare(ff.conv_depth) else "its depthwise convolution has an adapter or hooks"
 
 
 def _across_heads(
     processor: FusedProcessor, attn: Attention, norm: Any, projected: torch.Tensor
 ) -> torch.Tensor:
-    """q or k (B, S, D) after RMSNorm across heads in one pass, or another norm by its module, or none."""
+    """Return q or k (B, S, D) after RMSNorm across heads in one pass, or another norm by its module, or none."""
     if norm is None:
         return projected
+    # A norm over one head's width would be another function of the same class.
     across = type(norm) is RMSNorm and norm.dim == projected.shape[-1:]
     if not across or not processor.fusion.is_on("qk_norm_rope"):
         return norm(projected)
-    return qk_norm_rope(
-        projected.unflatten(-1, (attn.heads, -1)),
-        norm.weight,
-        norm.bias,
-        norm="rms",
-        eps=norm.eps,
-        across_heads=True,
-        from_output=processor.from_output,
-    ).flatten(2)
+    heads = projected.unflatten(-1, (attn.heads, -1))
+    return processor.norm_and_rotate(heads, norm, None, "rms", across_heads=True).flatten(2)
 
 
 class SanaProcessor(SharedInputProcessor):
@@ -157,6 +157,7 @@ class SanaProcessor(SharedInputProcessor):
     def normed(
         self, attn: Attention, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q and k (B, S, D) after the layer's own norms."""
         query = _across_heads(self, attn, attn.norm_q, query)
         return query, _across_heads(self, attn, attn.norm_k, key)
 
@@ -166,6 +167,7 @@ class SanaLinearProcessor(FusedProcessor):
 
     @property
     def is_stock(self) -> bool:
+        """True if the stock processor is to be called: also while the kernel of this attention is off."""
         return super().is_stock or not self.fusion.is_on("relu_linear_attention")
 
     def __call__(
@@ -179,6 +181,7 @@ class SanaLinearProcessor(FusedProcessor):
     ) -> torch.Tensor:
         if self.is_stock or encoder_hidden_states is not None:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
+        # As the stock processor does: it clips what it returns in fp16.
         output = self.attended(attn, hidden_states, None, normed)
         return saturate(output) if hidden_states.dtype is torch.float16 else output
 
@@ -189,9 +192,9 @@ class SanaLinearProcessor(FusedProcessor):
         rotary: Rotary | None,
         normed: Recomputable | None,
     ) -> torch.Tensor:
-        """Self-attention of (B, S, D), numerator rotated by tables (1, S, head width), and its output projection."""
+        """Return self-attention of (B, S, D), numerator rotated by tables (1, S, head width), and its projection."""
         with nullcontext() if normed is None else normed.not_kept():
-            query, key, value = project((attn.to_q, attn.to_k, attn.to_v), hidden_states)
+            query, key, value = project_qkv(attn, hidden_states, None)
         query = _across_heads(self, attn, attn.norm_q, query)
         key = _across_heads(self, attn, attn.norm_k, key)
         query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
@@ -200,7 +203,7 @@ class SanaLinearProcessor(FusedProcessor):
             return relu_linear_attention(query, key, value, *(rotary or ())).flatten(2)
 
         attended = again()
-        # Linear in the tokens, and backward has q, k and v: the adapter of the projection need not keep it.
+        # Cheap to compute again, and backward has q, k and v: the adapter of the projection need not keep it.
         with Recomputable(attended, again).not_kept():
             projected = attn.to_out[0](attended)
         return attn.to_out[1](projected)
@@ -216,14 +219,15 @@ class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
         rotary: Rotary | None,
         normed: Recomputable | None,
     ) -> torch.Tensor:
+        """Return what the other does, within fp16's range."""
         return saturate(super().attended(attn, hidden_states, rotary, normed))
 
 
 def _linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProcessor:
-    saturates = isinstance(stock, SaturatingProcessor)
-    return (SaturatingSanaLinearProcessor if saturates else SanaLinearProcessor)(
-        stock, fusion, attn
-    )
+    """Make the processor that does what this stock one does to values beyond fp16's range."""
+    if isinstance(stock, SaturatingProcessor):
+        return SaturatingSanaLinearProcessor(stock, fusion, attn)
+    return SanaLinearProcessor(stock, fusion, attn)
 
 
 FORWARDS = (

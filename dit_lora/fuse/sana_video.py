@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import Recomputable, plain
+from dit_lora.fuse.attention import Recomputable, Rotary, plain
 from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
 from dit_lora.fuse.sana import (
-    Rotary,
     SanaLinearProcessor,
     SanaProcessor,
     mix,
@@ -38,8 +37,9 @@ def block_forward(
     width: int | None = None,
     rotary_emb: Rotary | None = None,
 ) -> torch.Tensor:
-    """Tokens (B, S, D) after both attentions and the feed-forward, as `SanaVideoTransformerBlock.forward`."""
+    """Return tokens (B, S, D) after both attentions and the feed-forward, as `SanaVideoTransformerBlock` does."""
     assert timestep is not None
+    # A row for the whole sample, or one for each token where frames have timesteps of their own.
     rows = timestep.reshape(len(hidden_states), timestep.shape[1], 6, -1)
     tables = (block.scale_shift_table[None, None] + rows).unbind(dim=2)
 
@@ -54,10 +54,12 @@ def block_forward(
 
 
 def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`GLUMBTempConv.forward`: (B, F, H, W, D) to the same."""
+    """Return what `GLUMBTempConv` does, (B, F, H, W, D) to the same."""
+    # Frames as samples up to the convolution over time, whose images are (B, D, F, H * W).
     batch, frames, height, width, channels = hidden_states.shape
     output = mix(ff, hidden_states.reshape(-1, height, width, channels))
     pixels = output.view(batch, frames, height * width, channels).permute(0, 3, 1, 2)
+    # By its module, adapters and hooks included: the convolution over time is no part of the kernel.
     output = (pixels + ff.conv_temp(pixels)).permute(0, 2, 3, 1).view(hidden_states.shape)
     if ff.norm_type == "rms_norm":
         output = ff.norm(output.movedim(1, -1)).movedim(-1, 1)
@@ -83,11 +85,14 @@ class SanaVideoLinearProcessor(SanaLinearProcessor):
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb=rotary_emb
             )
-        cos, sin = (table.squeeze(2) for table in rotary_emb)
+        cos, sin = (
+            table.squeeze(2) for table in rotary_emb
+        )  # (1, S, 1, head width): all heads share them
         return self.attended(attn, hidden_states, (cos, sin), normed)
 
 
 def _saturated(attn: Any) -> str | None:
+    """Return why a stock processor that limits its output stays: the fused one here has no such limit."""
     return "its output saturates" if isinstance(attn.processor, SaturatingProcessor) else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import Recomputable, attend
+from dit_lora.fuse.attention import Recomputable, attend, project_output
 from dit_lora.fuse.core import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
 from dit_lora.fuse.two_streams import (
     Modulation,
@@ -19,6 +19,7 @@ from dit_lora.fuse.two_streams import (
     attention_why_not,
     each,
     enter,
+    joined_heads,
     leave,
     modulated,
     norms_why_not,
@@ -34,23 +35,23 @@ def block_forward(
     temb: torch.Tensor,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Text (B, T, D), None after the last block, and image (B, I, D), as `JointTransformerBlock.forward`.
-
-    That itself runs where the feed-forward is chunked.
-    """
+    """Return text (B, T, D), None after the last block, and image (B, I, D), as `JointTransformerBlock` does."""
+    # A chunked feed-forward is a way of the stock code to save memory, which that alone knows.
     if block._chunk_size is not None:
         return type(block).forward(
             block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs
         )
-    given, norm, context_norm = joint_attention_kwargs or {}, block.norm1, block.norm1_context
+    extra, norm, context_norm = joint_attention_kwargs or {}, block.norm1, block.norm1_context
     tables = norm.linear(norm.silu(temb)).chunk(9 if block.use_dual_attention else 6, dim=1)
     modulation = Modulation(*tables[:6])
     stream = Stream(hidden_states, modulation.shift, modulation.scale)
     image, (x,) = modulated((stream,), eps=norm.norm.eps)
-    if block.use_dual_attention:
+    if block.use_dual_attention:  # 3.5's: the image attends to itself too, by tables of its own
         shift, scale, second_gate = tables[6:]
         second, (x,) = modulated((Stream(x, shift, scale),), eps=norm.norm.eps)
-    if block.context_pre_only:
+    if (
+        block.context_pre_only
+    ):  # the last block, after which nobody reads the text: scale first, and no gate
         emb = context_norm.linear(context_norm.silu(temb).to(encoder_hidden_states.dtype))
         scale, shift = emb.chunk(2, dim=1)
         stream = Stream(encoder_hidden_states, shift, scale)
@@ -60,13 +61,14 @@ def block_forward(
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
-        **given,
+        **extra,
         **spared(block.attn, image, text),
     )
     if block.use_dual_attention:
         x = torch.addcmul(x, modulation.gate[:, None], attended)
-        attended = block.attn2(hidden_states=second.tensor, **given, **spared(block.attn2, second))
+        attended = block.attn2(hidden_states=second.tensor, **extra, **spared(block.attn2, second))
         modulation = modulation._replace(gate=second_gate)
+    # The second attention is added where the first would be, by its own gate; the first one is in x already.
     x = leave(block.norm2, block.ff, x, attended, modulation)
     if block.context_pre_only:
         return None, x
@@ -86,33 +88,22 @@ class JointProcessor(TwoStreamProcessor):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.is_stock:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
-        shape, (of_image, of_text) = (attn.heads, -1), each(recomputable)
-        heads = self.heads(
-            (attn.to_q, attn.to_k, attn.to_v),
-            (attn.norm_q, attn.norm_k),
-            hidden_states,
-            shape,
-            recomputable=of_image,
-        )
+        of_image, of_text = each(recomputable)
+        heads = self.image_heads(attn, hidden_states, recomputable=of_image)
         if encoder_hidden_states is None:
             attended = attend(*heads, None, self.backend).flatten(2)
-            return attn.to_out[1](attn.to_out[0](attended))
-        text_heads = self.heads(
-            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-            (attn.norm_added_q, attn.norm_added_k),
-            encoder_hidden_states,
-            shape,
-            recomputable=of_text,
-        )
-        query, key, value = (torch.cat(pair, dim=1) for pair in zip(heads, text_heads, strict=True))
-        attended = attend(query, key, value, None, self.backend).flatten(2)
+            return project_output(attn, attended)
+        text_heads = self.text_heads(attn, encoder_hidden_states, recomputable=of_text)
+        # No mask: the stock processor takes one and passes it to nobody.
+        attended = attend(*joined_heads(heads, text_heads), None, self.backend).flatten(2)
         image = hidden_states.shape[1]
         attended, text = attended[:, :image], attended[:, image:]
         text = text if attn.context_pre_only else attn.to_add_out(text)
-        return attn.to_out[1](attn.to_out[0](attended)), text
+        return project_output(attn, attended), text
 
 
 def _why_not(block: Any) -> str | None:
+    """Return why this block keeps its own forward; the last one has no second norm of the text."""
     norms = [block.norm1.norm, block.norm1_context.norm, block.norm2]
     return norms_why_not(*norms, *([] if block.context_pre_only else [block.norm2_context]))
 

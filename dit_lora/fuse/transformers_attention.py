@@ -32,12 +32,7 @@ Before = list[tuple[PreTrainedConfig, str | None]]
 
 
 def require_implementation(model: PreTrainedModel, name: str) -> None:
-    """Raise `DitLoraError` unless this model can train with this implementation here.
-
-    `eager` is for fp32 alone: it keeps scores in the model's dtype, and at logits near -120 in bf16 its outputs are
-    off by 0.09 to 0.14 of the largest and its gradients by 0.07 to 0.13, where SDPA's math and flash are off by
-    0.002 and 0.014 (one draw each of 64 and 513 causal tokens of width 64, as `numerics.attention.parity` draws).
-    """
+    """Raise `DitLoraError` unless this model can train with this implementation here; `eager` can in fp32 alone."""
     if name not in _AVAILABLE:
         raise DitLoraError(
             listed(f"kernels.attention: {name} is not for Transformers' models; choose", TRAINABLE)
@@ -47,6 +42,9 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
             f"kernels.attention: {name} cannot be used here: Transformers finds no package for it that runs on "
             "this device; use auto"
         )
+    # It keeps scores in the model's dtype: at logits near -120 in bf16 its outputs are off by 0.09 to 0.14 of the largest
+    # and its gradients by 0.07 to 0.13, where SDPA's math and flash are off by 0.002 and 0.014 (one draw each of 64 and
+    # 513 causal tokens of width 64, as `numerics.attention.parity` draws).
     if name == "eager" and any(p.dtype in _HALVES for p in model.parameters()):
         raise DitLoraError(
             "kernels.attention: eager rounds attention's scores to half precision; use auto, or model.dtype: "
@@ -58,14 +56,16 @@ class AttentionChoice:
     """The implementation that a model was given; `remove` gives back what it had."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """Raises as `require_implementation`, and for a model of which a part cannot take it."""
+        """Set it; raise as `require_implementation` does, and for a model of which a part cannot take it."""
         require_implementation(model, name)
+        # Before the first change, as a model whose parts differ must get each back.
         self.name, self._before = name, implementations(model)
         try:
             model.set_attn_implementation(name)
         except (ValueError, ImportError) as error:
             self.remove()
             raise DitLoraError(f"kernels.attention: {name}: {error}") from error
+        # A part that does not take it may keep what it has, without an error.
         others = {
             type(part).__name__
             for part in model.modules()
@@ -78,11 +78,11 @@ class AttentionChoice:
             )
 
     def remove(self) -> None:
-        """As before, in every part of the model."""
+        """Restore the original attention implementation of every part of the model."""
         _set(self._before)
 
     def switches(self, model: PreTrainedModel) -> list[Switch]:
-        """The guard's way to PyTorch's own attention, if this is another."""
+        """Return the guard's way to PyTorch's own attention, if this is another."""
         if self.name == STOCK:
             return []
         off = Switch(
@@ -97,21 +97,25 @@ class AttentionChoice:
 
 
 def implementations(model: nn.Module) -> Before:
-    """The configurations of a model's parts, outer ones first, with the implementation of each."""
-    found: dict[int, tuple[PreTrainedConfig, str | None]] = {}
+    """Return the configurations of a model's parts, outer ones first, with the implementation of each."""
+    # By identity, as parts may share a configuration, and configurations compare by their values.
+    by_config: dict[int, tuple[PreTrainedConfig, str | None]] = {}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            found.setdefault(id(part.config), (part.config, part.config._attn_implementation))
-    return list(found.values())
+            by_config.setdefault(id(part.config), (part.config, part.config._attn_implementation))
+    return list(by_config.values())
 
 
 def _set(choices: Before) -> None:
-    for config, name in choices:  # an outer one sets those within it, which are then set again
+    """Give each configuration its implementation."""
+    # Outer ones first: setting one sets those within it, which are then set again to their own.
+    for config, name in choices:
         config._attn_implementation = name
 
 
 @contextmanager
 def _stock_for_a_while(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model attend by PyTorch's own within it."""
     before = implementations(model)
     model.set_attn_implementation(STOCK)
     try:

@@ -11,19 +11,16 @@ from typing import Any
 import torch
 
 from dit_lora.fuse.core import ForwardPatch
-from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
+from dit_lora.fuse.streams import norm_stream
+from dit_lora_kernels.ada_norm import Stream
 
 
 def block_forward(block: Any, tokens_BND: torch.Tensor, condition_BD: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, N, D) after attention and feed-forward, as `VideoDiTBlock.forward`."""
+    """Return tokens (B, N, D) after attention and feed-forward, as `VideoDiTBlock` does, by a condition (B, D)."""
     shift, scale, gate, shift_ff, scale_ff, gate_ff = block.adaln(condition_BD)
-    normed, (x,) = joint_ada_norm(
-        (Stream(tokens_BND, shift, scale),), norm="layer", eps=block.norm1.eps
-    )
-    attended = block.attn(normed)
-    normed, x = ada_norm(
-        x, shift_ff, scale_ff, norm="layer", eps=block.norm2.eps, y=attended, gate=gate
-    )
+    normed, x = norm_stream(block.norm1, Stream(tokens_BND, shift, scale))
+    # The gated sum after attention is made by the norm that reads it first.
+    normed, x = norm_stream(block.norm2, Stream(x, shift_ff, scale_ff, block.attn(normed), gate))
     return torch.addcmul(x, gate_ff[:, None], block.ff(normed))
 
 

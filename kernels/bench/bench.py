@@ -29,17 +29,18 @@ HERE = Path(__file__).parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return 1 if anything failed, 2 if it was not started."""
     args = _arguments(argv)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return _refuse("there is no CUDA device here; --device cpu runs the references")
-    for kind, asked, known in (
+    for kind, asked, names in (
         ("op", args.op, cases.OPS),
         ("shape", args.shapes, (*SHAPES, "tiny")),
     ):
-        if unknown := [name for name in asked if name not in known]:
+        if unknown := [name for name in asked if name not in names]:
             return _refuse(
-                f"no {kind} is called {', '.join(unknown)}; there are {', '.join(known)}"
+                f"no {kind} is called {', '.join(unknown)}; there are {', '.join(names)}"
             )
     pairs = list(_pairs(args.op, args.shapes))
     if not pairs:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = ""
     for op, name in _progress(pairs):
         run.take(op, name)
-        text = run.save(args.out)
+        text = run.save(args.out)  # after each case: what is measured outlives an interrupt
     sys.stdout.write(text)
     for line in run.failures():
         _tell(f"failed: {line}")
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--op", nargs="+", default=list(cases.OPS), metavar="OP")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="NAME")
@@ -71,7 +73,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _pairs(ops: Sequence[str], shapes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """First every op at its first shape, then each at its second, so that a short run has seen every op."""
+    """Yield every op at its first shape, then each at its second, so that a short run has seen every op."""
+    # One list an op, read across: ops that a model lacks leave gaps, which zip_longest fills with None.
     columns = [[(op, name) for name in shapes if cases.applies(op, name)] for op in ops]
     for rank in itertools.zip_longest(*columns):
         yield from (pair for pair in rank if pair is not None)
@@ -105,10 +108,11 @@ class _Run:
             self.rows.append(row)
 
     def failures(self) -> list[str]:
+        """Return a line for each case that could not be built and each column that failed."""
         return [*self.unbuilt, *(line for row in self.rows for line in row.failures())]
 
     def save(self, folder: Path) -> str:
-        """Write all there is, in the order of ops and shapes; the Markdown."""
+        """Write all there is, in the order of ops and shapes, and return the Markdown."""
         order = [*SHAPES, "tiny"]
         rows = sorted(self.rows, key=lambda r: (cases.OPS.index(r.op), order.index(r.shape)))
         about = report.facts(self.clock.device, shlex.join(sys.argv), self.rate)
@@ -118,7 +122,7 @@ class _Run:
 
 
 def _progress(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """The pairs, with a bar on a terminal and lines in a log."""
+    """Yield the pairs, with a bar on a terminal and lines in a log."""
     bar = _bar(len(pairs)) if sys.stderr.isatty() else None
     for index, (op, name) in enumerate(pairs):
         if bar is None:
@@ -131,6 +135,7 @@ def _progress(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _bar(total: int) -> Any | None:
+    """Return tqdm's bar, None where that is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -139,11 +144,13 @@ def _bar(total: int) -> Any | None:
 
 
 def _refuse(reason: str) -> int:
+    """Say why nothing is measured, and return the exit code."""
     _tell(f"bench: {reason}")
     return 2
 
 
 def _tell(line: str) -> None:
+    """Write a line where it does not mix with the table."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

@@ -68,10 +68,12 @@ class _Maker:
         return torch.randn(size, generator=self.generator, device=self.device).mul_(std).to(dtype)
 
     def near_one(self, *size: int) -> Tensor:
+        """Return weights of a norm in bf16: near one, as training leaves them, and not all alike."""
         return (1 + 0.2 * self(*size, dtype=torch.float32)).to(torch.bfloat16)
 
 
 def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> Case:
+    """Return a block's first norm or, `gated`, its second, which also adds attention's output."""
     make, b, d = _Maker(device), shape.batch, shape.width
     table = torch.float32 if shape.norm == "fp32" else torch.bfloat16
     given, count = {}, len(shape.tokens)
@@ -95,6 +97,8 @@ def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> 
         )
         return (out, *residuals)
 
+    # Forward reads each x and writes out; gated it reads y and writes the sum too. Backward reads the gradients of out
+    # and of the other use of x, and x, and writes dx; gated also dy. The module's docstring has the same by passes.
     rows = b * sum(shape.tokens)
     u, row_table = rows * d * E, count * b * d * table.itemsize
     stats = rows * (4 if kind == "rms" else 8)
@@ -111,7 +115,7 @@ def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> 
 
 
 def _liger_norm(kind: str, eps: float) -> tuple[str, Call] | None:
-    """Liger's modulated RMSNorm; it has no such LayerNorm."""
+    """Return Liger's modulated RMSNorm, None if it is not installed or the norm is another: it has no such LayerNorm."""
     try:
         from liger_kernel.ops import LigerModulatedRMSNormFunction as Function
     except ImportError:
@@ -120,6 +124,7 @@ def _liger_norm(kind: str, eps: float) -> tuple[str, Call] | None:
         return None
 
     def call(given: Operands) -> Outputs:
+        # "gemma" computes in fp32 throughout and rounds once, as ours does.
         x = given["x0"]
         out = Function.apply(x, None, given["scale0"], given["shift0"], eps, 0.0, "gemma", False)
         return (out, x)
@@ -128,12 +133,13 @@ def _liger_norm(kind: str, eps: float) -> tuple[str, Call] | None:
 
 
 def _angles(make: _Maker, *size: int) -> tuple[Tensor, Tensor]:
-    """Tables of rotations, each angle twice, fp32."""
+    """Return cos and sin of rotations (*size), each angle twice, fp32."""
     angles = make(*size[:-1], size[-1] // 2, dtype=torch.float32, std=3.0).repeat_interleave(2, -1)
     return angles.cos(), angles.sin()
 
 
 def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
+    """Return the norm and rotation of q, which k has once more."""
     make, b, tokens, d = _Maker(device), shape.batch, sum(shape.tokens), shape.width
     first, per_head = sum(shape.tokens[:-1]), shape.qk == "layer"
     size = shape.head_dim if per_head else d
@@ -158,6 +164,7 @@ def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
         )
         return (out,)
 
+    # Forward reads x and writes out; backward reads the output and its gradient, and writes dx.
     u = b * tokens * d * E
     rstd = b * tokens * (heads if per_head else 1) * 4
     other = tables + rstd + size * E * (2 if per_head else 1)
@@ -169,6 +176,7 @@ def _qk_norm_rope(name: str, shape: Shape, device: torch.device) -> Case:
 
 
 def _lora(name: str, shape: Shape, device: torch.device, *, names: str) -> Case:
+    """Return adapted square layers on one input, one for each letter of `names`."""
     make, b, d, rank = _Maker(device), shape.batch, shape.width, shape.rank
     tokens, masters = sum(shape.tokens), []
     given = {"x": make(b, tokens, d)}
@@ -187,6 +195,8 @@ def _lora(name: str, shape: Shape, device: torch.device, *, names: str) -> Case:
         ]  # fmt: skip
         return tuple(lora_qkv(given["x"], projections))
 
+    # Beside the base's products: x is read once for all; each y is read and written, and each dy read twice; dx is
+    # read and written once.
     x = y = b * tokens * d * E
     forward, backward = x + 2 * len(names) * y, x + 2 * len(names) * y + 2 * x
     return Case(
@@ -198,6 +208,7 @@ def _lora(name: str, shape: Shape, device: torch.device, *, names: str) -> Case:
 
 
 def _linear_attention(name: str, shape: Shape, device: torch.device) -> Case:
+    """Return Sana's attention, without a rotation."""
     make, (tokens,) = _Maker(device), shape.tokens[-1:]
     b, h, d = shape.batch, shape.heads, shape.head_dim
     given = {key: make(b, tokens, h, d) for key in "qkv"}
@@ -210,6 +221,7 @@ def _linear_attention(name: str, shape: Shape, device: torch.device) -> Case:
 
 
 def _glu(name: str, shape: Shape, device: torch.device) -> Case:
+    """Return the middle of Sana's Mix-FFN."""
     assert shape.glu is not None
     make, (height, width, c) = _Maker(device), shape.glu
     given = {
@@ -227,6 +239,7 @@ def _glu(name: str, shape: Shape, device: torch.device) -> Case:
 
 
 def _finite_norms(name: str, shape: Shape, device: torch.device) -> Case:
+    """Return the guard's norms of all adapters' gradients, in two groups."""
     make, d, groups = _Maker(device), shape.width, 2
     given = {}
     for layer in range(shape.adapted):
@@ -256,11 +269,12 @@ OPS = tuple(_MAKERS)
 
 
 def shape_of(name: str) -> Shape:
+    """Return the shape of this name, `tiny` among them."""
     return TINY if name == "tiny" else SHAPES[name]
 
 
 def applies(op: str, name: str) -> bool:
-    """Whether the model of this shape has the op."""
+    """Return whether the model of this shape has the op."""
     shape = shape_of(name)
     has = {
         "qk_norm_rope": bool(shape.qk),
@@ -271,5 +285,5 @@ def applies(op: str, name: str) -> bool:
 
 
 def build(op: str, name: str, device: torch.device) -> Case:
-    """The case, on the device; its seed is always the same."""
+    """Return the case, on the device; its seed is always the same."""
     return _MAKERS[op](name, shape_of(name), device)

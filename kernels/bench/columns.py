@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """One op, shape and pass."""
+    """One op, shape and pass, with a cell for each column."""
 
     op: str
     shape: str
@@ -54,17 +54,19 @@ class Row:
 
     @property
     def percent_of_floor(self) -> float | None:
-        """100 is as fast as the copy, and the products, of the same run."""
+        """The floor over our time: 100 is as fast as the copy, and the products, of the same run."""
         cell = self.cells.get(OURS)
         if cell is None or cell.times is None or self.floor_ms is None:
             return None
         return 100 * self.floor_ms / cell.times.p50
 
     def failures(self) -> list[str]:
+        """Return a line for each column that failed."""
         named = ((name, cell.failed) for name, cell in self.cells.items())
         return [f"{self.op} {self.shape} {self.passed} {n}: {why}" for n, why in named if why]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the row as JSON takes it; `passed` has the name that is no keyword there."""
         plain = dataclasses.asdict(self) | {"percent_of_floor": self.percent_of_floor}
         plain["cells"] = {
             name: dataclasses.asdict(cell) | {"times": cell.times and cell.times._asdict()}
@@ -83,20 +85,24 @@ class _Bound:
         self._grads: list[Tensor] | None = None
 
     def forward(self) -> Outputs:
+        """Run the forward pass in the column's context."""
         with self.context():
             return self.function(self.given)
 
     def both(self) -> tuple[Tensor, ...]:
+        """Run both passes and return the gradients of what trains; the outputs' gradients are made once."""
         outs = self.forward()
         if self._grads is None:
             self._grads = [_gradient(i, out) for i, out in enumerate(outs)]
         return torch.autograd.grad(outs, self.trained, self._grads)
 
     def call(self, passed: str) -> Callable[[], tuple[Tensor, ...]]:
+        """Return what runs this pass."""
         return self.forward if passed == PASSES[0] else self.both
 
 
 def _function(case: Case, column: str) -> tuple[Call, Callable[[], AbstractContextManager[Any]]]:
+    """Return the column's function and the context that it runs in."""
     device = next(iter(case.given.values())).device.type
     if column == OURS:
         return case.ours, nullcontext
@@ -112,6 +118,8 @@ def _function(case: Case, column: str) -> tuple[Call, Callable[[], AbstractConte
 
 
 def _operand(case: Case, column: str, name: str) -> Tensor:
+    """Return an operand of the case as this column has it: its dtype, and its layout in memory."""
+    # fp32 masters are what training has. Columns without autocast would compute in fp32 with them: they get bf16.
     tensor = case.given[name].detach()
     if column == "exact":
         return tensor.double()
@@ -123,14 +131,15 @@ def _operand(case: Case, column: str, name: str) -> Tensor:
 
 
 def _gradient(index: int, out: Tensor) -> Tensor:
-    """The same values for each column, in the output's dtype and strides."""
+    """Return the gradient of one output, the same values for each column, in the output's dtype and strides."""
+    # Drawn in fp32 and rounded to bf16 first, so that outputs of other dtypes get these values too.
     generator = torch.Generator(out.device).manual_seed(index + 1)
     values = torch.randn(out.shape, generator=generator, device=out.device).to(torch.bfloat16)
     return torch.empty_like(out, requires_grad=False).copy_(values)
 
 
 def rows_of(case: Case) -> list[Row]:
-    """The case's rows, not measured yet."""
+    """Return the case's rows, not measured yet."""
     traffic = case.traffic
     rows = [Row(case.op, case.shape, PASSES[0], traffic.forward, traffic.formula)]
     if case.trained:
@@ -149,12 +158,13 @@ def measure(case: Case, row: Row, clock: Clock, rate: float, seconds: float) -> 
         row.cells[name] = Cell()
         _try(row.cells[name], lambda name=name: bound.setdefault(name, _Bound(case, name)))
     _errors(case, row, bound)
-    for name, one in bound.items():
-        cell, call = row.cells[name], one.call(row.passed)
+    calls = {name: column.call(row.passed) for name, column in bound.items()}
+    for name, call in calls.items():
+        cell = row.cells[name]
         if cell.failed is None:
             _try(cell, partial(_count, cell, call, clock))
-    calls = {name: one.call(row.passed) for name, one in bound.items()}
     samples: dict[str, list[list[float]]] = {name: [] for name in calls}
+    # Columns take turns, so that a clock that slows down over a row slows all of them.
     for _ in range(REPETITIONS):
         for name, call in calls.items():
             if row.cells[name].failed is None:
@@ -168,13 +178,16 @@ def measure(case: Case, row: Row, clock: Clock, rate: float, seconds: float) -> 
 
 
 def _has_library(case: Case, clock: Clock) -> bool:
+    """Return whether a library has the op, and can run it on this device."""
     return case.library is not None and clock.device.type == "cuda"
 
 
 def _try(cell: Cell, action: Callable[[], object]) -> None:
+    """Do it, or note in the cell why it failed."""
     try:
         action()
     except FAILURES as error:
+        # Out of memory here, the next column may still fit: what this one held is given back.
         first = (str(error).strip() or "no message").splitlines()[0]
         cell.failed = f"{type(error).__name__}: {first[:160]}"
         gc.collect()
@@ -182,23 +195,25 @@ def _try(cell: Cell, action: Callable[[], object]) -> None:
 
 
 def _count(cell: Cell, call: Callable[[], object], clock: Clock) -> None:
+    """Fill in peak memory and launches."""
     cell.peak_bytes, cell.launches = clock.peak_bytes(call), clock.launches(call)
 
 
 def _errors(case: Case, row: Row, bound: dict[str, _Bound]) -> None:
-    """Each column's largest relative difference from fp64, over outputs and gradients."""
+    """Fill in each column's largest relative difference from fp64, over outputs and gradients."""
     reference: list[Tensor] = []
     failed = Cell()
     _try(failed, lambda: reference.extend(_values(_Bound(case, "exact"), row.passed)))
-    for name, one in bound.items():
+    for name, column in bound.items():
         cell = row.cells[name]
         if failed.failed is None:
-            _try(cell, lambda cell=cell, one=one: setattr(
-                cell, "error", _difference(_values(one, row.passed), reference)
+            _try(cell, lambda cell=cell, column=column: setattr(
+                cell, "error", _difference(_values(column, row.passed), reference)
             ))  # fmt: skip
 
 
 def _values(bound: _Bound, passed: str) -> list[Tensor]:
+    """Return a column's outputs and, of both passes, gradients."""
     values = list(bound.forward())
     if passed != PASSES[0]:
         values += bound.both()
@@ -206,7 +221,7 @@ def _values(bound: _Bound, passed: str) -> list[Tensor]:
 
 
 def _difference(values: list[Tensor], exact: list[Tensor]) -> float:
-    """Root mean square of the difference over that of the exact values, of the worst tensor."""
+    """Return the root mean square of the difference over that of the exact values, of the worst tensor."""
     worst = torch.stack(
         [((v.double() - e).square().mean() / e.square().mean()).sqrt() for v, e in zip(values, exact, strict=True)]
     ).max()  # fmt: skip
@@ -214,10 +229,10 @@ def _difference(values: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def _floor(case: Case, row: Row, clock: Clock, rate: float) -> None:
-    """Bytes at the copy's rate, and the matrix products that nobody can leave out."""
+    """Fill in the milliseconds of the bytes at the copy's rate, and of the products that nobody can leave out."""
     if case.base is not None:
         only = dataclasses.replace(case, stock=case.base, trained=("x",))
-        one = _Bound(only, STOCK)
-        samples = [clock.samples(one.call(row.passed), 0.05) for _ in range(REPETITIONS)]
+        products = _Bound(only, STOCK)
+        samples = [clock.samples(products.call(row.passed), 0.05) for _ in range(REPETITIONS)]
         row.base_ms = timing.summarize(samples).p50
     row.floor_ms = 1e3 * row.bytes / rate + row.base_ms

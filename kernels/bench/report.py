@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def facts(device: torch.device, command: str, rate: float) -> dict[str, str]:
-    """What a figure is worth nothing without."""
+    """Return what a figure is worth nothing without: device, date, command, commit, versions, rate of a copy."""
     gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else platform.processor()
     return {
@@ -34,13 +34,14 @@ def facts(device: torch.device, command: str, rate: float) -> dict[str, str]:
 
 
 def kind_of_ours(device: torch.device) -> str:
-    """`kernels`, or what runs in their place."""
+    """Return `kernels`, or what runs in their place."""
     if device.type == "cuda" and triton_support().mode == "gpu":
         return "kernels"
     return "interpreter" if triton_support().mode == "interpreter" else "reference"
 
 
 def _said(*command: str) -> str:
+    """Return a command's first line, `unknown` where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -51,7 +52,7 @@ def _said(*command: str) -> str:
 def markdown(
     about: dict[str, str], rows: Sequence[Row], left_out: Sequence[str], failures: Sequence[str]
 ) -> str:
-    """Two tables of the same rows, then what is missing from them."""
+    """Return two tables of the same rows, then what is missing from them."""
     lines = [f"# Kernels on {about['device']}, {about['date']}", ""]
     lines += [
         f"- {name}: {value}" for name, value in about.items() if name not in ("device", "date")
@@ -73,19 +74,23 @@ def markdown(
 
 
 def _backend(about: dict[str, str]) -> str:
+    """Return torch.compile's backend: inductor on a GPU, and on a CPU, which has no driver, one that only traces."""
     return "aot_eager" if about["driver"] == "-" else "inductor"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table whose first three columns are words, the others figures."""
     rule = ["---"] * 3 + ["---:"] * (len(head) - 3)
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def _list(title: str, items: Sequence[str]) -> list[str]:
+    """Return a titled list, nothing if it is empty."""
     return ["", f"{title}:", "", *(f"- {item}" for item in items)] if items else []
 
 
 def _times(row: Row) -> list[str]:
+    """Return a row of the first table."""
     times = [cell.times for cell in row.cells.values() if cell.times]
     spread = f"{100 * max(t.spread for t in times):.1f} %" if times else "-"
     share, ratio = row.percent_of_floor, _against_best(row)
@@ -103,6 +108,8 @@ def _times(row: Row) -> list[str]:
 
 
 def _time(cell: Cell | None) -> str:
+    """Return a cell's times, or why there are none."""
+    # A bar in an error would end the cell.
     if cell is None:
         return "-"
     if cell.times is None:
@@ -112,13 +119,14 @@ def _time(cell: Cell | None) -> str:
 
 
 def _against_best(row: Row) -> float | None:
-    """The fastest other column over ours; below 1 ours is slower."""
+    """Return the fastest other column over ours; below 1 ours is slower."""
     ours = row.cells.get(OURS)
     others = [cell.times.p50 for name, cell in row.cells.items() if name != OURS and cell.times]
     return min(others) / ours.times.p50 if ours and ours.times and others else None
 
 
 def _others(row: Row) -> list[str]:
+    """Return a row of the second table."""
     cells = [row.cells.get(name) or Cell() for name in COLUMNS]
     errors = ["-" if cell.error is None else f"{cell.error:.2e}" for cell in cells]
     peaks = ["-" if c.peak_bytes is None else f"{c.peak_bytes / 1e6:.3g}" for c in cells]
@@ -127,7 +135,7 @@ def _others(row: Row) -> list[str]:
 
 
 def write(folder: Path, about: dict[str, str], text: str, rows: Sequence[Row]) -> None:
-    """`<device>_<date>.md` and `.jsonl` in the folder."""
+    """Write `<device>_<date>.md` and `.jsonl` in the folder, the first line of the latter with what `facts` says."""
     folder.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
     path = folder / f"{device}_{about['date']}.md"

@@ -8,7 +8,7 @@ class Shape(NamedTuple):
 
     batch: int
     tokens: tuple[int, ...]
-    """Of each stream that has a norm of its own."""
+    """Tokens of each stream that has a norm of its own."""
     heads: int
     head_dim: int
     norm: str
@@ -25,14 +25,15 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Channels of a token."""
         return self.heads * self.head_dim
 
     @property
     def adapted(self) -> int:
         """Layers of width by width with an adapter: q, k, v and out of every attention."""
-        return (
-            self.layers * 4 * (2 if self.linear_attention or self.qk in ("across", "inner") else 1)
-        )
+        # These models have a second attention, to the text, in every block.
+        attentions = 2 if self.linear_attention or self.qk in ("across", "inner") else 1
+        return self.layers * 4 * attentions
 
 
 SHAPES = {

@@ -15,22 +15,23 @@ Outputs = tuple[Tensor, ...]
 
 
 def wide(x: Tensor) -> Tensor:
-    """`.float()` of the stock code."""
+    """Return what the stock code's `.float()` does, but leave fp64, in which the exact values are computed."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Return LayerNorm over the last dimension, by PyTorch's own op."""
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Diffusers' own RMSNorm class, which is no fused op."""
+    """Return what Diffusers' own RMSNorm class does, over the last dimension, which is no fused op."""
     out = x * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + eps)
     return out.to(x.dtype) if weight is None else out.to(weight.dtype) * weight
 
 
 def ada_norm(given: Operands, norm: str, eps: float) -> Outputs:
-    """Norms of one or two streams, modulated, in one buffer; and each stream's residual.
+    """Return the norms of one or two streams (B,T,D), modulated, in one buffer (B,S,D); and each stream's residual.
 
     `norm`: `layer` with or without weight, `fp32` for Wan's LayerNorm, tables and residual in fp32, or `rms`.
     """
@@ -39,6 +40,7 @@ def ada_norm(given: Operands, norm: str, eps: float) -> Outputs:
         x, shift, scale = (given[f"{name}{i}"] for name in ("x", "shift", "scale"))
         if f"y{i}" in given:
             gate, y = given[f"gate{i}"][:, None], given[f"y{i}"]
+            # Wan's tables are in fp32, and its block rounds the sum to the stream's dtype again.
             x = (wide(x) + y * gate).type_as(x) if norm == "fp32" else x + gate * y
         residuals.append(x)
         if norm == "fp32":
@@ -53,12 +55,13 @@ def ada_norm(given: Operands, norm: str, eps: float) -> Outputs:
 
 
 def _turned(x: Tensor) -> Tensor:
+    """Return (-b, a) for every pair (a, b) of the last dimension."""
     real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack([-imaginary, real], dim=-1).flatten(-2)
 
 
 def qk_norm_rope(given: Operands, kind: str, heads: int, first: int, eps: float) -> Outputs:
-    """q (B,S,H*E) normed and rotated, as (B,S,H,E).
+    """Return q (B,S,H*E) normed and rotated, as (B,S,H,E).
 
     `kind`: `layer` over a head, tokens from `first` on rotated, if there are tables (CogVideoX); `across`, RMS over
     H*E and a table a head (Wan); `inner`, the same with tables over H*E and Diffusers' RMSNorm (LTX).
@@ -90,27 +93,29 @@ def qk_norm_rope(given: Operands, kind: str, heads: int, first: int, eps: float)
 
 
 def lora_projections(given: Operands, names: str, scaling: float) -> Outputs:
-    """PEFT's linear layer, for each of `names`."""
+    """Return what PEFT's linear layer makes of x (B,S,D), for each of `names`."""
     outs = []
     for name in names:
         weight, a, b = given[f"w{name}"], given[f"a{name}"], given[f"b{name}"]
         out = functional.linear(given["x"], weight, given[f"bias{name}"])
+        # PEFT casts the input to the adapter's dtype; the sum is in the wider of both, and cast back.
         low = functional.linear(given["x"].to(a.dtype), a)
         outs.append((out + functional.linear(low, b) * scaling).to(out.dtype))
     return tuple(outs)
 
 
 def base_products(given: Operands, names: str) -> Outputs:
-    """The frozen layers alone."""
+    """Return what the frozen layers alone make of x (B,S,D)."""
     return tuple(functional.linear(given["x"], given[f"w{n}"], given[f"bias{n}"]) for n in names)
 
 
 def relu_linear_attention(given: Operands) -> Outputs:
-    """Diffusers' SanaLinearAttnProcessor2_0 between the projections."""
+    """Return what Diffusers' SanaLinearAttnProcessor2_0 does between the projections, (B,S,H,E)."""
     q, k, v = (given[name].flatten(2).transpose(1, 2) for name in "qkv")
     heads = given["q"].shape[2]
     q = wide(functional.relu(q.unflatten(1, (heads, -1))))
     k = wide(functional.relu(k.unflatten(1, (heads, -1)).transpose(2, 3)))
+    # A row of ones under v: its product with k is the normaliser, so that one matmul makes numerator and denominator.
     v = functional.pad(wide(v.unflatten(1, (heads, -1))), (0, 0, 0, 1), value=1.0)
     out = wide(torch.matmul(torch.matmul(v, k), q))
     out = out[:, :, :-1] / (out[:, :, -1:] + 1e-15)
@@ -118,7 +123,7 @@ def relu_linear_attention(given: Operands) -> Outputs:
 
 
 def silu_dwconv_glu(given: Operands) -> Outputs:
-    """The middle of Diffusers' GLUMBConv, channels first as there; h (B,H,W,2C) is a view of that memory."""
+    """Return the middle of Diffusers' GLUMBConv, channels first as there; h (B,H,W,2C) is a view of that memory."""
     h = functional.silu(given["h"].permute(0, 3, 1, 2))
     h = functional.conv2d(h, given["weight"], given["bias"], padding=1, groups=h.shape[1])
     a, gate = h.chunk(2, dim=1)
@@ -126,10 +131,10 @@ def silu_dwconv_glu(given: Operands) -> Outputs:
 
 
 def norms(given: Operands, count: int) -> Outputs:
-    """The L2 norm of every `count`-th tensor by torch's foreach norm, as `clip_grad_norm_` takes it."""
+    """Return the L2 norm of every `count`-th tensor (count,), by torch's foreach norm as `clip_grad_norm_` takes it."""
     tensors = list(given.values())
-    found = []
+    group_norms = []
     for group in range(count):
-        each = torch._foreach_norm(tensors[group::count])
-        found.append(torch.linalg.vector_norm(torch.stack(each)))
-    return (torch.stack(found),)
+        tensor_norms = torch._foreach_norm(tensors[group::count])
+        group_norms.append(torch.linalg.vector_norm(torch.stack(tensor_norms)))
+    return (torch.stack(group_norms),)

@@ -42,11 +42,13 @@ class Clock:
         self._flush = torch.empty(size, dtype=torch.uint8, device=device)
 
     def wait(self) -> None:
+        """Wait until the device has done all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def samples(self, call: Call, seconds: float) -> list[float]:
-        """Milliseconds of each of as many calls as fit, at least `_FEWEST`; one call more warms up."""
+        """Return the milliseconds of as many calls as fit in the seconds, `_FEWEST` to `_MOST` of them."""
+        # The first call compiles and fills caches of the allocator; the second tells how many fit.
         call()
         self.wait()
         began = time.perf_counter()
@@ -55,18 +57,20 @@ class Clock:
         return self._sample(call, min(_MOST, max(_FEWEST, int(seconds / each))))
 
     def _sample(self, call: Call, count: int) -> list[float]:
+        """Return the milliseconds of each of `count` calls, with cold caches before each."""
         if self.device.type != "cuda":
-            found = []
+            times = []
             for _ in range(count):
                 self._flush.zero_()
                 began = time.perf_counter()
                 call()
-                found.append(1e3 * (time.perf_counter() - began))
-            return found
+                times.append(1e3 * (time.perf_counter() - began))
+            return times
         pairs = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             for _ in range(count)
         ]
+        # Nothing waits within the loop: the GPU sleeps while the host enqueues, and finds all of a call's launches there.
         for start, end in pairs:
             self._flush.zero_()
             torch.cuda._sleep(_WAIT_CYCLES)
@@ -77,15 +81,15 @@ class Clock:
         return [start.elapsed_time(end) for start, end in pairs]
 
     def copy_rate(self) -> float:
-        """Bytes a second that a copy within the device reads and writes."""
+        """Return the bytes a second that a copy within the device reads and writes."""
         size = 2**30 if self.device.type == "cuda" else 2**26
         source = torch.zeros(size, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         samples = self.samples(lambda: target.copy_(source), 0.5)
-        return 2e3 * size / statistics.median(samples)
+        return 2e3 * size / statistics.median(samples)  # each byte twice, of milliseconds
 
     def peak_bytes(self, call: Call) -> int | None:
-        """What a call allocates at most, beside what was there; None on a CPU."""
+        """Return the bytes that a call allocates at most, beside what was there; None on a CPU."""
         if self.device.type != "cuda":
             return None
         before = torch.cuda.memory_allocated(self.device)
@@ -94,22 +98,23 @@ class Clock:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def launches(self, call: Call) -> int | None:
-        """Kernels of a call, copies and fills among them; None on a CPU."""
+        """Return how many kernels a call launches, copies and fills among them; None on a CPU."""
         if self.device.type != "cuda":
             return None
         self.wait()
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             call()
             self.wait()
-        return sum(_on_gpu(event) for event in found.events() or [])
+        return sum(_on_gpu(event) for event in profiled.events() or [])
 
 
 def _on_gpu(event: FunctionEvent) -> bool:
+    """Return whether this is the GPU's work and not the host's call that asked for it."""
     return event.device_type == torch.autograd.DeviceType.CUDA
 
 
 def summarize(repetitions: list[list[float]]) -> Times:
-    """Quantiles over all samples, and the largest difference between the repetitions' medians."""
+    """Return quantiles over all samples, and the largest difference between the repetitions' medians."""
     together = sorted(sample for samples in repetitions for sample in samples)
     p20, p50, p80 = (together[round(q * (len(together) - 1))] for q in (0.2, 0.5, 0.8))
     medians = [statistics.median(samples) for samples in repetitions]

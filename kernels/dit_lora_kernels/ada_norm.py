@@ -14,30 +14,61 @@ trained, 6u. Kept for the backward: x' (which the caller keeps as the residual s
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.ada_norm_kernels import (
-    Known,
-    Stream,
-    check_streams,
-    grouped,
-    launch_backward,
-    launch_forward,
+from dit_lora_kernels.support import (
+    accumulator,
+    launches,
+    on_its_device,
+    packed,
+    readable_rows,
+    tl,
+    triton,
+    wide_dtype,
 )
-from dit_lora_kernels.support import launches
+
+# A program that sums a table's gradient takes up to 32 rows, where its fp32 partials are 4% of its bytes, and fewer
+# where that would leave an H100's 132 multiprocessors fewer than about 4 programs each.
+MAX_ROWS = 32
+MIN_PROGRAMS = 512
+
+
+class Stream(NamedTuple):
+    """One stream of tokens: x and y (B,T,D), its tables (B,G,D) or (B,D) where G divides T."""
+
+    x: Tensor
+    shift: Tensor | None = None
+    scale: Tensor | None = None
+    y: Tensor | None = None
+    gate: Tensor | None = None
+
+    def groups(self) -> int:
+        """Return G, how many rows of the tables a sample has."""
+        tables = (self.shift, self.scale, self.gate)
+        return next((table.shape[1] for table in tables if table is not None), 1)
+
+
+class BackwardOperands(NamedTuple):
+    """What the backward of one stream reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
+
+    grad: Tensor
+    grad_residual: Tensor | None
+    residual: Tensor
+    stats: Tensor
+    y: Tensor | None
+    gate: Tensor | None
+    scale: Tensor | None
+    weight: Tensor | None
+
 
 # 1. reference
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
-
-
 def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """(B,D) or (B,G,D) as (B,T,D)."""
+    """Return a table (B,D) or (B,G,D) repeated for every token of its group: (B,T,D) in `dtype`."""
     table = table[:, None] if table.ndim == 2 else table
     return table.to(dtype).repeat_interleave(tokens // max(table.shape[1], 1), dim=1)
 
@@ -45,13 +76,13 @@ def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 def ada_norm_reference(
     stream: Stream, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, x', and rstd or (rstd, mean) of the rows of x': (1 or 2,B,T).
+    """Return `out` and x' (B,T,D), and of the rows of x' rstd or (rstd, mean): (1 or 2,B,T).
 
     Plain torch, in fp32 (fp64 for fp64); out and x' are rounded once, to x's dtype. The norm is that of the rounded
     x', which is what the backward and the rest of the model see.
     """
     x, shift, scale, y, gate = stream
-    wide, tokens, residual = _wide(x), x.shape[1], x
+    wide, tokens, residual = wide_dtype(x.dtype), x.shape[1], x
     if y is not None:
         update = y.to(wide)
         if gate is not None:
@@ -74,9 +105,11 @@ def ada_norm_reference(
     return out.to(x.dtype), residual, stats.movedim(-1, 0)
 
 
-def _backward_reference(known: Known, groups: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
-    grad, grad_residual, residual, stats, y, gate, scale, weight = known
+def _backward_reference(
+    operands: BackwardOperands, groups: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
+    grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     wide, (B, T, D) = stats.dtype, residual.shape
     grad, rstd = grad.to(wide), stats[0][..., None]
     layer = stats.shape[0] == 2
@@ -98,20 +131,263 @@ def _backward_reference(known: Known, groups: int) -> tuple[Tensor, Tensor, list
     return dx, dy, sums
 
 
-# 2. kernels and 3. launchers are in ada_norm_kernels.py. 4. op
+# 2. kernels
+
+
+# Forward: a program takes one row in one block of BLOCK_D >= D channels. The row is read once and stays in registers
+# for both reductions, the mean and then the variance, which moments taken together would lose to cancellation.
+# Numbers of rows and programs are int64: a row's offset, row * D, passes 2^31 at 700 thousand rows of 3072.
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, y_ptr, gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr,
+    residual_ptr, out_ptr, mean_ptr, rstd_ptr,
+    x_b, x_t, y_b, y_t, gate_b, gate_g, shift_b, shift_g, scale_b, scale_g,
+    T, L, S, D,
+    EPS: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    b = row // T
+    t = row % T
+    g = t // L
+    columns = tl.arange(0, BLOCK_D)
+    inside = columns < D
+
+    x = tl.load(x_ptr + b * x_b + t * x_t + columns, mask=inside, other=0.0).to(ACC)
+    if y_ptr is not None:
+        update = tl.load(y_ptr + b * y_b + t * y_t + columns, mask=inside, other=0.0).to(ACC)
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + b * gate_b + g * gate_g + columns, mask=inside, other=0.0)
+            update = update * gate.to(ACC)
+        # The row as it is stored: the backward has nothing else to normalise.
+        stored = (x + update).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * D + columns, stored, mask=inside)
+        x = stored.to(ACC)
+
+    # `out` and the statistics have S tokens a sample; their pointers are at this stream's first token.
+    if mean_ptr is not None:
+        mean = tl.sum(x, axis=0) / D
+        tl.store(mean_ptr + b * S + t, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS)
+    tl.store(rstd_ptr + b * S + t, rstd)
+
+    out = x * rstd
+    if weight_ptr is not None:
+        out = out * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(ACC)
+    if bias_ptr is not None:
+        out = out + tl.load(bias_ptr + columns, mask=inside, other=0.0).to(ACC)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=inside, other=0.0)
+        out = out * (1.0 + scale.to(ACC))
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + b * shift_b + g * shift_g + columns, mask=inside, other=0.0)
+        out = out + shift.to(ACC)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (b * S + t) * D + columns, out, mask=inside)
+
+
+@triton.jit
+def _factor(
+    scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel,
+    ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return ``(1 + scale) * weight`` (BLOCK_D,), which all rows of a group share."""
+    factor = tl.full((BLOCK_D,), 1.0, ACC)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=channel, other=0.0)
+        factor += scale.to(ACC)
+    if weight_ptr is not None:
+        factor *= tl.load(weight_ptr + columns, mask=channel, other=0.0).to(ACC)
+    return factor
+
+
+@triton.jit
+def _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel):
+    """Store a program's sums (BLOCK_D,) as its row of the partials; a null pointer is a sum nobody wants."""
+    if ones_ptr is not None:
+        tl.store(ones_ptr + program * D + columns, ones, mask=channel)
+    if hats_ptr is not None:
+        tl.store(hats_ptr + program * D + columns, hats, mask=channel)
+    if dgate_ptr is not None:
+        tl.store(dgate_ptr + program * D + columns, dgate, mask=channel)
+
+
+# Backward: a program takes up to ROWS tokens of one group, which share a row of each table. Sums over them stay in
+# registers and are stored once, a row of partials a program: no atomics, so the same bits every time.
+# With hat the normalised row and dhat = grad * factor:  dx' = rstd * (dhat - hat * mean(dhat * hat) - mean(dhat)),
+# the last mean for LayerNorm alone, and then the gradient of the other use of x' is added.
+# `ones` sums grad (of shift and bias), `hats` sums grad * hat (of scale and weight), `dgate` sums dx' * y.
+# A row past the group's end loads zeros, so that it adds nothing to the sums, and stores nothing.
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, grad_residual_ptr, residual_ptr, mean_ptr, rstd_ptr, y_ptr, gate_ptr, scale_ptr, weight_ptr,
+    dx_ptr, dy_ptr, ones_ptr, hats_ptr, dgate_ptr,
+    grad_b, grad_t, grad_residual_b, grad_residual_t, residual_b, residual_t, y_b, y_t,
+    gate_b, gate_g, scale_b, scale_g,
+    T, G, L, S, D, CHUNKS,
+    ROWS: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    first = program % CHUNKS * ROWS
+    group = program // CHUNKS
+    b = group // G
+    g = group % G
+    columns = tl.arange(0, BLOCK_D)
+    channel = columns < D
+    factor = _factor(scale_ptr, weight_ptr, b, g, scale_b, scale_g, columns, channel, ACC, BLOCK_D)
+    ones = tl.zeros((BLOCK_D,), ACC)
+    hats = tl.zeros((BLOCK_D,), ACC)
+    dgate = tl.zeros((BLOCK_D,), ACC)
+
+    for i in range(ROWS):
+        exists = first + i < L
+        inside = columns < tl.where(exists, D, 0)
+        t = g * L + first + i
+        grad = tl.load(grad_ptr + b * grad_b + t * grad_t + columns, mask=inside, other=0.0).to(ACC)
+        row = residual_ptr + b * residual_b + t * residual_t
+        x = tl.load(row + columns, mask=inside, other=0.0).to(ACC)
+        rstd = tl.load(rstd_ptr + b * S + t, mask=exists, other=0.0)
+        if mean_ptr is not None:
+            x = tl.where(inside, x - tl.load(mean_ptr + b * S + t, mask=exists, other=0.0), 0.0)
+        hat = x * rstd
+        if ones_ptr is not None:
+            ones += grad
+        if hats_ptr is not None:
+            hats += grad * hat
+        dhat = grad * factor
+        dx = dhat - hat * (tl.sum(dhat * hat, axis=0) / D)
+        if mean_ptr is not None:
+            dx -= tl.sum(dhat, axis=0) / D
+        dx *= rstd
+        if grad_residual_ptr is not None:
+            row = grad_residual_ptr + b * grad_residual_b + t * grad_residual_t
+            dx += tl.load(row + columns, mask=inside, other=0.0).to(ACC)
+        if dx_ptr is not None:
+            value = dx.to(dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + (b * T + t) * D + columns, value, mask=inside)
+        if dgate_ptr is not None:
+            y = tl.load(y_ptr + b * y_b + t * y_t + columns, mask=inside, other=0.0).to(ACC)
+            dgate += dx * y
+        if dy_ptr is not None:
+            if gate_ptr is not None:  # read again for each row: it would cost registers in the loop
+                row = gate_ptr + b * gate_b + g * gate_g
+                gate = tl.load(row + columns, mask=channel, other=0.0)
+                dx *= gate.to(ACC)
+            value = dx.to(dy_ptr.dtype.element_ty)
+            tl.store(dy_ptr + (b * T + t) * D + columns, value, mask=inside)
+
+    _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel)
+
+
+# 3. launchers
+
+
+def _strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Return the strides between samples and between rows; of a missing tensor zeros, which nothing reads."""
+    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+
+
+def _block(channels: int, *, sums: bool = False) -> dict[str, int]:
+    """Return a row's block and its warps."""
+    # 16 values a thread are two 16-byte loads of bf16. With sums it is 8, as three of them are in registers too.
+    block = triton.next_power_of_2(channels)
+    warps = block // 256 if sums else block // 512
+    return {"BLOCK_D": block, "num_warps": min(max(warps, 1), 16)}
+
+
+def _mean_and_rstd(stats: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return mean, None for RMSNorm, and rstd, each (B,S), of `stats`, which is rstd or (rstd, mean)."""
+    return (stats[1] if stats.shape[0] == 2 else None), stats[0]
+
+
+@on_its_device
+def launch_forward(
+    stream: Stream,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
+    eps: float,
+) -> None:
+    """Fill `residual` (B,T,D), and `out` (B,T,D) and `stats` (1 or 2,B,T): slices of a joint buffer's tokens."""
+    if stream.x.numel() == 0:
+        return
+    (B, T, D), length = stream.x.shape, stream.x.shape[1] // stream.groups()
+    # In the order of the kernel's arguments, as the strides are.
+    ordered = (stream.x, stream.y, stream.gate, stream.shift, stream.scale)
+    rows = [readable_rows(tensor) for tensor in ordered]
+    affine = [packed(weight), packed(bias)]
+    strides = [stride for tensor in rows for stride in _strides(tensor)]
+    _forward_kernel[(B * T,)](
+        *rows, *affine, residual, out, *_mean_and_rstd(stats), *strides,
+        T, length, stats.stride(1), D,
+        EPS=eps, ACC=accumulator(stream.x.dtype), **_block(D),
+    )  # fmt: skip
+
+
+def rows_per_program(rows: int, length: int) -> int:
+    """Return how many of all `rows`, of groups of `length`, a program that sums takes: as many as keep the GPU busy."""
+    # A power of two, because each number is a kernel of its own to compile.
+    most = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
+    return 1 << (most.bit_length() - 1)
+
+
+@on_its_device
+def launch_backward(
+    operands: BackwardOperands, rows: Sequence[Tensor | None], groups: int, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Fill `rows`, dx and dy; return the sums over each group's tokens that `wanted` names, (B,G,D) or None.
+
+    They are those of grad, of grad times the normalised row, and of dx' times y.
+    """
+    grad, grad_residual, residual, stats, y, gate, scale, weight = operands
+    B, T, D = residual.shape
+    length = T // groups
+    # Without sums rows have nothing to share, and one program a row keeps the GPU fullest.
+    count = rows_per_program(B * T, length) if any(wanted) else 1
+    chunks = -(-length // count)  # programs a group, the last of which may have rows to spare
+    shape = (B * groups, chunks, D)
+    partials = [
+        torch.empty(shape, dtype=stats.dtype, device=grad.device) if want else None
+        for want in wanted
+    ]
+    if residual.numel() > 0:
+        ordered = [readable_rows(v) for v in (grad, grad_residual, residual)]
+        tables = [readable_rows(v) for v in (y, gate, scale)]
+        strides = [stride for v in (*ordered, *tables) for stride in _strides(v)]
+        _backward_kernel[(B * groups * chunks,)](
+            *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
+            T, groups, length, stats.stride(1), D, chunks,
+            ROWS=count, ACC=accumulator(residual.dtype), **_block(D, sums=any(wanted)),
+        )  # fmt: skip
+    # Added up by torch, in one order whatever the order in which programs ran.
+    return [
+        None if p is None else (p if chunks == 1 else p.sum(1)).view(B, groups, D) for p in partials
+    ]
+
+
+# 4. op
 
 
 def _streams(flat: Sequence[Any]) -> list[Stream]:
+    """Return Streams of the fields that follow each other in `flat`: an op's schema has lists but no tuples of them."""
     size = len(Stream._fields)
-    return [Stream(*flat[i : i + size]) for i in range(0, len(flat), size)]
+    return [Stream._make(flat[i : i + size]) for i in range(0, len(flat), size)]
 
 
 def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
-    """The joint output, rstd (and mean) of its rows, and x' of the streams that have a y."""
+    """Return uninitialised: the joint output (B,S,D), rstd (and mean) of its rows (1 or 2,B,S), and x' (B,T,D) of
+    each stream that has a y.
+    """
     x = streams[0].x
     tokens = sum(stream.x.shape[1] for stream in streams)
     out = torch.empty((x.shape[0], tokens, x.shape[2]), dtype=x.dtype, device=x.device)
-    stats = torch.empty((1 + layer, x.shape[0], tokens), dtype=_wide(x), device=x.device)
+    stats = torch.empty((1 + layer, x.shape[0], tokens), dtype=wide_dtype(x.dtype), device=x.device)
     gated = [stream.x.shape for stream in streams if stream.y is not None]
     return [out, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
@@ -120,9 +396,10 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
-    """`out`, `stats`, and x' of every stream with a y; `flat` holds the fields of every Stream in turn."""
+    """Return `out`, `stats`, and x' of every stream with a y; `flat` holds the fields of every Stream in turn."""
     streams = _streams(flat)
-    out, stats, *residuals = made = _allocate_forward(streams, layer)
+    results = _allocate_forward(streams, layer)
+    out, stats, *residuals = results
     first = 0
     for stream in streams:
         tokens = slice(first, first := first + stream.x.shape[1])
@@ -135,7 +412,7 @@ def ada_norm_forward(
         )
         if residual is not None:
             residual.copy_(updated)
-    return made
+    return results
 
 
 @ada_norm_forward.register_fake
@@ -145,9 +422,12 @@ def _(
     return _allocate_forward(_streams(flat), layer)
 
 
-def _allocate_backward(known: Known, dx: bool, dy: torch.dtype | None) -> list[Tensor | None]:
-    shape, device = known.residual.shape, known.residual.device
-    dtypes = (known.residual.dtype if dx else None, dy)
+def _allocate_backward(
+    operands: BackwardOperands, dx: bool, dy: torch.dtype | None
+) -> list[Tensor | None]:
+    """Return uninitialised dx' and ``gate * dx'`` (B,T,D), None for one that is not wanted."""
+    shape, device = operands.residual.shape, operands.residual.device
+    dtypes = (operands.residual.dtype if dx else None, dy)
     return [None if d is None else torch.empty(shape, dtype=d, device=device) for d in dtypes]
 
 
@@ -157,16 +437,19 @@ def _allocate_backward(known: Known, dx: bool, dy: torch.dtype | None) -> list[T
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
-    """Those wanted of dx', ``gate * dx'`` and the three sums of `launch_backward`; `flat` is a Known's fields."""
-    known = Known(*flat)  # type: ignore[arg-type]
-    rows = _allocate_backward(known, dx, dy)
+    """Return those wanted of dx', ``gate * dx'`` (in the dtype `dy`) and the three sums of `launch_backward`.
+
+    `flat` holds the fields of BackwardOperands.
+    """
+    operands = BackwardOperands._make(flat)
+    rows = _allocate_backward(operands, dx, dy)
     totals: Sequence[Tensor | None]
-    if launches(known.grad):
-        totals = launch_backward(known, rows, groups, sums)
+    if launches(operands.grad):
+        totals = launch_backward(operands, rows, groups, sums)
     else:
-        *values, every = _backward_reference(known, groups)
+        *values, all_sums = _backward_reference(operands, groups)
         rows = [None if v is None else v.copy_(new) for v, new in zip(rows, values, strict=True)]
-        totals = [total if want else None for total, want in zip(every, sums, strict=True)]
+        totals = [total if want else None for total, want in zip(all_sums, sums, strict=True)]
     return [v for v in (*rows, *totals) if v is not None]
 
 
@@ -174,9 +457,9 @@ def ada_norm_backward(
 def _(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
-    known = Known(*flat)  # type: ignore[arg-type]
-    rows = _allocate_backward(known, dx, dy)
-    (B, _, D), stats = known.residual.shape, known.stats
+    operands = BackwardOperands._make(flat)
+    rows = _allocate_backward(operands, dx, dy)
+    (B, _, D), stats = operands.residual.shape, operands.stats
     totals = [
         torch.empty((B, groups, D), dtype=stats.dtype, device=stats.device) for want in sums if want
     ]
@@ -184,38 +467,41 @@ def _(
 
 
 def _gradients(
-    known: Known,
+    operands: BackwardOperands,
     bias: Tensor | None,
     groups: int,
     dtypes: Stream,
     want: Stream,
     affine: Sequence[bool],
 ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """The gradients of a Stream's fields in their order, and its shares of those of weight and bias.
+    """Return the gradients of a Stream's fields in their order, and its shares of those of weight and bias, (D,).
 
     `dtypes` and `want` hold each field's dtype and whether its gradient is wanted; `affine`, whether weight's, bias's.
     """
-    one = known.gate is None and dtypes.y is dtypes.x  # dx' is also the gradient of y
+    # Without a gate, and in one dtype, dx' is also the gradient of y: one tensor serves as both.
+    y_is_x = operands.gate is None and dtypes.y is dtypes.x
     wanted = [
-        bool(want.x or (want.y and one)),
-        bool(want.y and not one),
+        bool(want.x or (want.y and y_is_x)),
+        bool(want.y and not y_is_x),
+        # d scale is of what it multiplies, hat * weight + bias, and so needs the sum of grad for the bias.
         bool(want.shift or affine[1] or (want.scale and bias is not None)),
         bool(want.scale or affine[0]),
         bool(want.gate),
     ]
     dy_dtype: Any = dtypes.y if wanted[1] else None
-    made = iter(ada_norm_backward(list(known), groups, wanted[0], dy_dtype, wanted[2:]))
-    parts: list[Any] = [next(made) if it else None for it in wanted]
+    computed = iter(ada_norm_backward(list(operands), groups, wanted[0], dy_dtype, wanted[2:]))
+    parts: list[Any] = [next(computed) if needed else None for needed in wanted]
     dx, dy, ones, hats, dgate = parts
-    factor = 1 if known.scale is None else 1 + known.scale.to(known.stats.dtype)
+    # weight and bias stand before the scale, so their gradients take each group's factor before groups are summed.
+    factor = 1 if operands.scale is None else 1 + operands.scale.to(operands.stats.dtype)
     shares = (
         (factor * hats).sum((0, 1)) if affine[0] else None,
         (factor * ones).sum((0, 1)) if affine[1] else None,
     )
-    if want.scale:  # the sum of grad * (normalised row * weight + bias)
-        hats = hats if known.weight is None else hats * known.weight
+    if want.scale:
+        hats = hats if operands.weight is None else hats * operands.weight
         hats = hats if bias is None else hats + ones * bias
-    grads = (dx, ones, hats, dx if one else dy, dgate)
+    grads = (dx, ones, hats, dx if y_is_x else dy, dgate)
     return [g.to(d) if w else None for g, d, w in zip(grads, dtypes, want, strict=True)], shares
 
 
@@ -234,12 +520,15 @@ class _AdaNorm(torch.autograd.Function):
         bias: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(
+            False
+        )  # None, not zeros to be read, for an output that is not used
         out, stats, *updated = ada_norm_forward(list(flat), weight, bias, layer, eps)
         streams, wants = _streams(flat), _streams(ctx.needs_input_grad[4:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
         ctx.groups = [s.groups() for s in streams]
         ctx.dtypes = [None if v is None else v.dtype for v in flat]
+        # x' is kept and not the normalised row: the caller keeps x' anyway, as the residual stream.
         kept: list[Tensor | None] = [weight, bias, stats]
         for residual, stream, want in zip(residuals, streams, wants, strict=True):
             kept += [residual, stream.y if want.gate else None, stream.gate, stream.scale]
@@ -260,17 +549,68 @@ class _AdaNorm(torch.autograd.Function):
         for i, (want, dtypes) in enumerate(zip(wants, _streams(ctx.dtypes), strict=True)):
             residual, y, gate, scale = kept[4 * i : 4 * i + 4]
             tokens = slice(first, first := first + residual.shape[1])
-            known = Known(
+            operands = BackwardOperands(
                 grad[:, tokens], grad_residuals[i], residual, stats[..., tokens], y, gate, scale, weight
             )  # fmt: skip
-            own, share = _gradients(known, bias, ctx.groups[i], dtypes, want, affine)
-            grads += own
+            stream_grads, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
+            grads += stream_grads
             shares.append(share)
-        dweight, dbias = (
-            torch.stack([share[i] for share in shares]).sum(0).to(v.dtype) if affine[i] else None
-            for i, v in enumerate((weight, bias))
-        )
+        dweight = dbias = None
+        if affine[0]:
+            dweight = torch.stack([of_weight for of_weight, _ in shares]).sum(0).to(weight.dtype)
+        if affine[1]:
+            dbias = torch.stack([of_bias for _, of_bias in shares]).sum(0).to(bias.dtype)
         return (None, None, dweight, dbias, *grads)
+
+
+def _describe(tensor: Tensor) -> str:
+    """Return a tensor's shape, dtype and device, for an error."""
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor | None]) -> None:
+    """Raise a ValueError that names what does not fit: the norm, a stream's rows, weight or bias."""
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+    if not streams:
+        raise ValueError("ada_norm needs at least one stream, got none")
+    first = streams[0].x
+    for i, (x, _, _, y, gate) in enumerate(streams):
+        same = x.dtype is first.dtype and x.device == first.device
+        if x.ndim != 3 or not x.is_floating_point() or x.shape[::2] != first.shape[::2] or not same:
+            raise ValueError(
+                f"x of stream {i} must be floating (B,T,D), with the B, D, dtype and device of stream 0: "
+                f"got {_describe(x)} beside {_describe(first)}"
+            )
+        if y is not None and y.shape != x.shape:
+            raise ValueError(
+                f"y of stream {i} must have the shape of x {tuple(x.shape)}, got {_describe(y)}"
+            )
+        if gate is not None and y is None:
+            raise ValueError(f"gate of stream {i} multiplies y, and there is no y")
+    for name, vector in affine.items():
+        if vector is not None and vector.shape != first.shape[2:]:
+            raise ValueError(f"{name} must be ({first.shape[2]},), got {_describe(vector)}")
+
+
+def grouped(stream: Stream, position: int) -> Stream:
+    """Return the stream with every table as (B,G,D), with one G.
+
+    Raises ValueError for a table of another shape, or a G that does not divide T.
+    """
+    B, T, D = stream.x.shape
+    fields = {"shift": stream.shift, "scale": stream.scale, "gate": stream.gate}
+    tables = {k: v[:, None] if v.ndim == 2 else v for k, v in fields.items() if v is not None}
+    groups = max([1, *(v.shape[1] for v in tables.values() if v.ndim == 3)])
+    for name, table in tables.items():
+        fits = table.ndim == 3 and (table.shape[0], table.shape[2]) == (B, D)
+        if not fits or table.shape[1] not in (1, groups) or T % groups:
+            raise ValueError(
+                f"{name} of stream {position} must be (B,D) or (B,G,D), where B={B}, D={D} and G is 1 or one number "
+                f"that divides T={T}; got {_describe(table)}"
+            )
+    # A row for all tokens is repeated by a stride of 0. Autograd sums its gradient over the groups again.
+    return stream._replace(**{k: v.expand(B, groups, D) for k, v in tables.items()})
 
 
 def joint_ada_norm(
@@ -281,9 +621,9 @@ def joint_ada_norm(
     norm: Literal["layer", "rms"],
     eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """``norm(x + gate * y) * (1 + scale) + shift`` of each stream, in one buffer (B, sum of T, D) in their order.
+    """Return ``norm(x + gate * y) * (1 + scale) + shift`` of each stream, in one buffer (B, sum of T, D), in their order.
 
-    Returns the buffer and each stream's ``x + gate * y`` (the memory of x where it has no y), both in x's dtype.
+    The other results are each stream's ``x + gate * y`` (the memory of x where it has no y), both in x's dtype.
     Go on from the x returned here: then the gradient of its other use is added in this op's backward, with no pass
     of its own. weight and bias are (D,); each operand may have its own float dtype and strides.
     Raises ValueError for shapes that do not fit. Source: CogVideoX, diffusers CogVideoXLayerNormZero.
@@ -336,7 +676,7 @@ def ada_norm(
     y: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``norm(x + gate * y) * (1 + scale) + shift``, and ``x + gate * y`` too if y is given; both in x's dtype.
+    """Return ``norm(x + gate * y) * (1 + scale) + shift``, and ``x + gate * y`` too if y is given; both in x's dtype.
 
     x, y (B,T,D); shift, scale, gate (B,D) or (B,G,D), where token t uses group ``t // (T // G)``; weight, bias (D,).
     Every operand may have its own float dtype, and any strides. The norm is over D, of ``x + gate * y`` as it was

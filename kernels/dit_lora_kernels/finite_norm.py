@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dit_lora_kernels.support import accumulator, launches, tl, triton
 
+# Elements that a program takes: 32 a thread of its 4 warps.
 CHUNK = 4096
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,7 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def finite_norms_reference(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """The op in plain torch: fp64 inside and out, (count,)."""
+    """Define the op: plain torch, fp64 inside and out, (count,); of one tensor at least."""
     squares = torch.zeros(count, dtype=torch.float64, device=tensors[0].device)
     for tensor, group in zip(tensors, groups, strict=True):
         squares[group] += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
@@ -43,15 +44,18 @@ def _chunk_kernel(
     table_ptr, norms_ptr,
     CHUNK: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One row of the table a program: a chunk's address, its elements, and where its norm goes."""
+    """Store a chunk's norm in fp64; a row of the table (3,) has its address, its elements and its norm's place."""
+    # Addresses from a table, so that one launch covers tensors of any number and size: gradients are many and small.
     row = table_ptr + tl.program_id(0).to(tl.int64) * 3
     data = tl.load(row).to(tl.pointer_type(ELEMENT))
     elements = tl.load(row + 1)
+    # Triton cannot know of an address that was loaded whether it allows 16-byte loads: it is told.
     if ALIGNED:
         data = tl.multiple_of(data, 16)
         elements = tl.multiple_of(elements, 16)
     i = tl.arange(0, CHUNK)
     x = tl.load(data + i, mask=i < elements, other=0).to(ACC)
+    # Powers of two change the exponent alone. Whatever the largest is beside a NaN, the sum is NaN.
     largest = tl.max(tl.abs(x), axis=0)
     tiny, huge = largest < 2.0**-40, largest >= 2.0**56
     x = x * tl.where(tiny, 2.0**88, tl.where(huge, 2.0**-72, 1.0))
@@ -64,6 +68,7 @@ def _chunk_kernel(
 
 
 def _element(dtype: torch.dtype) -> Any:
+    """Return Triton's dtype of the elements that a loaded address points to."""
     return {
         torch.float16: tl.float16,
         torch.bfloat16: tl.bfloat16,
@@ -73,10 +78,14 @@ def _element(dtype: torch.dtype) -> Any:
 
 
 def _table(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """(chunks,3) int64 on the host: address, elements and place of the norm; a tensor's places are consecutive."""
-    known = [(t.data_ptr(), t.numel(), place) for t, place in zip(tensors, places, strict=True)]
-    address, size, place = torch.tensor(known, dtype=torch.int64).unbind(1)
+    """Return (chunks,3) int64 on the host: address, elements and place of the norm.
+
+    Tensors are of one dtype; the places of one tensor's chunks are consecutive.
+    """
+    rows = [(t.data_ptr(), t.numel(), place) for t, place in zip(tensors, places, strict=True)]
+    address, size, place = torch.tensor(rows, dtype=torch.int64).unbind(1)
     chunks = (size + CHUNK - 1) // CHUNK
+    # Vectorised, as a model's gradients are thousands of chunks: `of` is each chunk's tensor, `index` its number there.
     of = torch.repeat_interleave(chunks)
     index = torch.arange(len(of)) - (chunks.cumsum(0) - chunks)[of]
     left = size[of] - index * CHUNK
@@ -85,6 +94,7 @@ def _table(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
+    """Return the groups' norms (count,) in fp64, by one launch for each dtype and alignment that there is."""
     device = tensors[0].device
     # A row a group, padded with zeros; a chunk's place does not depend on which launch it is in.
     used = [0] * count
@@ -98,17 +108,19 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
     for tensor, group, place in zip(tensors, groups, places, strict=True):
         if tensor.numel() == 0:
             continue
+        # `launched` holds on to a copy until its launch: a freed one's memory could be given away before.
         flat = tensor.contiguous()
         aligned = flat.data_ptr() % 16 == 0 and flat.numel() % 16 == 0
         launched[flat.dtype, aligned].append((flat, group * longest + place))
     for (dtype, aligned), chosen in launched.items():
         table = _table(*zip(*chosen, strict=True))
-        if device.type == "cuda":
+        if device.type == "cuda":  # pinned, so that the host does not wait for the copy
             table = table.pin_memory().to(device, non_blocking=True)
         _chunk_kernel[(len(table),)](
             table, norms, CHUNK=CHUNK, ELEMENT=_element(dtype), ALIGNED=aligned,
             ACC=accumulator(dtype), num_warps=4,
         )  # fmt: skip
+    # In fp64, where the squares of all norms of fp32 elements are in range.
     return norms.square().sum(1).sqrt()
 
 
@@ -117,7 +129,7 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
 
 @torch.library.custom_op("dit_lora::finite_norms", mutates_args=(), device_types=("cpu", "cuda"))
 def finite_norms_op(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
-    """`finite_norms` of checked operands, at least one."""
+    """Return `finite_norms` (count,), fp64, of checked operands, at least one."""
     if launches(tensors[0]):
         return _launch(tensors, groups, count)
     return finite_norms_reference(tensors, groups, count)
@@ -129,7 +141,7 @@ def _(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
 
 
 def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    """The L2 norm of each group's elements, fp64 (count,) on the tensors' device; not differentiable.
+    """Return the L2 norm of each group's elements, fp64 (count,) on the tensors' device; not differentiable.
 
     `groups[i]`, from 0 to count - 1, is the group of `tensors[i]`. Tensors are of any shapes and strides, in fp16,
     bf16, fp32 or fp64, on one device; those that are not contiguous are copied. A norm is NaN or Inf exactly if an
@@ -154,8 +166,9 @@ def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -
                 f"tensors must be on one device; received {tensors[0].device} and, at {index}, "
                 f"{tensor.device}."
             )
-    if not tensors:
+    if not tensors:  # an op of torch.library takes its device from a tensor
         return torch.zeros(count, dtype=torch.float64)
+    # The op has no backward: its result must not ask for one, even of tensors that require gradients.
     with torch.no_grad():
         norms: Tensor = finite_norms_op(list(tensors), list(groups), count)
     return norms

@@ -33,7 +33,7 @@ class Adapter(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A quantised base by its own library: (N, I) to (N, O) with the bias; and its weight (O, I) in a dtype."""
+    """A base quantised by another library: its product of (N, I), (N, O) with the bias; its weight (O, I) in a dtype."""
 
     product: Callable[[Tensor], Tensor]
     dequantize: Callable[[torch.dtype], Tensor]
@@ -49,14 +49,15 @@ class Projection(NamedTuple):
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """The dtype to compute in: autocast's where it is on, else the base weight's, else (quantised) that of x."""
+    """Return the dtype to compute in: autocast's where it is on, else the base weight's, else (quantised) that of x."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if weight is None else weight.dtype
 
 
 def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A and s*B in the compute dtype, without gradient: what the products use. One rounding each."""
+    """Return A (R, I) and s*B (O, R) in the compute dtype, without gradient; each is rounded once."""
+    # s is folded into B: O*R products here in place of N*O on the output.
     a, b = a.detach(), b.detach()
     scaled = b if scaling == 1 else b.to(torch.promote_types(b.dtype, dtype)) * scaling
     return a.to(dtype), scaled.to(dtype)
@@ -71,7 +72,7 @@ def lora_linear(
     dropout: float = 0.0,
     quantized: Quantized | None = None,
 ) -> Tensor:
-    """Adapted linear layer that saves x once, in the compute dtype, and makes no pass for casts, scaling or sums.
+    """Apply an adapted linear layer that saves x once, in the compute dtype, with no pass for casts, scaling or sums.
 
     x (..., I) gives (..., O) in `compute_dtype(x, weight)`; x is cast to it, and so is a weight under autocast.
     Gradients: dx in x's dtype, dA and dB in theirs, from fp32 sums (of a GEMM of `out_dtype` fp32 on a GPU).
@@ -84,7 +85,7 @@ def lora_linear(
 def lora_qkv(
     x: Tensor, projections: Sequence[Projection], *, dropout: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """`lora_linear` of several layers that share x: it is saved once, and A's products are one GEMM.
+    """Apply `lora_linear` to several layers that share x: it is saved once, and A's products are one GEMM.
 
     dx is one buffer that every product is added into. With `dropout` each layer draws its own mask, in order,
     as they would one after the other. Raises `ValueError` as `lora_linear`, and where compute dtypes differ.
@@ -92,6 +93,7 @@ def lora_qkv(
     dtype = compute_dtype(x, projections[0].weight)
     _check(x, projections, dropout, dtype)
     operands: list[Tensor | None] = []
+    # Flat, in order: autograd.Function sees gradients only of tensors that are arguments themselves.
     for weight, bias, (a, b, scaling, lowered), _ in projections:
         operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
     settings = _Settings(
@@ -105,6 +107,7 @@ def lora_qkv(
 def _check(
     x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype
 ) -> None:
+    """Raise `ValueError` for a dropout, dtype, shape or base that the op does not take."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     if dtype not in COMPUTE_DTYPES:
@@ -128,19 +131,26 @@ def _check(
 
 
 class _Settings(NamedTuple):
+    """What is no tensor; scalings and quantised bases by projection."""
+
     dropout: float
     scalings: tuple[float, ...]
     quantized: tuple[Quantized | None, ...]
 
 
-_OPERANDS = 6  # of each projection: weight, bias, a, b, lowered a, lowered b
+# Of each projection: weight, bias, a, b, lowered a, lowered b. Gradients go to a and b; the products use the others.
+_OPERANDS = 6
 
 
 class _LoraProjections(torch.autograd.Function):
-    """Autocast is off inside: every operand is in the compute dtype already, or is cast here."""
+    """Compute all projections of x forward and backward.
+
+    Autocast is off inside: every operand is in the compute dtype already, or is cast here.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: _Settings, *operands: Any) -> tuple[Tensor, ...]:
+        """Return an output (..., O) for each projection of x (..., I)."""
         weights, biases, masters_a, masters_b, lows_a, lows_b = (
             operands[i::_OPERANDS] for i in range(_OPERANDS)
         )
@@ -150,11 +160,11 @@ class _LoraProjections(torch.autograd.Function):
             products, masks = _inner_products(rows, lows_a, settings.dropout)
             for i, quantized in enumerate(settings.quantized):
                 y = _base_product(rows, weights[i], biases[i], quantized)
-                y.addmm_(products[i], lows_b[i].t())
+                y.addmm_(products[i], lows_b[i].t())  # into the base's output: no sum of its own
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
         ctx.settings, ctx.shape = settings, x.shape
         ctx.dtypes = [a.dtype for a in masters_a], [b.dtype for b in masters_b]
-        # x is saved as it came: of a strided one, `rows` is a second copy of what others keep.
+        # x is saved as it came: of a strided one, `rows` is a second copy of what others keep. It is for dA alone.
         kept = x if any(ctx.needs_input_grad[4::_OPERANDS]) else None
         ctx.save_for_backward(kept, *weights, *lows_a, *lows_b, *products, *masks)
         return tuple(outputs)
@@ -162,6 +172,7 @@ class _LoraProjections(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of every A and B, from those of the outputs."""
         count, settings = len(gradients), ctx.settings
         x, *saved = ctx.saved_tensors
         weights, lows_a, lows_b, products, masks = (
@@ -174,8 +185,10 @@ class _LoraProjections(torch.autograd.Function):
             for i in range(count):
                 if needs_b[i]:
                     d_b[i] = _weight_gradient(dys[i].t(), products[i])
+                    # The products are x A^T without s, which dB has as a factor too.
                     if settings.scalings[i] != 1:
                         d_b[i] *= settings.scalings[i]
+            # dy (s B): what reaches the inner products, and from there both dA and dx.
             inner = [dy @ low_b for dy, low_b in zip(dys, lows_b, strict=True)]
             dx = _base_backward(dys, weights, settings) if ctx.needs_input_grad[0] else None
             rows = None if x is None else _rows(x)
@@ -183,6 +196,7 @@ class _LoraProjections(torch.autograd.Function):
                 d_a = _masked_backward(rows, dx, inner, lows_a, masks, settings.dropout)
             else:
                 d_a = _joint_backward(rows, dx, inner, lows_a)
+        # In the order of the operands: the base is frozen, and the lowered copies have no gradient of their own.
         results: list[Tensor | None] = []
         for grad_a, grad_b, dtype_a, dtype_b in zip(d_a, d_b, *ctx.dtypes, strict=True):
             results += [None, None, _cast(grad_a, dtype_a), _cast(grad_b, dtype_b), None, None]
@@ -190,12 +204,13 @@ class _LoraProjections(torch.autograd.Function):
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Switch autocast off within it, on the tensor's kind of device; nothing where it is off already."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(N, last) that a GEMM reads as it is: rows may lie apart, but neither overlap nor be strided inside."""
+    """Return (N, last) that a GEMM reads as it is: rows may lie apart, but neither overlap nor be strided inside."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]:
         return rows
@@ -205,10 +220,11 @@ def _rows(tensor: Tensor) -> Tensor:
 def _inner_products(
     rows: Tensor, lows_a: Sequence[Tensor], dropout: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """x A^T of every projection and, with dropout, the mask of every one."""
+    """Return x A^T (N, R) of every projection and, with dropout, the mask (N, I) of every one."""
     if not dropout:
         joint = rows @ _stacked(lows_a).t()
         return _split(joint, [a.shape[0] for a in lows_a], 1), []
+    # With dropout every projection sees another x, so that A's products cannot be one.
     products, masks = [], []
     for low_a in lows_a:
         dropped, mask = torch.native_dropout(rows, dropout, True)
@@ -220,6 +236,7 @@ def _inner_products(
 def _base_product(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, quantized: Quantized | None
 ) -> Tensor:
+    """Return the base's x W^T + bias (N, O), in a buffer of its own that may be added to."""
     if quantized is not None:
         return quantized.product(rows).to(rows.dtype)
     assert weight is not None  # `_check` has seen to it
@@ -229,7 +246,8 @@ def _base_product(
 def _base_backward(
     dys: list[Tensor], weights: Sequence[Tensor | None], settings: _Settings
 ) -> Tensor:
-    """The sum of dy W over projections, in a buffer of its own that may be added to."""
+    """Return the sum of dy W over projections (N, I), in a buffer of its own that may be added to."""
+    # The first product makes the buffer, the others and the adapters' are added by their GEMMs.
     dx = dys[0] @ _base_weight(weights[0], settings.quantized[0], dys[0].dtype)
     for i in range(1, len(dys)):
         dx.addmm_(dys[i], _base_weight(weights[i], settings.quantized[i], dys[i].dtype))
@@ -237,6 +255,7 @@ def _base_backward(
 
 
 def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torch.dtype) -> Tensor:
+    """Return the base's weight (O, I) in the compute dtype, dequantised where it has to be."""
     if quantized is not None:
         return quantized.dequantize(dtype)
     assert weight is not None  # `_check` has seen to it
@@ -246,7 +265,7 @@ def _base_weight(weight: Tensor | None, quantized: Quantized | None, dtype: torc
 def _joint_backward(
     rows: Tensor | None, dx: Tensor | None, inner: list[Tensor], lows_a: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """dA of every projection in one GEMM; what goes through the adapters is added to dx in another."""
+    """Return dA (R, I) of every projection, of one GEMM; add what goes through the adapters to dx in another."""
     joint = _stacked(inner, 1)
     if dx is not None:
         dx.addmm_(joint, _stacked(lows_a))
@@ -263,7 +282,8 @@ def _masked_backward(
     masks: Sequence[Tensor],
     dropout: float,
 ) -> Sequence[Tensor | None]:
-    """As `_joint_backward`, where every projection saw another part of x."""
+    """Return dA and add to dx as `_joint_backward` does, where every projection saw another part of x."""
+    # A mask is applied and scaled in one op, the one that torch's own dropout has for its backward.
     masked, scale = torch.ops.aten.native_dropout_backward, 1 / (1 - dropout)
     d_a: list[Tensor | None] = []
     for gradient, low_a, mask in zip(inner, lows_a, masks, strict=True):
@@ -276,19 +296,23 @@ def _masked_backward(
 
 
 def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return the parts one after the other along `dim`; a single one as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _split(whole: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    """Return what `_stacked` put together, as views."""
     return [whole] if len(sizes) == 1 else list(whole.split(sizes, dim))
 
 
 def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in fp32 or more, a sum over all rows: a GPU's is not rounded, a CPU has no such GEMM."""
+    """Return left @ right in fp32 or more."""
+    # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right).to(torch.promote_types(left.dtype, torch.float32))
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a gradient in its parameter's dtype."""
     return None if gradient is None else gradient.to(dtype)

@@ -13,35 +13,73 @@ Traffic in passes over x: forward 2, backward 3 (2 without a norm), beside the t
 Saved for backward beyond `out`: rstd, fp32, one number a head (or a token, across heads).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.qk_norm_rope_kernels import Options, launch_backward, launch_forward
-from dit_lora_kernels.support import launches
+from dit_lora_kernels.support import (
+    accumulator,
+    launches,
+    on_its_device,
+    packed,
+    readable_rows,
+    tl,
+    triton,
+    wide_dtype,
+)
 
-# 1 --- reference ---------------------------------------------------------------------------------
+# Rows of partial sums, at most, when the weight's or the bias's gradient is asked for.
+PARTIALS = 512
 
 
-def _accumulate(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+class Options(NamedTuple):
+    """What is fixed for a layer: `norm` layer, rms or none; `rotation` interleaved or half."""
+
+    norm: str
+    eps: float
+    across_heads: bool
+    rotation: str
+    first: int
+
+
+class BackwardOperands(NamedTuple):
+    """What the backward reads: `grad` and `source` (B,S,H,D), the parameters and tables of `qk_norm_rope`.
+
+    `source` is the output where `rstd` (B,S,H or 1) is given, else x, and None without a norm.
+    """
+
+    grad: Tensor
+    source: Tensor | None
+    rstd: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+# Of x, weight and bias; None for one that is not asked for.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# 1. reference
 
 
 def _turned(y: Tensor, rotation: str) -> Tensor:
-    """(-b, a) for every pair (a, b)."""
+    """Return (-b, a) for every pair (a, b) of the last dimension, in the pairs' places."""
     if rotation == "half":
         a, b = y.chunk(2, dim=-1)
         return torch.cat([-b, a], dim=-1)
     return torch.stack([-y[..., 1::2], y[..., 0::2]], dim=-1).flatten(-2)
 
 
-def _rotate(
+def _rotated(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
 ) -> Tensor:
-    """R(y) of the tokens that have a row in the tables; its transpose, and inverse, with `sign` -1."""
+    """Return y (B,S,H,D) with R applied to the tokens that have a row in the tables; with `sign` -1 its inverse."""
     if cos is None or sin is None:
         return y
+    # The inverse is the transpose, in which each sine goes with the element that it is in a row with: before the turn.
     stop = options.first + cos.shape[-2]
     heads = cos.shape[-1] // y.shape[-1]
     c, s = (t.to(y.dtype).unflatten(-1, (heads, y.shape[-1])) for t in (cos, sin))
@@ -53,8 +91,8 @@ def _rotate(
     return torch.cat([y[:, : options.first], part, y[:, stop:]], dim=1)
 
 
-def _normalize(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """x_hat and rstd, (B, S, H or 1, 1)."""
+def _normalized(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return x_hat (B,S,H,D) and rstd (B,S,H or 1,1) of x (B,S,H,D)."""
     dims = (-2, -1) if options.across_heads else (-1,)
     if options.norm == "layer":
         x = x - x.mean(dims, keepdim=True)
@@ -63,7 +101,7 @@ def _normalize(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(parameter: Tensor | None, x: Tensor, otherwise: float) -> Tensor:
-    """(D,) or (H*D,) as (1 or H, D), in x's dtype."""
+    """Return a parameter (D,) or (H*D,) as (1 or H, D) in x's dtype, or `otherwise` where it is missing."""
     if parameter is None:
         return x.new_full((1, x.shape[-1]), otherwise)
     return parameter.to(x.dtype).view(-1, x.shape[-1])
@@ -82,35 +120,28 @@ def qk_norm_rope_reference(
     rotation: str = "interleaved",
     first: int = 0,
 ) -> Tensor:
-    """The definition of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
+    """Define `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
     options = Options(norm, eps, across_heads, rotation, first)
-    y = x.to(_accumulate(x))
+    y = x.to(wide_dtype(x.dtype))
     if norm != "none":
-        y = _normalize(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
-    return _rotate(y, cos, sin, options).to(x.dtype)
+        y = _normalized(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
+    return _rotated(y, cos, sin, options).to(x.dtype)
 
 
 def _reference_gradients(
-    grad: Tensor,
-    source: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    options: Options,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What `launch_backward` computes, in torch."""
-    kind = _accumulate(grad)
-    dy = _rotate(grad.to(kind), cos, sin, options, sign=-1)
+    operands: BackwardOperands, options: Options, needs: Sequence[bool]
+) -> Gradients:
+    """Compute what `launch_backward` does, in plain torch: fp32 inside (fp64 of fp64)."""
+    grad, source, rstd, weight, bias, cos, sin = operands
+    wide = wide_dtype(grad.dtype)
+    dy = _rotated(grad.to(wide), cos, sin, options, sign=-1)
     if source is None:
         return dy.to(grad.dtype), None, None
     w = _by_head(weight, dy, 1.0)
     if rstd is None:
-        x_hat, rstd = _normalize(source.to(kind), options)
+        x_hat, rstd = _normalized(source.to(wide), options)
     else:
-        y = _rotate(source.to(kind), cos, sin, options, sign=-1)
+        y = _rotated(source.to(wide), cos, sin, options, sign=-1)
         x_hat, rstd = (y - _by_head(bias, y, 0.0)) / w, rstd[..., None]
     dims = (-2, -1) if options.across_heads else (-1,)
     g = dy * w
@@ -118,16 +149,335 @@ def _reference_gradients(
     if options.norm == "layer":
         dx = dx - g.mean(dims, keepdim=True)
     rows = (0, 1) if options.across_heads else (0, 1, 2)
+    dweight = dbias = None
+    if needs[1] and weight is not None:
+        dweight = (dy * x_hat).sum(rows).flatten().to(weight.dtype)
+    if needs[2] and bias is not None:
+        dbias = dy.sum(rows).flatten().to(bias.dtype)
+    return (dx * rstd).to(grad.dtype) if needs[0] else None, dweight, dbias
+
+
+# 2. kernels
+#
+# A program holds a token: a tile of BLOCK_H >= H heads by BLOCK >= D / 2 pairs, twice, for a rotation mixes the two
+# elements a, b of a pair. Across heads, the mean of a row is then one more sum within the program.
+# The pairs are (2i, 2i+1), split in registers, or (i, i+D/2), loaded apart. Every load is cast up at once, so that
+# nothing is computed in 16 bits. Token numbers are int64: token * H * D passes 2^31 for long videos.
+
+
+@triton.jit
+def _load_pair(
+    ptr, rows, valid, other: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Return the elements a, b (rows, BLOCK) of each row's D/2 pairs; `rows` (rows, 1) are offsets, `valid` their mask."""
+    if HALVES:
+        i = tl.arange(0, BLOCK)[None, :]
+        mask = valid & (i < D // 2)
+        a = tl.load(ptr + rows + i, mask=mask, other=other).to(ACC)
+        b = tl.load(ptr + rows + D // 2 + i, mask=mask, other=other).to(ACC)
+    else:
+        # One load of whole rows, then a split: loads of every other element would use half of each memory line.
+        d = tl.arange(0, 2 * BLOCK)[None, :]
+        tile = tl.load(ptr + rows + d, mask=valid & (d < D), other=other).to(ACC)
+        a, b = tl.split(tl.reshape(tile, (tile.shape[0], BLOCK, 2)))
+    return a, b
+
+
+@triton.jit
+def _store_pair(ptr, rows, valid, a, b, D: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
+    """Write what `_load_pair` takes apart, cast to the pointer's dtype."""
+    dtype = ptr.dtype.element_ty
+    if HALVES:
+        i = tl.arange(0, BLOCK)[None, :]
+        mask = valid & (i < D // 2)
+        tl.store(ptr + rows + i, a.to(dtype), mask=mask)
+        tl.store(ptr + rows + D // 2 + i, b.to(dtype), mask=mask)
+    else:
+        d = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(ptr + rows + d, tl.interleave(a, b).to(dtype), mask=valid & (d < D))
+
+
+@triton.jit
+def _load_shared(
+    ptr, offset, count, other: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Return the pairs of a row of H*D, or of one of D that all heads share; `other` past `count` heads, H or 0."""
+    # Shared by all heads it is (1, BLOCK), and where nothing is given (1, 1): both broadcast over the heads.
+    if ptr is None:
+        a = tl.full((1, 1), other, ACC)
+        b = a
+    else:
+        heads = tl.arange(0, BLOCK_H if PER_HEAD else 1)[:, None]
+        rows = offset + heads * D
+        a, b = _load_pair(ptr, rows, heads < count, other, D, BLOCK, HALVES, ACC)
+    return a, b
+
+
+@triton.jit
+def _load_rotation(
+    cos_ptr, sin_ptr, batch, row, R, TABLES: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Return row `row` of both tables; cos 1 and sin 0, no rotation, for a token before the first or past the last of R."""
+    count = tl.where((row >= 0) & (row < R), H, 0)  # the interpreter cannot broadcast a mask of one
+    if TABLES > 1:  # a table for every sample
+        row += batch * R
+    offset = row * (H * D if PER_HEAD else D)
+    c1, c2 = _load_shared(cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    s1, s2 = _load_shared(sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    return c1, c2, s1, s2
+
+
+@triton.jit
+def _unrotate(a, b, c1, c2, s1, s2):
+    """Return the transpose of the rotation, which is its inverse, of the pairs a, b."""
+    return a * c1 + b * s2, b * c2 - a * s1
+
+
+@triton.jit
+def _mean(tile, H: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr):
+    """Return the mean of each head (heads, 1), or of all (1, 1); `tile` (heads, BLOCK) is 0 outside the row.
+
+    A tile of a + b holds a head's D elements as D / 2 sums.
+    """
+    total = tl.sum(tile, axis=1, keep_dims=True)
+    if ACROSS:
+        total = tl.sum(total, axis=0, keep_dims=True) / H
+    return total / D
+
+
+@triton.jit
+def _normalize(
+    a, b, live, H: tl.constexpr, D: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Return the normalised pairs and rstd; the variance is that of the centred row, not from moments."""
+    if NORM == "layer":
+        # What lies outside the row was 0 and would be -mean: it must not enter the variance.
+        mean = _mean(a + b, H, D, ACROSS)
+        a = tl.where(live, a - mean, 0.0)
+        b = tl.where(live, b - mean, 0.0)
+    rstd = tl.rsqrt(_mean(a * a + b * b, H, D, ACROSS) + EPS)
+    return a * rstd, b * rstd, rstd
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, out_ptr, rstd_ptr,
+    S, R, first, x_batch, x_token, x_head,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
+    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Take x by strides, weight and bias (D) or (H*D), tables (1|B,R,D|H*D); store out (B,S,H,D), rstd (B,S,H|1)."""
+    token = tl.program_id(0).to(tl.int64)
+    batch, position = token // S, token % S
+    heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
+    rows = batch * x_batch + position * x_token + heads * x_head
+    a, b = _load_pair(x_ptr, rows, heads < H, 0.0, D, BLOCK, HALVES, ACC)
+    if NORM != "none":
+        live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
+        a, b, rstd = _normalize(a, b, live, H, D, NORM, EPS, ACROSS)
+        if rstd_ptr is not None:
+            head = tl.arange(0, rstd.shape[0])[:, None]
+            tl.store(rstd_ptr + token * (1 if ACROSS else H) + head, rstd, mask=head < H)
+        w1, w2 = _load_shared(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        b1, b2 = _load_shared(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        a, b = a * w1 + b1, b * w2 + b2
+    if cos_ptr is not None:
+        c1, c2, s1, s2 = _load_rotation(
+            cos_ptr, sin_ptr, batch, position - first, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+        )  # fmt: skip
+        a, b = a * c1 - b * s1, b * c2 + a * s2
+    _store_pair(out_ptr, (token * H + heads) * D, heads < H, a, b, D, BLOCK, HALVES)
+
+
+# With y = x_hat * w + b saved (`source` the output, rotated back), x_hat costs a division in place of saving x; with
+# g = dy * w then  dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g)),  the last mean for LayerNorm alone.
+
+
+@triton.jit
+def _token_gradients(
+    d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Return the pairs of a token's dx and x_hat, from dy and y where rstd was saved, from dy and x where not."""
+    if rstd_ptr is None:
+        n1, n2, rstd = _normalize(y1, y2, live, H, D, NORM, EPS, ACROSS)
+    else:
+        head = tl.arange(0, 1 if ACROSS else BLOCK_H)[:, None]
+        rstd = tl.load(rstd_ptr + token * (1 if ACROSS else H) + head, mask=head < count, other=0.0)
+        # As `_normalize` leaves it: 0 where the block is larger than the row.
+        n1 = tl.where(live, (y1 - b1) / w1, 0.0)
+        n2 = tl.where(live, (y2 - b2) / w2, 0.0)
+    g1, g2 = d1 * w1, d2 * w2
+    projection = _mean(g1 * n1 + g2 * n2, H, D, ACROSS)
+    x1, x2 = g1 - n1 * projection, g2 - n2 * projection
+    if NORM == "layer":
+        mean = _mean(g1 + g2, H, D, ACROSS)
+        x1, x2 = x1 - mean, x2 - mean
+    return x1 * rstd, x2 * rstd, n1, n2
+
+
+@triton.jit
+def _store_partial(
+    ptr, a, b, H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    ACROSS: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Store a program's sum over its tokens, and over heads if they share the parameter, as its row of partials."""
+    if ACROSS:
+        heads = tl.arange(0, BLOCK_H)[:, None]
+        rows = (tl.program_id(0).to(tl.int64) * H + heads) * D
+    else:
+        heads = tl.arange(0, 1)[:, None]
+        rows = (tl.program_id(0).to(tl.int64) + heads) * D
+        a = tl.sum(a, axis=0, keep_dims=True)
+        b = tl.sum(b, axis=0, keep_dims=True)
+    _store_pair(ptr, rows, heads < H, a, b, D, BLOCK, HALVES)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, source_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
+    dx_ptr, dweight_ptr, dbias_ptr, tokens, S, R, first,
+    grad_batch, grad_token, grad_head, source_batch, source_token, source_head,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, ACROSS: tl.constexpr, HALVES: tl.constexpr,
+    TABLES: tl.constexpr, PER_HEAD: tl.constexpr, EACH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Store dx (B,S,H,D) and a program's partial sums; `source` is the output where rstd was saved, else x."""
+    # A program takes EACH consecutive tokens, and keeps their sums in registers: no atomics, the same bits every time.
+    heads = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
+    live = (heads < H) & (tl.arange(0, BLOCK)[None, :] < D // 2)
+    w1, w2 = _load_shared(weight_ptr, 0, H, 1.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    b1, b2 = _load_shared(bias_ptr, 0, H, 0.0, ACROSS, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+    dw1 = tl.zeros((BLOCK_H, BLOCK), ACC)
+    dw2, db1, db2 = dw1, dw1, dw1
+    for step in range(EACH):
+        token = tl.program_id(0).to(tl.int64) * EACH + step
+        count = tl.where(token < tokens, H, 0)  # the last program may have tokens to spare
+        valid = heads < count
+        batch, position = token // S, token % S
+        row = tl.where(token < tokens, position - first, R)  # R: no such row of the tables
+        rows = batch * grad_batch + position * grad_token + heads * grad_head
+        d1, d2 = _load_pair(grad_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
+        if NORM != "none":
+            rows = batch * source_batch + position * source_token + heads * source_head
+            y1, y2 = _load_pair(source_ptr, rows, valid, 0.0, D, BLOCK, HALVES, ACC)
+        if cos_ptr is not None:
+            c1, c2, s1, s2 = _load_rotation(
+                cos_ptr, sin_ptr, batch, row, R, TABLES, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
+            )  # fmt: skip
+            d1, d2 = _unrotate(d1, d2, c1, c2, s1, s2)
+            if rstd_ptr is not None:
+                y1, y2 = _unrotate(y1, y2, c1, c2, s1, s2)
+        if NORM != "none":
+            x1, x2, n1, n2 = _token_gradients(
+                d1, d2, y1, y2, rstd_ptr, w1, w2, b1, b2, token, count, live, H, D, BLOCK_H, NORM, EPS, ACROSS
+            )  # fmt: skip
+            dw1, dw2 = dw1 + d1 * n1, dw2 + d2 * n2
+            db1, db2 = db1 + d1, db2 + d2
+        else:
+            x1, x2 = d1, d2
+        if dx_ptr is not None:
+            _store_pair(dx_ptr, (token * H + heads) * D, valid, x1, x2, D, BLOCK, HALVES)
+    if dweight_ptr is not None:
+        _store_partial(dweight_ptr, dw1, dw2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
+    if dbias_ptr is not None:
+        _store_partial(dbias_ptr, db1, db2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
+
+
+# 3. launchers
+
+
+def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
+    """Return the kernels' compile-time arguments, and `num_warps`."""
+    heads, width = x.shape[2:]
+    block_h = triton.next_power_of_2(heads)
+    block = triton.next_power_of_2(width // 2)
+    return {
+        "H": heads,
+        "D": width,
+        "BLOCK_H": block_h,
+        "BLOCK": block,
+        "NORM": options.norm,
+        "EPS": options.eps,
+        "ACROSS": options.across_heads,
+        "HALVES": options.rotation == "half",
+        "TABLES": 0 if cos is None else cos.shape[0],
+        "PER_HEAD": cos is not None and cos.shape[-1] != width,
+        "ACC": accumulator(x.dtype),
+        # 16 elements of a token to a thread: 8 pairs, of which a warp of 32 threads has 256.
+        "num_warps": min(max(block_h * block // 256, 1), 16),
+    }
+
+
+def _table(table: Tensor | None) -> Tensor | None:
+    """Return a table (R, C) or (1|B, R, C) as contiguous (1|B, R, C)."""
+    return packed(table[None] if table is not None and table.ndim == 2 else table)
+
+
+@on_its_device
+def launch_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    options: Options,
+    rstd: Tensor | None,
+) -> Tensor:
+    """Return the output (B,S,H,D), contiguous; fill `rstd` (B,S,H or 1) if given. Shapes are the caller's to check."""
+    batch, tokens, heads, width = x.shape
+    out = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    x, cos, sin = readable_rows(x), _table(cos), _table(sin)
+    rows = 0 if cos is None else cos.shape[1]
+    _forward_kernel[(batch * tokens,)](
+        x, packed(weight), packed(bias), cos, sin, out, rstd,
+        tokens, rows, options.first, *x.stride()[:3], **_constants(x, cos, options),
+    )  # fmt: skip
+    return out
+
+
+@on_its_device
+def launch_backward(
+    operands: BackwardOperands, options: Options, needs: Sequence[bool]
+) -> Gradients:
+    """Return the gradients of x, weight and bias that `needs` asks for; partial sums are added up in fp32."""
+    grad, source, rstd, weight, bias, cos, sin = operands
+    batch, tokens, heads, width = grad.shape
+    total, size = batch * tokens, heads * width if options.across_heads else width
+    grad, cos, sin = readable_rows(grad), _table(cos), _table(sin)
+    source = readable_rows(source)
+    # Several tokens a program only where their sums are wanted; a power of two, to compile few kernels.
+    each = triton.next_power_of_2(max(triton.cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
+    programs = triton.cdiv(total, each)
+    constants = _constants(grad, cos, options)
+    shapes = ((batch, tokens, heads, width), (programs, size), (programs, size))
+    wide = wide_dtype(grad.dtype)
+    dx, dweight, dbias = (
+        torch.empty(shape, dtype=dtype, device=grad.device) if need else None
+        for shape, dtype, need in zip(shapes, (grad.dtype, wide, wide), needs, strict=True)
+    )
+    if grad.numel() > 0:
+        strides = (0, 0, 0) if source is None else source.stride()[:3]
+        _backward_kernel[(programs,)](
+            grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight, dbias,
+            total, tokens, 0 if cos is None else cos.shape[1], options.first,
+            *grad.stride()[:3], *strides, EACH=each, **constants,
+        )  # fmt: skip
     return (
-        (dx * rstd).to(grad.dtype) if needs[0] else None,
-        (dy * x_hat).sum(rows).flatten().to(weight.dtype)
-        if needs[1] and weight is not None
-        else None,
-        dy.sum(rows).flatten().to(bias.dtype) if needs[2] and bias is not None else None,
+        dx,
+        None if dweight is None or weight is None else dweight.sum(0).to(weight.dtype),
+        None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype),
     )
 
 
-# 4 --- op ----------------------------------------------------------------------------------------
+# 4. op
 
 
 @torch.library.custom_op("dit_lora::qk_norm_rope", mutates_args=(), device_types=("cpu", "cuda"))
@@ -144,40 +494,32 @@ def _op(
     first: int,
     from_output: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and rstd if the backward starts from the output (else an empty tensor)."""
+    """Return the output, and rstd if the backward starts from the output (else an empty tensor)."""
     options = Options(norm, eps, across_heads, rotation, first)
-    rstd = torch.empty(_rstd_shape(x, options, from_output), dtype=_accumulate(x), device=x.device)
+    rstd = torch.empty(
+        _rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype), device=x.device
+    )
     if launches(x):
         out = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
         return out, rstd
     if from_output:
-        rstd = _normalize(x.to(rstd.dtype), options)[1].squeeze(-1)
+        rstd = _normalized(x.to(rstd.dtype), options)[1].squeeze(-1)
     out = qk_norm_rope_reference(x, weight, bias, cos, sin, **options._asdict())
     return out.contiguous(), rstd
 
 
 def _rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
+    """Return (B,S,H), (B,S,1) across heads, or (0,) where rstd is not kept."""
     if not from_output:
         return (0,)
     return (*x.shape[:2], 1 if options.across_heads else x.shape[2])
 
 
 @_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norm: str,
-    eps: float,
-    across_heads: bool,
-    rotation: str,
-    first: int,
-    from_output: bool,
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_parameters, norm, eps, across_heads, rotation, first, from_output = others
     options = Options(norm, eps, across_heads, rotation, first)
-    rstd = x.new_empty(_rstd_shape(x, options, from_output), dtype=_accumulate(x))
+    rstd = x.new_empty(_rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype))
     return x.new_empty(x.shape), rstd
 
 
@@ -199,31 +541,26 @@ def _backward_op(
     first: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; an empty tensor for one that is not asked for."""
+    """Return the gradients of x, weight and bias; an empty tensor for one that is not asked for."""
     options = Options(norm, eps, across_heads, rotation, first)
-    run = launch_backward if launches(grad) else _reference_gradients
-    wanted = (needs[0], needs[1], needs[2])
-    found = run(grad, source, rstd, weight, bias, cos, sin, options, wanted)
-    dx, dweight, dbias = (grad.new_empty(0) if gradient is None else gradient for gradient in found)
+    operands = BackwardOperands(grad, source, rstd, weight, bias, cos, sin)
+    compute = launch_backward if launches(grad) else _reference_gradients
+    gradients = compute(operands, options, needs)
+    # The schema of an op has no optional results: an empty tensor stands for a gradient that was not asked for.
+    dx, dweight, dbias = (grad.new_empty(0) if g is None else g for g in gradients)
     return dx, dweight, dbias
 
 
 @_backward_op.register_fake
 def _(
     grad: Tensor,
-    source: Tensor | None,
-    rstd: Tensor | None,
+    _source: Tensor | None,
+    _rstd: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norm: str,
-    eps: float,
-    across_heads: bool,
-    rotation: str,
-    first: int,
-    needs: list[bool],
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    needs = others[-1]
     return (
         grad.new_empty(grad.shape if needs[0] else (0,)),
         grad.new_empty(0) if weight is None or not needs[1] else torch.empty_like(weight),
@@ -232,10 +569,12 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what the backward reads, in the order of BackwardOperands."""
     x, weight, bias, cos, sin, norm, *options, from_output = inputs
     out, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.options = (norm, *options)
+    # A rotation alone is undone by its tables; a norm needs its output, which attention keeps anyway, or else x.
     if norm == "none":
         ctx.save_for_backward(None, None, None, None, cos, sin)
     elif from_output:
@@ -245,17 +584,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor, _grad_rstd: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the op's inputs."""
     needs = list(ctx.needs_input_grad[:3])
-    found = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
-    gradients = [g if need else None for g, need in zip(found, needs, strict=True)]
-    return (*gradients, *(None for _ in range(8)))
+    computed = _backward_op(grad, *ctx.saved_tensors, *ctx.options, needs)
+    gradients = [g if need else None for g, need in zip(computed, needs, strict=True)]
+    return (*gradients, *(None for _ in range(8)))  # none for the tables and the settings
 
 
 _op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Whether x_hat can be computed back from a 16-bit output: once, when a model is patched (it waits for a GPU).
+    """Return whether x_hat can be computed back from a 16-bit output; ask when a model is patched, as it waits for a GPU.
 
     The output's rounding, relative to the row, is divided by each weight: none may be under 1e-3, and
     rms(weight, bias) / |weight| may be 16 in the root mean square over the elements. At that limit the
@@ -279,7 +619,7 @@ def _check(
     sin: Tensor | None,
     options: Options,
 ) -> None:
-    """Raise for what the kernels do not compute, by name."""
+    """Raise ValueError for what the kernels do not compute, by name."""
     if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
         raise ValueError(
             f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}"
@@ -347,6 +687,7 @@ def qk_norm_rope(
     _check(x, {"weight": weight, "bias": bias}, cos, sin, options)
     if norm == "none" and cos is None:
         return x.contiguous()
+    # What is trained moves away from the values that `recoverable` saw.
     trained = any(t is not None and t.requires_grad for t in (weight, bias))
     from_output = from_output and norm != "none" and not trained
     out, _rstd = _op(x, weight, bias, cos, sin, *options, from_output)

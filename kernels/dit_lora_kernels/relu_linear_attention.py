@@ -20,31 +20,51 @@ Traffic, in u = B*S*H*D elements: forward reads k, v, q and writes out, 4u; back
 writes dq, dk, dv, 7u. Beside q, k, v themselves only state and z are kept.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.relu_linear_attention_kernels import (
-    MAX_D,
-    launch_backward,
-    launch_forward,
+from dit_lora_kernels.support import (
+    accumulator,
+    launches,
+    on_its_device,
+    readable_rows,
+    tl,
+    triton,
+    wide_dtype,
 )
-from dit_lora_kernels.support import launches
 
-# 1. the reference: the definition, and the path without Triton
+# Tokens that a program takes at a time.
+BLOCK_S = 32
+# A program holds the whole state in registers, of which it is 64 a thread at D = 128.
+MAX_D = 128
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+class BackwardOperands(NamedTuple):
+    """What the backward reads: grad, q, k, v (B,S,H,D), the tables, and fp32 state (B,H,D,D) and z (B,H,D)."""
+
+    grad: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    state: Tensor
+    z: Tensor
+
+
+# 1. reference
 
 
 def _table(table: Tensor) -> Tensor:
-    """(S,D) or (1|B,S,D) as (1|B,S,D)."""
+    """Return a table (S,D) or (1|B,S,D) as (1|B,S,D)."""
     return table if table.ndim == 3 else table[None]
 
 
-def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Return x (B,S,H,D) with the pairs (2i, 2i+1) turned by cos[2i] and sin[2i+1]; x itself without tables."""
     if cos is None or sin is None:
         return x
     c = _table(cos)[:, :, None, 0::2].to(x.dtype)
@@ -53,25 +73,32 @@ def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     return torch.stack([first * c - second * s, first * s + second * c], -1).flatten(-2)
 
 
-def _inverse(p: Tensor, z: Tensor, eps: float) -> Tensor:
-    """1 / (p . z) of each row (B,S,H,1), 0 of a dead row."""
+def _reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
+    """Return 1 / (p . z) of each row (B,S,H,1), 0 of a dead row, for p (B,S,H,D) and z (B,H,D)."""
     z = z[:, None]
     den = (p * z).sum(-1, keepdim=True)
     shared = (p > 0) & (z > 0)
     p_sum = torch.where(shared, p, 0).sum(-1, keepdim=True)
     z_sum = torch.where(shared, z, 0).sum(-1, keepdim=True)
     dead = den <= eps * torch.maximum(p_sum, z_sum)
+    # `where` twice: the branch that is not taken has a gradient too, and 1 / 0 would make it NaN.
     return torch.where(dead, 0, 1 / torch.where(dead, 1, den))
 
 
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 of fp64)."""
+    # Autocast would run these einsums in 16 bits, and their sums over all tokens need fp32.
     with torch.autocast(q.device.type, enabled=False):
-        p, c, v = q.to(_wide(q)).relu(), k.to(_wide(q)).relu(), v.to(_wide(q))
+        p, c, v = (
+            q.to(wide_dtype(q.dtype)).relu(),
+            k.to(wide_dtype(q.dtype)).relu(),
+            v.to(wide_dtype(q.dtype)),
+        )
         z = c.sum(1)
-        state = torch.einsum("bshd,bshe->bhde", _rotate(c, cos, sin), v)
-        out = torch.einsum("bshd,bhde->bshe", _rotate(p, cos, sin), state) * _inverse(p, z, eps)
+        state = torch.einsum("bshd,bshe->bhde", _rotated(c, cos, sin), v)
+        out = torch.einsum("bshd,bhde->bshe", _rotated(p, cos, sin), state) * _reciprocal(p, z, eps)
         return out.to(q.dtype), state, z
 
 
@@ -84,46 +111,395 @@ def relu_linear_attention_reference(
     *,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`relu_linear_attention` in plain torch: differentiable, fp32 inside (fp64 of fp64), rounded once."""
+    """Define `relu_linear_attention`: plain torch, differentiable, fp32 inside (fp64 of fp64), rounded once."""
     return _reference(q, k, v, cos, sin, eps)[0]
 
 
-def _backward_reference(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    state: Tensor,
-    z: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    back = None if sin is None else -sin
+def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv (B,S,H,D) in fp32 (fp64 of fp64), by the formulas that the kernels use."""
+    grad, q, k, v, cos, sin, state, z = operands
+    # g is dout / (p . z) and u its product with the state; dden is what the denominator adds to dp and, summed, to z.
+    back = None if sin is None else -sin  # the inverse rotation, which is its transpose
     with torch.autocast(q.device.type, enabled=False):
         p, c = q.to(state.dtype).relu(), k.to(state.dtype).relu()
-        inverse = _inverse(p, z, eps)
+        inverse = _reciprocal(p, z, eps)
         g = grad.to(state.dtype) * inverse
-        turned = _rotate(p, cos, sin)
+        turned = _rotated(p, cos, sin)
         u = torch.einsum("bshe,bhde->bshd", g, state)
         dden = -inverse * (turned * u).sum(-1, keepdim=True)
-        dp = _rotate(u, cos, back) + dden * z[:, None]
+        dp = _rotated(u, cos, back) + dden * z[:, None]
         dstate = torch.einsum("bshd,bshe->bhde", turned, g)
         dz = (p * dden).sum(1)
         dc = torch.einsum("bshe,bhde->bshd", v.to(state.dtype), dstate)
-        dc = _rotate(dc, cos, back) + dz[:, None]
-        dv = torch.einsum("bshd,bhde->bshe", _rotate(c, cos, sin), dstate)
+        dc = _rotated(dc, cos, back) + dz[:, None]
+        dv = torch.einsum("bshd,bhde->bshe", _rotated(c, cos, sin), dstate)
         return torch.where(p <= 0, 0, dp), torch.where(c <= 0, 0, dc), dv
 
 
-# 4. the op; the kernels (2) and their launchers (3) are in relu_linear_attention_kernels.py
+# 2. kernels
+#
+# Every program walks one chunk of tokens of one head of one sample: (b, chunk, h), h fastest, so that programs in
+# flight together read neighbouring memory. It keeps the D x D state in registers over BLOCKS blocks of BLOCK_S
+# tokens. Sums over all tokens are partials, one a program, which the launcher adds up in one fixed order.
+#
+# Precision of the products: operands that come straight from 16-bit memory are exact in TF32, so one pass of the
+# tensor cores loses nothing; whatever was rotated, scaled or summed in fp32 takes TF32X3, three passes that keep
+# fp32's accuracy. For fp32 inputs both are "ieee".
+
+
+@triton.jit
+def _place(H, CHUNKS):
+    """Return the number, sample, chunk and head of this program, in int64: offsets of rows pass 2^31 for videos."""
+    program = tl.program_id(0).to(tl.int64)
+    h = program % H
+    chunk = program // H % CHUNKS
+    b = program // H // CHUNKS
+    return program, b, chunk, h
+
+
+@triton.jit
+def _relu(x):
+    """Return x with 0 for what is negative; not by `maximum`, which may return 0 for NaN: here NaN stays NaN."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def _load(ptr, rows, columns, stride, S, D: tl.constexpr, ACC: tl.constexpr):
+    """Return a block of a matrix (S,D) in ACC, 0 outside; its rows lie `stride` apart."""
+    inside = (rows < S)[:, None] & (columns < D)[None, :]
+    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(ACC)
+
+
+@triton.jit
+def _store(ptr, x, rows, columns, stride, S, D: tl.constexpr):
+    """Store a block of a matrix (S,D), cast to the pointer's dtype; nothing outside of it."""
+    inside = (rows < S)[:, None] & (columns < D)[None, :]
+    at = ptr + rows[:, None] * stride + columns[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pairs(x):
+    """Return the even and the odd columns of x."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _rotate(x, cos_ptr, sin_ptr, rows, columns, S, D: tl.constexpr, BACK: tl.constexpr):
+    """Return x with channels (2i, 2i+1) turned by the angle of cos[2i], sin[2i+1]; BACK is the transpose."""
+    if cos_ptr is not None:
+        cos, _odd = _pairs(_load(cos_ptr, rows, columns, D, S, D, x.dtype))
+        _even, sin = _pairs(_load(sin_ptr, rows, columns, D, S, D, x.dtype))
+        if BACK:
+            sin = -sin
+        first, second = _pairs(x)
+        turned = tl.join(first * cos - second * sin, first * sin + second * cos)
+        x = tl.reshape(turned, x.shape)
+    return x
+
+
+@triton.jit
+def _inverse(p, z, EPS: tl.constexpr):
+    """Return 1 / (p . z) of each row as a column, 0 of a dead row as the module defines it."""
+    den = tl.sum(p * z, 1)
+    shared = (p > 0) & (z > 0)
+    z_sum = tl.sum(tl.where(shared, z, 0.0), 1)
+    p_sum = tl.sum(tl.where(shared, p, 0.0), 1)
+    dead = den <= EPS * tl.where(p_sum > z_sum, p_sum, z_sum)
+    return tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, den))[:, None]
+
+
+@triton.jit
+def _turned_times(
+    x_ptr, cos_ptr, sin_ptr, matrix_ptr, rows, stride, S, D: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return R relu(x) @ matrix (BLOCK_S, BLOCK_D)."""
+    # BLOCK_K channels of x at a time: the whole matrix would not fit in registers beside its product. A rotation
+    # mixes neighbours alone, so a slice of an even number of channels is rotated by itself.
+    columns = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_S, BLOCK_D), ACC)
+    for first in range(0, BLOCK_D, BLOCK_K):
+        some = first + tl.arange(0, BLOCK_K)
+        x = _relu(_load(x_ptr, rows, some, stride, S, D, ACC))
+        x = _rotate(x, cos_ptr, sin_ptr, rows, some, S, D, False)
+        matrix = _load(matrix_ptr, some, columns, D, D, D, ACC)
+        total += tl.dot(x, matrix, input_precision=PRECISION, out_dtype=ACC)
+    return total
+
+
+@triton.jit
+def _times_transposed(
+    x_ptr, matrix_ptr, rows, stride, S, D: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return x @ matrix' (BLOCK_S, BLOCK_D), BLOCK_K channels of x at a time as in `_turned_times`."""
+    columns = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_S, BLOCK_D), ACC)
+    for first in range(0, BLOCK_D, BLOCK_K):
+        some = first + tl.arange(0, BLOCK_K)
+        x = _load(x_ptr, rows, some, stride, S, D, ACC)
+        matrix = _load(matrix_ptr, columns, some, D, D, D, ACC)
+        total += tl.dot(x, tl.trans(matrix), input_precision=PRECISION, out_dtype=ACC)
+    return total
+
+
+@triton.jit
+def state_kernel(
+    k_ptr, v_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, S, H, CHUNKS,
+    k_b, k_s, k_h, v_b, v_s, v_h, table_b,
+    D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Store a program's partials of state = sum_t (R relu(k)[t]) v[t]' and of z = sum_t relu(k)[t]."""
+    program, b, chunk, h = _place(H, CHUNKS)
+    if cos_ptr is not None:
+        cos_ptr += b * table_b
+        sin_ptr += b * table_b
+    columns = tl.arange(0, BLOCK_D)
+    state = tl.zeros((BLOCK_D, BLOCK_D), ACC)
+    z = tl.zeros((BLOCK_D,), ACC)
+    for block in range(BLOCKS):
+        rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
+        c = _relu(_load(k_ptr + b * k_b + h * k_h, rows, columns, k_s, S, D, ACC))
+        v = _load(v_ptr + b * v_b + h * v_h, rows, columns, v_s, S, D, ACC)
+        z += tl.sum(c, 0)
+        c = _rotate(c, cos_ptr, sin_ptr, rows, columns, S, D, False)
+        state += tl.dot(tl.trans(c), v, input_precision=PRECISION, out_dtype=ACC)
+    _store(state_ptr + program * D * D, state, columns, columns, D, D, D)
+    tl.store(z_ptr + program * D + columns, z, mask=columns < D)
+
+
+@triton.jit
+def output_kernel(
+    q_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, out_ptr, S, H, CHUNKS,
+    q_b, q_s, q_h, table_b,
+    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Store out[s] = (R relu(q)[s]) @ state / (relu(q)[s] . z), in q's dtype."""
+    _program, b, chunk, h = _place(H, CHUNKS)
+    if cos_ptr is not None:
+        cos_ptr += b * table_b
+        sin_ptr += b * table_b
+    q_ptr += b * q_b + h * q_h
+    out_ptr += (b * S * H + h) * D
+    state_ptr += (b * H + h) * D * D
+    columns = tl.arange(0, BLOCK_D)
+    z = tl.load(z_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
+    for block in range(BLOCKS):
+        rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
+        out = _turned_times(
+            q_ptr, cos_ptr, sin_ptr, state_ptr, rows, q_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        # Read again: `_turned_times` had q a slice at a time, and p . z needs whole rows, not rotated.
+        p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
+        _store(out_ptr, out * _inverse(p, z, EPS), rows, columns, H * D, S, D)
+
+
+@triton.jit
+def query_grad_kernel(
+    grad_ptr, q_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, dq_ptr, dstate_ptr, dz_ptr, S, H, CHUNKS,
+    g_b, g_s, g_h, q_b, q_s, q_h, table_b,
+    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Store dq, and a program's partials of the gradients of state and z.
+
+    With u = state @ g and w = 1 / (p . z): d(R p) = w u and d(p . z) = -w^2 (R p . u); the output is not needed.
+    """
+    program, b, chunk, h = _place(H, CHUNKS)
+    if cos_ptr is not None:
+        cos_ptr += b * table_b
+        sin_ptr += b * table_b
+    q_ptr += b * q_b + h * q_h
+    grad_ptr += b * g_b + h * g_h
+    state_ptr += (b * H + h) * D * D
+    columns = tl.arange(0, BLOCK_D)
+    z = tl.load(z_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
+    dstate = tl.zeros((BLOCK_D, BLOCK_D), ACC)
+    dz = tl.zeros((BLOCK_D,), ACC)
+    for block in range(BLOCKS):
+        rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
+        u = _times_transposed(
+            grad_ptr, state_ptr, rows, g_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K
+        )
+        p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
+        w = _inverse(p, z, EPS)
+        turned = _rotate(p, cos_ptr, sin_ptr, rows, columns, S, D, False)
+        dden = -w * w * tl.sum(turned * u, 1)[:, None]
+        if dq_ptr is not None:
+            dp = _rotate(u * w, cos_ptr, sin_ptr, rows, columns, S, D, True) + dden * z
+            head_ptr = dq_ptr + (b * S * H + h) * D
+            _store(head_ptr, tl.where(p <= 0, 0.0, dp), rows, columns, H * D, S, D)
+        if dstate_ptr is not None:  # null where neither k nor v wants a gradient
+            dz += tl.sum(p * dden, 0)
+            g = _load(grad_ptr, rows, columns, g_s, S, D, ACC)
+            dstate += tl.dot(tl.trans(turned * w), g, input_precision=PRECISION, out_dtype=ACC)
+    if dstate_ptr is not None:
+        _store(dstate_ptr + program * D * D, dstate, columns, columns, D, D, D)
+        tl.store(dz_ptr + program * D + columns, dz, mask=columns < D)
+
+
+@triton.jit
+def key_grad_kernel(
+    k_ptr, v_ptr, cos_ptr, sin_ptr, dstate_ptr, dz_ptr, dk_ptr, dv_ptr, S, H, CHUNKS,
+    k_b, k_s, k_h, v_b, v_s, v_h, table_b,
+    D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Store dk[t] = R' (dstate @ v[t]) + dz where k[t] > 0, and dv[t] = (R relu(k)[t]) @ dstate."""
+    _program, b, chunk, h = _place(H, CHUNKS)
+    if cos_ptr is not None:
+        cos_ptr += b * table_b
+        sin_ptr += b * table_b
+    k_ptr += b * k_b + h * k_h
+    head = (b * S * H + h) * D
+    dstate_ptr += (b * H + h) * D * D
+    columns = tl.arange(0, BLOCK_D)
+    dz = tl.load(dz_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
+    for block in range(BLOCKS):
+        rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
+        if dk_ptr is not None:
+            dc = _times_transposed(
+                v_ptr + b * v_b + h * v_h, dstate_ptr, rows, v_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
+            )  # fmt: skip
+            dc = _rotate(dc, cos_ptr, sin_ptr, rows, columns, S, D, True) + dz
+            c = _load(k_ptr, rows, columns, k_s, S, D, ACC)
+            _store(dk_ptr + head, tl.where(c <= 0, 0.0, dc), rows, columns, H * D, S, D)
+        if dv_ptr is not None:
+            dv = _turned_times(
+                k_ptr, cos_ptr, sin_ptr, dstate_ptr, rows, k_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
+            )  # fmt: skip
+            _store(dv_ptr + head, dv, rows, columns, H * D, S, D)
+
+
+# 3. launchers
+
+
+class Tiling(NamedTuple):
+    """How heads are cut: a program takes `blocks` times BLOCK_S tokens and all of its `block_d` >= D channels."""
+
+    block_d: int
+    block_k: int
+    blocks: int
+    num_warps: int
+
+
+def tiling(s: int, d: int) -> Tiling:
+    """Return the tiling for `s` tokens of heads of `d` channels."""
+    # tl.dot takes no side below 16. Chunks of up to 512 or 1024 tokens: partials are an eighth (D = 32) or 2/5 (112)
+    # of k's and v's bytes, and a short sequence is cut into blocks enough for its own tokens.
+    block_d = max(16, triton.next_power_of_2(d))
+    blocks = min(
+        16 if block_d <= 64 else 32, triton.next_power_of_2(triton.cdiv(max(s, 1), BLOCK_S))
+    )
+    block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
+    return Tiling(block_d, block_k, blocks, num_warps)
+
+
+def _options(*operands: Tensor) -> dict[str, Any]:
+    """Return what every kernel takes at compile time, from operands (B,S,H,D) of which the first gives the dtype."""
+    _, s, _, d = operands[0].shape
+    cut = tiling(s, d)
+    short = all(x.element_size() == 2 for x in operands)
+    return {
+        "D": d,
+        "ACC": accumulator(operands[0].dtype),
+        "PRECISION": "tf32x3" if short else "ieee",
+        "BLOCK_S": BLOCK_S,
+        "BLOCK_D": cut.block_d,
+        "BLOCK_K": cut.block_k,
+        "BLOCKS": cut.blocks,
+        "num_warps": cut.num_warps,
+    }
+
+
+def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """Return the tables, contiguous, and the elements from one sample's to the next: 0 if they share it."""
+    if cos is None or sin is None:
+        return None, None, 0
+    shared = cos.ndim == 2 or cos.shape[0] == 1
+    return cos.contiguous(), sin.contiguous(), 0 if shared else cos.shape[1] * cos.shape[2]
+
+
+def _partials(q: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return uninitialised room for a (D,D) and a (D,) of every program, in the order of the programs."""
+    b, s, h, d = q.shape
+    chunks = triton.cdiv(s, blocks)
+    dtype = wide_dtype(q.dtype)
+    square = torch.empty((b, chunks, h, d, d), dtype=dtype, device=q.device)
+    return square, torch.empty((b, chunks, h, d), dtype=dtype, device=q.device)
+
+
+def _total(partials: Tensor) -> Tensor:
+    """Return the sum over chunks, dimension 1; of one chunk a view of it."""
+    return partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
+
+
+@on_its_device
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 of fp64)."""
+    q, k, v = readable_rows(q), readable_rows(k), readable_rows(v)
+    cos, sin, table_b = _tables(cos, sin)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    options = _options(q, k, v)
+    state, z = _partials(q, options["BLOCK_S"] * options["BLOCKS"])
+    chunks, h = z.shape[1:3]
+    grid = (z.shape[0] * chunks * h,)
+    # Without a rotation the state's products are of what 16-bit memory holds: one pass of TF32 is exact.
+    exact = "tf32" if options["PRECISION"] == "tf32x3" and cos is None else options["PRECISION"]
+    if out.numel():
+        state_kernel[grid](
+            k, v, cos, sin, state, z, q.shape[1], h, chunks,
+            *k.stride()[:3], *v.stride()[:3], table_b, **options | {"PRECISION": exact},
+        )  # fmt: skip
+    state, z = _total(state), _total(z)
+    if out.numel():
+        output_kernel[grid](
+            q, cos, sin, state, z, out, q.shape[1], h, chunks,
+            *q.stride()[:3], table_b, EPS=eps, **options,
+        )  # fmt: skip
+    return out, state, z
+
+
+@on_its_device
+def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tensor | None]) -> None:
+    """Fill `grads`, dq, dk and dv (B,S,H,D) in the inputs' dtypes; one that is None is not computed."""
+    if not operands.q.numel():
+        return
+    dq, dk, dv = grads
+    grad, q, k, v = (readable_rows(x) for x in operands[:4])
+    _, _, _, _, cos, sin, state, z = operands
+    cos, sin, table_b = _tables(operands.cos, operands.sin)
+    options = _options(q, k, v)
+    dstate, dz = _partials(q, options["BLOCK_S"] * options["BLOCKS"])
+    chunks, h = dz.shape[1:3]
+    grid = (dz.shape[0] * chunks * h,)
+    # dk and dv follow from the state's gradient: where nobody wants them it is neither summed nor stored.
+    keys = dk is not None or dv is not None
+    query_grad_kernel[grid](
+        grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
+        q.shape[1], h, chunks, *grad.stride()[:3], *q.stride()[:3], table_b, EPS=eps, **options,
+    )  # fmt: skip
+    if keys:
+        key_grad_kernel[grid](
+            k, v, cos, sin, _total(dstate), _total(dz), dk, dv,
+            q.shape[1], h, chunks, *k.stride()[:3], *v.stride()[:3], table_b, **options,
+        )  # fmt: skip
+
+
+# 4. op
 
 
 def _allocate(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D)."""
     b, _, h, d = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    state = torch.empty((b, h, d, d), dtype=_wide(q), device=q.device)
-    return out, state, torch.empty((b, h, d), dtype=_wide(q), device=q.device)
+    state = torch.empty((b, h, d, d), dtype=wide_dtype(q.dtype), device=q.device)
+    return out, state, torch.empty((b, h, d), dtype=wide_dtype(q.dtype), device=q.device)
 
 
 @torch.library.custom_op(
@@ -132,7 +508,7 @@ def _allocate(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `state` (B,H,D,D) and `z` (B,H,D)."""
+    """Return `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous, of checked operands."""
     if launches(q):
         return launch_forward(q, k, v, cos, sin, eps)
     out, state, z = _reference(q, k, v, cos, sin, eps)
@@ -140,9 +516,7 @@ def relu_linear_attention_forward(
 
 
 @relu_linear_attention_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _allocate(q)
 
 
@@ -161,52 +535,52 @@ def relu_linear_attention_backward(
     eps: float,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Those that are wanted of dq, dk, dv."""
-    grads = [
+    """Return those of dq, dk and dv that `wanted` names, in that order."""
+    operands = BackwardOperands(grad, q, k, v, cos, sin, state, z)
+    grads = _empty_gradients(q, k, v, wanted)
+    if launches(q):
+        launch_backward(operands, eps, grads)
+    else:
+        values = _backward_reference(operands, eps)
+        for gradient, value in zip(grads, values, strict=True):
+            if gradient is not None:
+                gradient.copy_(value)
+    return [gradient for gradient in grads if gradient is not None]
+
+
+def _empty_gradients(
+    q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return uninitialised dq, dk and dv, contiguous and in the inputs' dtypes; None for one nobody wants."""
+    return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if want else None
         for x, want in zip((q, k, v), wanted, strict=True)
     ]
-    if launches(q):
-        launch_backward(grad, q, k, v, cos, sin, state, z, eps, grads)
-    else:
-        values = _backward_reference(grad, q, k, v, cos, sin, state, z, eps)
-        for own, value in zip(grads, values, strict=True):
-            if own is not None:
-                own.copy_(value)
-    return [own for own in grads if own is not None]
 
 
 @relu_linear_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    state: Tensor,
-    z: Tensor,
-    eps: float,
-    wanted: list[bool],
-) -> list[Tensor]:
-    pairs = zip((q, k, v), wanted, strict=True)
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, want in pairs if want]
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    grads = _empty_gradients(q, k, v, others[-1])
+    return [gradient for gradient in grads if gradient is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what the backward reads, in the order of BackwardOperands."""
     q, k, v, cos, sin, ctx.eps = inputs
     _, state, z = output
+    # Outputs only so that the backward finds them: no caller sees them, and none differentiates them.
     ctx.mark_non_differentiable(state, z)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cos, sin, state, z)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the op's inputs."""
     wanted = list(ctx.needs_input_grad[:3])
     if grad is None or not any(wanted):
         return (None,) * 6
-    found = iter(relu_linear_attention_backward(grad, *ctx.saved_tensors, ctx.eps, wanted))
-    return (*(next(found) if want else None for want in wanted), None, None, None)
+    computed = iter(relu_linear_attention_backward(grad, *ctx.saved_tensors, ctx.eps, wanted))
+    return (*(next(computed) if want else None for want in wanted), None, None, None)
 
 
 relu_linear_attention_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -21,35 +21,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dit_lora_kernels.silu_dwconv_glu_kernels import (
-    last_contiguous,
-    launch_convolution,
-    launch_filter,
-    launch_input,
+from dit_lora_kernels.support import (
+    accumulator,
+    launches,
+    on_its_device,
+    packed,
+    readable_rows,
+    tl,
+    triton,
+    wide_dtype,
 )
-from dit_lora_kernels.support import launches
+
+# A program owns PAIRS pairs of neighbouring columns and ROWS rows. It reads a row once, four columns a pair, and
+# adds it to three rows of sums: SiLU, the dearest of the arithmetic, is computed twice an element, not nine times.
+PAIRS = 4
+MAX_ROWS = 16
+
 
 # 1. reference
 
 
 def silu_dwconv_glu_reference(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The op in plain torch, differentiable: fp32 inside (fp64 for fp64), rounded once, to h's dtype."""
+    """Define the op: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once, to h's dtype."""
     a, g = _halves(functional.silu(_wide(h)), weight, bias)
     return (a * functional.silu(g)).to(h.dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype is torch.float64 else tensor.float()
+    """Return the tensor in the dtype that the op computes in."""
+    return tensor.to(wide_dtype(tensor.dtype))
 
 
 def _shifted(x: Tensor) -> list[Tensor]:
-    """x (B,H,W,2C) at the pixel that each tap of the filter reads, zero beyond the edges."""
+    """Return nine views of x (B,H,W,2C), at the pixel that each tap of the filter reads; zero beyond the edges."""
     H, W = x.shape[1:3]
     padded = functional.pad(x, (0, 0, 1, 1, 1, 1))
     return [padded[:, i : i + H, j : j + W] for i in range(3) for j in range(3)]
 
 
 def _convolved(x: Tensor, filters: Tensor) -> Tensor:
+    """Return the depthwise 3x3 convolution of x (B,H,W,2C) by filters (2C,9), in x's dtype and shape."""
     # A sum of products, not conv2d: autocast would round its operands, cuDNN use TF32.
     total = torch.zeros_like(x)
     for tap, neighbour in zip(filters.unbind(1), _shifted(x), strict=True):
@@ -58,12 +69,14 @@ def _convolved(x: Tensor, filters: Tensor) -> Tensor:
 
 
 def _halves(s: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a and g (B,H,W,C) of s = silu(h) (B,H,W,2C)."""
     c = _convolved(s, _wide(weight).flatten(1))
     a, g = (c if bias is None else c + _wide(bias)).chunk(2, dim=-1)
     return a, g
 
 
 def _silu_gradient(x: Tensor) -> Tensor:
+    """Return the derivative of SiLU at each element of x."""
     gate = torch.sigmoid(x)
     return gate * (1 + x * (1 - gate))
 
@@ -71,29 +84,276 @@ def _silu_gradient(x: Tensor) -> Tensor:
 def _backward_reference(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, taps: slice
 ) -> tuple[Tensor, list[Tensor]]:
-    """dh, and the gradients (2C,) of the taps, of which the tenth is the bias; fp32 (fp64 for fp64)."""
+    """Return dh (B,H,W,2C), and gradients (2C,) of `taps`, of which the tenth is the bias; fp32 (fp64 for fp64)."""
     wide, dout = _wide(h), _wide(dout)
     s = functional.silu(wide)
     a, g = _halves(s, weight, bias)
     dc = torch.cat([dout * functional.silu(g), dout * a * _silu_gradient(g)], dim=-1)
+    # The transpose of a convolution is one with the filter turned round: nine taps in reverse.
     ds = _convolved(dc, _wide(weight).flatten(1).flip(1))
-    sums = [(dc * x).sum((0, 1, 2)) for x in [*_shifted(s), torch.ones_like(s)][taps]]
+    # What each tap, and the bias as a tenth, is multiplied with in the forward.
+    factors = [*_shifted(s), torch.ones_like(s)]
+    sums = [(dc * factor).sum((0, 1, 2)) for factor in factors[taps]]
     return ds * _silu_gradient(wide), sums
 
 
-# 2. kernels and 3. launchers are in silu_dwconv_glu_kernels.py. 4. op
+# 2. kernels
+
+
+@triton.jit
+def _place(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Return the program's sample, its first row, and its pairs' first columns (PAIRS,1), in int64."""
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(W, 2 * PAIRS)
+    down = tl.cdiv(H, ROWS)
+    x = program % across * (2 * PAIRS) + 2 * tl.arange(0, PAIRS)[:, None]
+    return program // (across * down), program // across % down * ROWS, x
+
+
+# Filters, columns and sums are written out, a variable each: a tile in registers has powers of two for its sides, and
+# cannot be indexed.
+
+
+@triton.jit
+def _nine(filters_ptr, tap, ok, ACC: tl.constexpr):
+    """Return the nine weights (1,BLOCK_C) of each channel's filter, `tap` elements from one to the next."""
+    w0 = tl.load(filters_ptr, mask=ok, other=0).to(ACC)
+    w1 = tl.load(filters_ptr + tap, mask=ok, other=0).to(ACC)
+    w2 = tl.load(filters_ptr + 2 * tap, mask=ok, other=0).to(ACC)
+    w3 = tl.load(filters_ptr + 3 * tap, mask=ok, other=0).to(ACC)
+    w4 = tl.load(filters_ptr + 4 * tap, mask=ok, other=0).to(ACC)
+    w5 = tl.load(filters_ptr + 5 * tap, mask=ok, other=0).to(ACC)
+    w6 = tl.load(filters_ptr + 6 * tap, mask=ok, other=0).to(ACC)
+    w7 = tl.load(filters_ptr + 7 * tap, mask=ok, other=0).to(ACC)
+    w8 = tl.load(filters_ptr + 8 * tap, mask=ok, other=0).to(ACC)
+    return w0, w1, w2, w3, w4, w5, w6, w7, w8
+
+
+@triton.jit
+def _four(row_ptr, x, W, stride, ok, SILU: tl.constexpr, ACC: tl.constexpr):
+    """Return the four columns of a row that x and x + 1 need; zero beyond the edges, which is also its SiLU."""
+    row_ptr += x * stride
+    x0 = tl.load(row_ptr - stride, mask=ok & (x > 0) & (x - 1 < W), other=0).to(ACC)
+    x1 = tl.load(row_ptr, mask=ok & (x < W), other=0).to(ACC)
+    x2 = tl.load(row_ptr + stride, mask=ok & (x + 1 < W), other=0).to(ACC)
+    x3 = tl.load(row_ptr + 2 * stride, mask=ok & (x + 2 < W), other=0).to(ACC)
+    if SILU:
+        x0 = x0 * (1 / (1 + tl.exp(-x0)))
+        x1 = x1 * (1 / (1 + tl.exp(-x1)))
+        x2 = x2 * (1 / (1 + tl.exp(-x2)))
+        x3 = x3 * (1 / (1 + tl.exp(-x3)))
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _add_row(near, far, left, middle, right, w, bias):
+    """Return a column's sums after one more row: of the row above, now complete; of the row itself; of that below.
+
+    For the row above the one read count the filter's last three weights, for that itself the middle three, for the
+    row below the first three.
+    """
+    above = near + left * w[6] + middle * w[7] + right * w[8]
+    itself = far + left * w[3] + middle * w[4] + right * w[5]
+    below = bias + left * w[0] + middle * w[1] + right * w[2]
+    return above, itself, below
+
+
+@triton.jit
+def _convolution_kernel(
+    h_ptr, filters_ptr, bias_ptr, dout_ptr, out_ptr, H, W, C,
+    h_b, h_y, h_x, dout_b, dout_y, dout_x,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BIAS: tl.constexpr, BACKWARD: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Store out (B,H,W,C); with BACKWARD dc (B,H,W,2C), the gradient of (a, g), in its place."""
+    b, top, x = _place(H, W, ROWS, PAIRS)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    ok = c < C
+    a_w = _nine(filters_ptr + c, 2 * C, ok, ACC)
+    g_w = _nine(filters_ptr + C + c, 2 * C, ok, ACC)
+    a_bias = tl.zeros([1, BLOCK_C], ACC)
+    g_bias = tl.zeros([1, BLOCK_C], ACC)
+    if BIAS:
+        a_bias = tl.load(bias_ptr + c, mask=ok, other=0).to(ACC)
+        g_bias = tl.load(bias_ptr + C + c, mask=ok, other=0).to(ACC)
+    zero = tl.zeros([PAIRS, BLOCK_C], ACC)
+    a0_near, a0_far, a1_near, a1_far = zero, zero, zero, zero
+    g0_near, g0_far, g1_near, g1_far = zero, zero, zero, zero
+    # One row more above and one below the program's own: they add to its first and last row. near is the sum of the
+    # row before the one that is read, far of the one that is read.
+    for step in range(0, ROWS + 2):
+        y = top + step - 1
+        row_ptr = h_ptr + b * h_b + y * h_y + c
+        row_ok = c < tl.where((y >= 0) & (y < H), C, 0)
+        s0, s1, s2, s3 = _four(row_ptr, x, W, h_x, row_ok, True, ACC)
+        a0, a0_near, a0_far = _add_row(a0_near, a0_far, s0, s1, s2, a_w, a_bias)
+        a1, a1_near, a1_far = _add_row(a1_near, a1_far, s1, s2, s3, a_w, a_bias)
+        s0, s1, s2, s3 = _four(row_ptr + C, x, W, h_x, row_ok, True, ACC)
+        g0, g0_near, g0_far = _add_row(g0_near, g0_far, s0, s1, s2, g_w, g_bias)
+        g1, g1_near, g1_far = _add_row(g1_near, g1_far, s1, s2, s3, g_w, g_bias)
+        # Complete is row y - 1, where it is one of the program's own.
+        done = c < tl.where((y > top) & (y <= H), C, 0)
+        done0, done1 = done & (x < W), done & (x + 1 < W)
+        gate0 = 1 / (1 + tl.exp(-g0))
+        gate1 = 1 / (1 + tl.exp(-g1))
+        pixel = (b * H + y - 1) * W + x
+        if BACKWARD:
+            dout_at = dout_ptr + b * dout_b + (y - 1) * dout_y + x * dout_x + c
+            dout0 = tl.load(dout_at, mask=done0, other=0).to(ACC)
+            dout1 = tl.load(dout_at + dout_x, mask=done1, other=0).to(ACC)
+            dc_at = out_ptr + pixel * (2 * C) + c
+            tl.store(dc_at, dout0 * (g0 * gate0), mask=done0)
+            tl.store(dc_at + C, dout0 * a0 * gate0 * (1 + g0 * (1 - gate0)), mask=done0)
+            tl.store(dc_at + 2 * C, dout1 * (g1 * gate1), mask=done1)
+            tl.store(dc_at + 3 * C, dout1 * a1 * gate1 * (1 + g1 * (1 - gate1)), mask=done1)
+        else:
+            out_at = out_ptr + pixel * C + c
+            tl.store(out_at, a0 * (g0 * gate0), mask=done0)
+            tl.store(out_at + C, a1 * (g1 * gate1), mask=done1)
+
+
+@triton.jit
+def _input_kernel(
+    dc_ptr, filters_ptr, h_ptr, dh_ptr, H, W, C2, h_b, h_y, h_x,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Store dh = silu'(h) * the convolution of dc with the filters turned round; C2 is 2C."""
+    b, top, x = _place(H, W, ROWS, PAIRS)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    # The transpose of a convolution: the filters from their last weight to their first.
+    w = _nine(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)
+    zero = tl.zeros([PAIRS, BLOCK_C], ACC)
+    near0, far0, near1, far1 = zero, zero, zero, zero
+    for step in range(0, ROWS + 2):
+        y = top + step - 1
+        row_ptr = dc_ptr + (b * H + y) * W * C2 + c
+        row_ok = c < tl.where((y >= 0) & (y < H), C2, 0)
+        dc0, dc1, dc2, dc3 = _four(row_ptr, x, W, C2, row_ok, False, ACC)
+        ds0, near0, far0 = _add_row(near0, far0, dc0, dc1, dc2, w, zero)
+        ds1, near1, far1 = _add_row(near1, far1, dc1, dc2, dc3, w, zero)
+        done = c < tl.where((y > top) & (y <= H), C2, 0)
+        done0, done1 = done & (x < W), done & (x + 1 < W)
+        h_at = h_ptr + b * h_b + (y - 1) * h_y + x * h_x + c
+        h0 = tl.load(h_at, mask=done0, other=0).to(ACC)
+        h1 = tl.load(h_at + h_x, mask=done1, other=0).to(ACC)
+        gate0 = 1 / (1 + tl.exp(-h0))
+        gate1 = 1 / (1 + tl.exp(-h1))
+        dh_at = dh_ptr + ((b * H + y - 1) * W + x) * C2 + c
+        tl.store(dh_at, ds0 * gate0 * (1 + h0 * (1 - gate0)), mask=done0)
+        tl.store(dh_at + C2, ds1 * gate1 * (1 + h1 * (1 - gate1)), mask=done1)
+
+
+@triton.jit
+def _filter_kernel(
+    dc_ptr, h_ptr, partial_ptr, first, taps, H, W, C2, pixels, h_b, h_y, h_x,
+    STEPS: tl.constexpr, PIXELS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Store the sum over a chunk of pixels p of dc(p) s(p + tap), a tap a program; of tap 9, the bias, that of dc."""
+    program = tl.program_id(0).to(tl.int64)
+    tap = first + program % taps
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_C], ACC)
+    for step in range(0, STEPS):
+        pixel = (program // taps * STEPS + step) * PIXELS + tl.arange(0, PIXELS)[:, None]
+        ok = (pixel < pixels) & (c < C2)[None, :]
+        dc = tl.load(dc_ptr + pixel * C2 + c[None, :], mask=ok, other=0).to(ACC)
+        y = pixel // W % H + tap // 3 - 1
+        x = pixel % W + tap % 3 - 1
+        h_at = h_ptr + pixel // W // H * h_b + y * h_y + x * h_x + c[None, :]
+        near = ok & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+        h = tl.load(h_at, mask=near, other=0).to(ACC)
+        total += tl.sum(dc * tl.where(tap < 9, h / (1 + tl.exp(-h)), 1.0), axis=0)
+    tl.store(partial_ptr + program * C2 + c, total, mask=c < C2)
+
+
+# 3. launchers
+
+
+def _by_tap(weight: Tensor) -> Tensor:
+    """Return weights (2C,1,3,3) as (9,2C): neighbouring channels side by side, as threads read them."""
+    return weight.flatten(1).t().contiguous()
+
+
+def _tiles(
+    shape: tuple[int, int, int], channels: int, block: int
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid over samples' tiles and blocks of channels, and a tile's size."""
+    B, H, W = shape
+    # Rows in equal parts of at most MAX_ROWS: with 17, two programs of 9 and 8 and not of 16 and 1.
+    rows = triton.cdiv(H, triton.cdiv(H, MAX_ROWS))
+    block = min(block, triton.next_power_of_2(channels))
+    spots = B * triton.cdiv(H, rows) * triton.cdiv(W, 2 * PAIRS)
+    return (spots, triton.cdiv(channels, block)), {"ROWS": rows, "PAIRS": PAIRS, "BLOCK_C": block}
+
+
+@on_its_device
+def launch_convolution(
+    h: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor | None
+) -> Tensor:
+    """Return out (B,H,W,C) of h (B,H,W,2C), weight (2C,1,3,3), bias (2C,); given its gradient, dc (B,H,W,2C)."""
+    B, H, W, C = *h.shape[:3], h.shape[3] // 2
+    out = torch.empty((B, H, W, C if dout is None else 2 * C), dtype=h.dtype, device=h.device)
+    if out.numel() == 0:
+        return out
+    gradient = (
+        h if dout is None else readable_rows(dout)
+    )  # h stands in for a pointer that is not read
+    # Two channels a thread, whole lines a warp: the 18 weights and 8 sums of eight channels would spill.
+    grid, tile = _tiles((B, H, W), C, 128)
+    _convolution_kernel[grid](
+        h, _by_tap(weight), h if bias is None else packed(bias), gradient, out, H, W, C,
+        *h.stride()[:3], *gradient.stride()[:3], **tile,
+        BIAS=bias is not None, BACKWARD=dout is not None, ACC=accumulator(h.dtype), num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@on_its_device
+def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+    """Return dh (B,H,W,2C) in h's dtype, from dc, contiguous, and h of its shape."""
+    B, H, W, C2 = h.shape
+    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    if dh.numel() == 0:
+        return dh
+    grid, tile = _tiles((B, H, W), C2, 256)
+    _input_kernel[grid](
+        dc, _by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
+        ACC=accumulator(h.dtype), num_warps=4,
+    )  # fmt: skip
+    return dh
+
+
+@on_its_device
+def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
+    """Return gradients (last-first,2C) of the taps from `first` up to `last`, fp32 (fp64 of fp64); tap 9 is the bias."""
+    H, W, C2 = h.shape[1:]
+    pixels, taps = h.shape[:3].numel(), last - first
+    # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
+    steps = min(16, max(1, triton.cdiv(pixels, 16)))
+    chunks = triton.cdiv(pixels, steps * 16)
+    partial = torch.empty((chunks, taps, C2), dtype=wide_dtype(h.dtype), device=h.device)
+    if partial.numel() > 0:
+        block = min(64, triton.next_power_of_2(C2))
+        _filter_kernel[(chunks * taps, triton.cdiv(C2, block))](
+            dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
+            STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulator(h.dtype), num_warps=4,
+        )  # fmt: skip
+    return partial.sum(0)
+
+
+# 4. op
 
 
 @torch.library.custom_op("dit_lora::silu_dwconv_glu", mutates_args=(), device_types=("cpu", "cuda"))
 def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`silu_dwconv_glu` of checked operands."""
+    """Return `silu_dwconv_glu` (B,H,W,C) of checked operands."""
     if launches(h):
-        return launch_convolution(last_contiguous(h), weight, bias, None)
+        return launch_convolution(readable_rows(h), weight, bias, None)
     return silu_dwconv_glu_reference(h, weight, bias).contiguous()
 
 
 @silu_dwconv_glu_forward.register_fake
-def _(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _(h: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
     return h.new_empty((*h.shape[:3], h.shape[3] // 2))
 
 
@@ -103,12 +363,13 @@ def _(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def silu_dwconv_glu_backward(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    """The wanted ones of the gradients of h, weight and bias."""
+    """Return those of the gradients of h, weight and bias that are wanted, each in its operand's dtype."""
     of_h, of_weight, of_bias = wanted
+    # Taps 0 to 8 are the weight's and 9 is the bias's, which comes without them if it alone is wanted.
     taps = slice(0 if of_weight else 9, 10 if of_bias else 9)
     dh, sums = None, []
     if launches(h):
-        h = last_contiguous(h)
+        h = readable_rows(h)
         dc = launch_convolution(h, weight, bias, dout)
         if of_h:
             dh = launch_input(dc, h, weight)
@@ -116,19 +377,20 @@ def silu_dwconv_glu_backward(
             sums = list(launch_filter(dc, h, taps.start, taps.stop))
     else:
         dh, sums = _backward_reference(dout, h, weight, bias, taps)
-    found = []
+    gradients = []
     if dh is not None and of_h:
-        found.append(dh.to(h.dtype).contiguous())
+        gradients.append(dh.to(h.dtype).contiguous())
     if of_weight:
-        found.append(torch.stack(sums[:9], dim=1).view(weight.shape).to(weight.dtype))
+        gradients.append(torch.stack(sums[:9], dim=1).view(weight.shape).to(weight.dtype))
     if bias is not None and of_bias:
-        found.append(sums[-1].to(bias.dtype, copy=True))
-    return found
+        # A copy: as a view it would keep the buffer of all taps alive.
+        gradients.append(sums[-1].to(bias.dtype, copy=True))
+    return gradients
 
 
 @silu_dwconv_glu_backward.register_fake
 def _(
-    dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
+    _dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
     operands = zip((h, weight, bias), wanted, strict=True)
     return [
@@ -137,20 +399,22 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save h, which is all that a and g follow from, and the filters."""
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the op's inputs."""
     wanted = list(ctx.needs_input_grad)
-    made = iter(silu_dwconv_glu_backward(dout, *ctx.saved_tensors, wanted))
-    return tuple(next(made) if want else None for want in wanted)
+    gradients = iter(silu_dwconv_glu_backward(dout, *ctx.saved_tensors, wanted))
+    return tuple(next(gradients) if want else None for want in wanted)
 
 
 silu_dwconv_glu_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def silu_dwconv_glu(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a * silu(g)`` of the halves a, g of the depthwise 3x3 convolution of ``silu(h)``: (B,H,W,C), h's dtype.
+    """Return ``a * silu(g)`` of the halves a, g of a depthwise 3x3 convolution of ``silu(h)``: (B,H,W,C), h's dtype.
 
     h (B,H,W,2C) may have any strides; without a contiguous last dimension it is copied. weight (2C,1,3,3) and bias
     (2C,) are those of `torch.nn.Conv2d(2C, 2C, 3, padding=1, groups=2C)`, in any float dtypes. Computed in fp32

@@ -16,13 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def survives(op: str, old: str, new: str) -> bool:
-    """Whether the op's tests pass with `old` replaced by `new` in the one file that has it."""
+    """Return whether the op's tests pass with `old` replaced by `new` in the op's file, or in support.py."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)
-        files = [
-            p for p in (kernels / "dit_lora_kernels").glob(f"{op}*.py") if old in p.read_text()
-        ]
+        candidates = [kernels / "dit_lora_kernels" / f"{name}.py" for name in (op, "support")]
+        files = [path for path in candidates if old in path.read_text()]
         assert len(files) == 1, f"{old!r} is in {len(files)} files"
         source = files[0].read_text()
         assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"

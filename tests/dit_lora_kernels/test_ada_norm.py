@@ -21,13 +21,12 @@ from kernel_checks import assert_as_good_as_eager, in_nan_arena, poisoned_memory
 from torch import Tensor
 
 from dit_lora_kernels import ada_norm as op
-from dit_lora_kernels import ada_norm_kernels as kernels
 
 
 @pytest.fixture(autouse=True)
 def several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few rows as here would have a program each."""
-    monkeypatch.setattr(kernels, "MIN_PROGRAMS", 1)
+    monkeypatch.setattr(op, "MIN_PROGRAMS", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -25,14 +25,13 @@ from kernel_checks import (
 )
 
 from dit_lora_kernels import ada_norm as op
-from dit_lora_kernels import ada_norm_kernels as kernels
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 
 
 @pytest.fixture(autouse=True)
 def several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few rows as here would have a program each."""
-    monkeypatch.setattr(kernels, "MIN_PROGRAMS", 1)
+    monkeypatch.setattr(op, "MIN_PROGRAMS", 1)
 
 
 HARD = {
@@ -108,30 +107,30 @@ def test_offsets_beyond_two_to_the_31() -> None:
     stream = Stream(far["x"], plain["shift"], plain["scale"], far["y"], plain["gate"])
     residual, stats = torch.empty_like(plain["x"]), torch.empty(2, B, stride // D, device=DEVICE)
     affine = plain["weight"], plain["bias"]
-    kernels.launch_forward(stream, *affine, residual, far["out"], stats[..., :T], EPS)
+    op.launch_forward(stream, *affine, residual, far["out"], stats[..., :T], EPS)
     expected = results(ours, "layer", tensors)
     assert torch.equal(far["out"], expected["out"])
     weights = cotangents((plain["x"], plain["x"]))
     far["grad"].copy_(weights[0])
     far["grad_residual"].copy_(weights[1])
-    known = kernels.Known(
+    known = op.BackwardOperands(
         far["grad"], far["grad_residual"], far["x"].copy_(residual), stats[..., :T], far["y"],
         plain["gate"], plain["scale"], plain["weight"],
     )  # fmt: skip
     dx, dy = torch.empty_like(residual), torch.empty_like(residual)
-    *_, dgate = kernels.launch_backward(known, (dx, dy), 1, [True, True, True])
+    *_, dgate = op.launch_backward(known, (dx, dy), 1, [True, True, True])
     assert dgate is not None
     made = {"d_x": dx, "d_y": dy, "d_gate": dgate.bfloat16()}
     assert_same(made, {k: expected[k] for k in made})
 
 
 def test_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "MIN_PROGRAMS", 512)
+    monkeypatch.setattr(op, "MIN_PROGRAMS", 512)
     assert [
-        kernels.rows_per_program(*v) for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
+        op.rows_per_program(*v) for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
     ] == [32, 1, 1, 1]
-    assert kernels.rows_per_program(17_550, 13) == 8
-    assert kernels.rows_per_program(0, 0) == 1
+    assert op.rows_per_program(17_550, 13) == 8
+    assert op.rows_per_program(0, 0) == 1
 
 
 @pytest.mark.parametrize("kernel", [True, False])

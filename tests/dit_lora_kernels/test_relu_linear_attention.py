@@ -9,7 +9,6 @@ from kernel_checks import assert_as_good_as_eager, in_nan_arena, poisoned_memory
 from torch import Tensor
 
 from dit_lora_kernels import relu_linear_attention as op
-from dit_lora_kernels import relu_linear_attention_kernels as kernels
 from dit_lora_kernels.relu_linear_attention import relu_linear_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,8 +92,8 @@ def assert_same(ours: list[Tensor], others: list[Tensor]) -> None:
 @pytest.fixture
 def short_chunks(monkeypatch: Patch) -> None:
     """Chunks of one block: a few dozen tokens are as many programs and partials as thousands would be."""
-    whole = kernels.tiling
-    monkeypatch.setattr(kernels, "tiling", lambda s, d: whole(s, d)._replace(blocks=1))
+    whole = op.tiling
+    monkeypatch.setattr(op, "tiling", lambda s, d: whole(s, d)._replace(blocks=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -338,7 +337,7 @@ def test_gradients_that_nobody_wants_are_not_computed(monkeypatch: Patch) -> Non
         leaves[name] = leaves[name].detach().requires_grad_()
         (found,) = torch.autograd.grad(relu_linear_attention(**leaves), leaves[name], grad)
         assert_close(found, wanted)
-    monkeypatch.setattr(kernels, "key_grad_kernel", None)
+    monkeypatch.setattr(op, "key_grad_kernel", None)
     leaf = q.detach().requires_grad_()
     relu_linear_attention(leaf, k, v).backward(grad)
     assert_close(leaf.grad, dq)

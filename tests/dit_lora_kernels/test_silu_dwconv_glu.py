@@ -17,12 +17,12 @@ from torch import Tensor
 
 import dit_lora_kernels.silu_dwconv_glu as module
 from dit_lora_kernels.silu_dwconv_glu import (
+    launch_filter,
     silu_dwconv_glu,
     silu_dwconv_glu_backward,
     silu_dwconv_glu_forward,
     silu_dwconv_glu_reference,
 )
-from dit_lora_kernels.silu_dwconv_glu_kernels import launch_filter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from fuse_checks import by
 from runs import lines
 
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse import api, cogvideox
+from dit_lora.fuse import api, attention, cogvideox
 from dit_lora.training.replay import replay_bundle
 
 Main = Callable[[list[str]], None]
@@ -126,7 +126,7 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From one step on, its last row overflows, for whatever it is given."""
-    rope, steps = cogvideox.qk_norm_rope, []
+    rope, steps = attention.qk_norm_rope, []
 
     def overflows(heads: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = rope(heads, *args, **kwargs)
@@ -140,7 +140,7 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
 
     step = Journal.step
     monkeypatch.setattr(Journal, "step", lambda j, line, m: (noted(line), step(j, line, m))[1])
-    monkeypatch.setattr(cogvideox, "qk_norm_rope", overflows)
+    monkeypatch.setattr(attention, "qk_norm_rope", overflows)
     run = tmp_path / "run"
     lora_main([*smoke, "train.steps=4", f"run.dir={run}"])
     (event,) = lines(run, "events.jsonl")

@@ -10,7 +10,7 @@ from torch import nn
 
 import dit_lora
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse import video_dit
+from dit_lora.fuse import streams
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.core import OPS, fusion_of
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
@@ -168,12 +168,13 @@ def test_a_backend_that_diffusers_sets_later_is_heeded(
 
 def wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample is modulated by the scale of the one before it."""
-    ada_norm = video_dit.ada_norm
+    joint_ada_norm = streams.joint_ada_norm
 
-    def wrong(x: Any, shift: Any, scale: Any, *args: Any, **kwargs: Any) -> Any:
-        return ada_norm(x, shift, scale.roll(1, 0), *args, **kwargs)
+    def wrong(given: Any, *args: Any, **kwargs: Any) -> Any:
+        rolled = [stream._replace(scale=stream.scale.roll(1, 0)) for stream in given]
+        return joint_ada_norm(rolled, *args, **kwargs)
 
-    monkeypatch.setattr(video_dit, "ada_norm", wrong)
+    monkeypatch.setattr(streams, "joint_ada_norm", wrong)
 
 
 def test_the_first_forward_of_a_shape_finds_a_wrong_kernel_and_goes_on_without(

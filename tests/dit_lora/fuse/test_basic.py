@@ -13,7 +13,7 @@ from fuse_contract import Contract, Inputs, draw
 from torch import nn
 
 from dit_lora.families import get_family
-from dit_lora.fuse import basic
+from dit_lora.fuse import streams
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.attention import SharedInputProcessor
 from dit_lora.fuse.core import Fusion, fusion_of
@@ -24,7 +24,7 @@ ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 class TestDiT(Contract):
     ops = ("lora_linear", "ada_norm")
     targets: ClassVar = [*ATTENTION, "ff.net.2", "norm1.linear"]
-    module = basic
+    module = streams
     without_gradient = ("to_k.base_layer.bias",)
     kept = (12.2, 0.82)
 
@@ -61,7 +61,7 @@ class TestDiT(Contract):
 class TestLatte(Contract):
     ops = ("lora_linear", "ada_norm")
     targets: ClassVar = [*ATTENTION, "ff.net.2", "adaln_single.linear"]
-    module = basic
+    module = streams
     without_gradient = ("to_k.base_layer.bias",)
     kept = (15.8, 0.82)
 
@@ -103,7 +103,7 @@ class TestLatte(Contract):
 class TestPixArt(Contract):
     ops = ("lora_linear", "ada_norm")
     targets: ClassVar = [*ATTENTION, "ff.net.2", "adaln_single.linear"]
-    module = basic
+    module = streams
     without_gradient = ("to_k.base_layer.bias",)
     variants = ("masked", "whole")
     kept = (15.8, 0.82)
@@ -218,7 +218,7 @@ def test_calls_that_run_the_stock_block(how: str, monkeypatch: pytest.MonkeyPatc
         given["cross_attention_kwargs"] = {"temb": draw(2, 32)}
     expected = block(tokens, **given)
     fuse(nn.ModuleList([block]), {"ada_norm": "on"}, check=False)
-    monkeypatch.delattr(basic, "joint_ada_norm")
+    monkeypatch.delattr(streams, "joint_ada_norm")
     assert torch.allclose(block(tokens, **given), expected, rtol=0, atol=1e-6)
 
 

@@ -21,7 +21,7 @@ from kernel_checks import saved_bytes
 from torch import nn
 
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse import cogvideox
+from dit_lora.fuse import attention, cogvideox
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.core import fusion_of
 from dit_lora.numerics.parity import first_difference
@@ -301,7 +301,8 @@ def test_the_parity_probe_finds_mutants_at_run_time(
     """On a model and batch of the user's, with no test of the kernel in sight."""
     model, inputs = fuse_all(build()), make_inputs()
     name, mutate = MUTANTS[mutant]
-    monkeypatch.setattr(cogvideox, name, mutate(getattr(cogvideox, name)))
+    place = attention if name == "qk_norm_rope" else cogvideox
+    monkeypatch.setattr(place, name, mutate(getattr(place, name)))
 
     def losses() -> torch.Tensor:
         return model(**inputs, return_dict=False)[0].flatten(1).square().mean(1)

@@ -8,7 +8,7 @@ from fuse_checks import adapted, assert_equal, fuse_all
 from fuse_contract import Contract, Inputs, draw
 from torch import nn
 
-from dit_lora.fuse import ltx
+from dit_lora.fuse import streams
 from dit_lora.fuse.api import fuse
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -34,7 +34,7 @@ def build(**config: Any) -> Any:
 class TestLTX(Contract):
     ops = ("lora_linear", "qk_norm_rope", "ada_norm")
     targets: ClassVar = [*ATTENTION, "ff.net.2", "time_embed.linear"]
-    module = ltx
+    module = streams
     variants = ("a sample", "a token, masked")
     kept = (15.9, 0.54)
 

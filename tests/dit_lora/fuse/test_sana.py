@@ -13,7 +13,7 @@ from kernel_checks import saved_bytes
 from torch import nn
 
 from dit_lora.families.sana_attention import keep_linear_attention_fp32
-from dit_lora.fuse import sana
+from dit_lora.fuse import attention, sana, streams
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.core import fusion_of
 from dit_lora.numerics.parity import first_difference
@@ -91,9 +91,9 @@ def test_each_op_can_be_off_alone(kind: str, op: str, monkeypatch: pytest.Monkey
     model, inputs = build(kind), make_inputs(kind)
     expected = run(model, inputs)
     fuse_all(model)
-    called = "joint_ada_norm" if op == "ada_norm" else op
+    called = {"ada_norm": (streams, "joint_ada_norm"), "qk_norm_rope": (attention, op)}
     if op != "lora_linear":
-        monkeypatch.setattr(sana, called, None)
+        monkeypatch.setattr(*called.get(op, (sana, op)), None)
     with fusion_of(model).without(op):
         assert_equal(run(model, inputs), expected)
 
@@ -217,7 +217,7 @@ def test_a_wrong_row_is_found_by_the_parity_probe(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = fuse_all(build(kind)), make_inputs(kind)
-    joint_ada_norm = sana.joint_ada_norm
+    joint_ada_norm = streams.joint_ada_norm
 
     def wrong(streams: Any, *args: Any, **kwargs: Any) -> Any:
         rolled = [s._replace(scale=s.scale.roll(1, 0)) for s in streams]
@@ -228,7 +228,7 @@ def test_a_wrong_row_is_found_by_the_parity_probe(
 
     switch = find_switch(model_switches(model), "ada_norm")
     assert first_difference(switch, losses, model) is None
-    monkeypatch.setattr(sana, "joint_ada_norm", wrong)
+    monkeypatch.setattr(streams, "joint_ada_norm", wrong)
     difference = first_difference(switch, losses, model)
     assert difference is not None
     assert "transformer_blocks.0" in difference.module

@@ -10,7 +10,7 @@ from fuse_contract import Contract, Inputs, draw
 from torch import nn
 
 from dit_lora.families import get_family
-from dit_lora.fuse import video_dit
+from dit_lora.fuse import streams
 from dit_lora.fuse.core import fusion_of
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
@@ -20,7 +20,7 @@ ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 class TestVideoDiT(Contract):
     ops = ("lora_linear", "ada_norm")
     targets: ClassVar = [*ATTENTION, "ff.net.2", "adaln.linear"]
-    module = video_dit
+    module = streams
     without_gradient = ("to_k.base_layer.bias",)
     kept = (12.2, 0.72)
 

@@ -8,7 +8,7 @@ from fuse_checks import adapted, assert_equal, fuse_all
 from fuse_contract import Contract, Inputs, draw
 from torch import nn
 
-from dit_lora.fuse import wan
+from dit_lora.fuse import streams
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.core import fusion_of
 
@@ -36,7 +36,7 @@ def build(**config: Any) -> Any:
 class TestWan(Contract):
     ops = ("lora_linear", "qk_norm_rope", "ada_norm")
     targets: ClassVar = [*ATTENTION, "ffn.net.2", "time_proj"]
-    module = wan
+    module = streams
     variants = ("a sample", "a token")
     blocks = "blocks"
     # As Diffusers keeps them (WanTransformer3DModel._keep_in_fp32_modules).

@@ -14,12 +14,12 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("sample 0's table for all", "row += batch * R", "row += 0 * R"),
     ("one token too many is rotated", "(row >= 0) & (row < R)", "(row >= 0) & (row <= R)"),
     ("tokens before the first are rotated", "(row >= 0) & (row < R)", "row < R"),
-    ("rotated backwards", "two * c2 + one * s2\n", "two * c2 - one * s2\n"),
-    ("the other's sine", "one * c1 - two * s1,", "one * c1 - two * s1 * 0.999,"),
+    ("rotated backwards", "b * c2 + a * s2\n", "b * c2 - a * s2\n"),
+    ("the other's sine", "a * c1 - b * s1,", "a * c1 - b * s1 * 0.999,"),
     (
         "not masked again after centring",
-        "one = tl.where(live, one - mean, 0.0)",
-        "one = one - mean",
+        "a = tl.where(live, a - mean, 0.0)",
+        "a = a - mean",
     ),
     (
         "reads one element too many",
@@ -33,13 +33,13 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "the last pair is not written",
-        "tl.interleave(one, two).to(dtype), mask=valid & (d < D))",
-        "tl.interleave(one, two).to(dtype), mask=valid & (d < D - 2))",
+        "tl.interleave(a, b).to(dtype), mask=valid & (d < D))",
+        "tl.interleave(a, b).to(dtype), mask=valid & (d < D - 2))",
     ),
     (
         "halves apart by the block",
-        "two = tl.load(ptr + rows + D // 2",
-        "two = tl.load(ptr + rows + BLOCK",
+        "b = tl.load(ptr + rows + D // 2",
+        "b = tl.load(ptr + rows + BLOCK",
     ),
     ("mean of each head's sum across heads", "keep_dims=True) / H", "keep_dims=True)"),
     (
@@ -56,7 +56,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("bias left in x_hat", "(y1 - b1) / w1", "y1 / w1"),
     ("gradient without the weight", "g1, g2 = d1 * w1, d2 * w2", "g1, g2 = d1 * w1, d2"),
     ("no projection on x_hat", "g1 - n1 * projection", "g1"),
-    ("transposed the wrong way", "two * c2 - one * s1", "two * c2 + one * s1"),
+    ("transposed the wrong way", "b * c2 - a * s1", "b * c2 + a * s1"),
     (
         "table of a token to spare",
         "row = tl.where(token < tokens, position - first, R)",
@@ -73,8 +73,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "elements not side by side",
-        "return tensor if tensor.stride(-1) == 1 else tensor.contiguous()",
-        "return tensor",
+        "if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:",
+        "if True:",
     ),
     ("one head's table for all", "cos is not None and cos.shape[-1] != width", "False"),
     ("saves rstd of a trained weight", 'norm != "none" and not trained', 'norm != "none"'),

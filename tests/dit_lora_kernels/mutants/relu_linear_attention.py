@@ -79,8 +79,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "the last dimension's stride is assumed",
-        "return x if x.stride(-1) == 1 else x.contiguous()",
-        "return x",
+        "if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:",
+        "if True:",
     ),
     ("keys' gradients always", "keys = dk is not None or dv is not None", "keys = True"),
     (

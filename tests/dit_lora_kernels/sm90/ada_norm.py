@@ -3,7 +3,7 @@
 import triton.language as tl
 from sm90_compile import Case
 
-from dit_lora_kernels.ada_norm_kernels import MAX_ROWS, _backward_kernel, _block, _forward_kernel
+from dit_lora_kernels.ada_norm import MAX_ROWS, _backward_kernel, _block, _forward_kernel
 
 POINTERS = {
     "forward": _forward_kernel.arg_names[:11],

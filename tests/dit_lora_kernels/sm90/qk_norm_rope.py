@@ -4,7 +4,7 @@ from typing import Any
 
 from sm90_compile import Case
 
-from dit_lora_kernels.qk_norm_rope_kernels import _backward_kernel, _forward_kernel
+from dit_lora_kernels.qk_norm_rope import _backward_kernel, _forward_kernel
 from dit_lora_kernels.support import tl
 
 BF16 = ("x_ptr", "grad_ptr", "source_ptr", "out_ptr", "dx_ptr", "weight_ptr", "bias_ptr")

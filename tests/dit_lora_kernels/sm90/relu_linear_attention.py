@@ -4,7 +4,7 @@ from typing import Any
 
 from sm90_compile import Case
 
-from dit_lora_kernels.relu_linear_attention_kernels import (
+from dit_lora_kernels.relu_linear_attention import (
     BLOCK_S,
     key_grad_kernel,
     output_kernel,

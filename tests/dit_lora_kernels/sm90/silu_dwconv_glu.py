@@ -4,7 +4,7 @@ from typing import Any
 
 from sm90_compile import Case
 
-from dit_lora_kernels.silu_dwconv_glu_kernels import (
+from dit_lora_kernels.silu_dwconv_glu import (
     MAX_ROWS,
     PAIRS,
     _convolution_kernel,
