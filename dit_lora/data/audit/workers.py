@@ -18,17 +18,17 @@ from dit_lora.data.media import Media
 from dit_lora.errors import DitLoraError
 
 PATIENCE = 60.0
-"""Seconds without a packet decoded, of which a slow disk and an 8K frame take a few."""
+"""Seconds without a decoded packet after which a file is given up; a slow disk and an 8K frame take a few."""
 
 _ALIVE = None
-"""Sent in place of a result."""
+"""Sign of life, sent in place of a result."""
 _HEARTBEAT = 1.0  # seconds
 
 
 def probe_all(
     media: Iterator[tuple[int, Media]], workers: int, *, patience: float = PATIENCE
 ) -> Generator[tuple[int, Probe]]:
-    """The probe of each, by its number, in the order in which they are done; `media` is drawn from as they are.
+    """Yield the probe of each medium with its number, as they are done; `media` is drawn from as workers are free.
 
     Closing the iterator ends the processes.
     """
@@ -73,15 +73,16 @@ def _idle(pool: "list[_Worker]", workers: int) -> "_Worker | None":
 
 
 class _Worker:
-    """One process, and what it is at."""
+    """One process, and the medium that it is given."""
 
     def __init__(self) -> None:
-        # Not forked: torch's threads do not survive that.
+        # Spawned, not forked: torch's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self._process: BaseProcess = context.Process(target=_serve, args=(other,), daemon=True)
-        # Ctrl-C at the terminal is sent to every process; the main one ends the others.
-        resource_tracker.ensure_running()  # its start would unblock the signal again
+        # Ctrl-C at the terminal is sent to every process; the main one ends the others. The
+        # resource tracker is started first, because its start would unblock the signal again.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
@@ -97,13 +98,14 @@ class _Worker:
         # A busy machine takes long to start a process, which is not the file's fault.
         limit = patience if self._started else max(patience, PATIENCE)
         self.number, self.deadline = number, time.monotonic() + limit
-        with suppress(BrokenPipeError):  # it died while it was idle: `receive` says so
+        # If the process died while it was idle, `receive` says so.
+        with suppress(BrokenPipeError):
             self.pipe.send(media)
 
     def receive(self, patience: float) -> tuple[int, Probe] | None:
-        """What it found, or None for a sign of life."""
+        """Return the number and the probe that came, or None for a sign of life; a crash becomes the file's fault."""
         try:
-            found = self.pipe.recv()
+            result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
             if not self._started:
@@ -114,11 +116,11 @@ class _Worker:
                 ) from None
             return self.fail("corrupt", f"the decoder crashed ({_cause(self._process.exitcode)})")
         self._started = True
-        if found is _ALIVE:
+        if result is _ALIVE:
             self.deadline = time.monotonic() + patience
             return None
         assert self.number is not None
-        done, self.number = (self.number, found), None
+        done, self.number = (self.number, result), None
         return done
 
     def fail(self, code: str, words: str) -> tuple[int, Probe]:
@@ -140,7 +142,7 @@ def _cause(code: int | None) -> str:
 
 
 def _serve(pipe: Connection) -> None:
-    """In the worker: probe what comes until the other end is closed."""
+    """Probe, in the worker's process, what comes until the other end is closed."""
     heart = _Heart(pipe)
     heart.beat()
     while True:
@@ -149,13 +151,13 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         with _silent():
-            found = probe(media, heart.beat)
-        pipe.send(found)
+            result = probe(media, heart.beat)
+        pipe.send(result)
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Libraries that write to stderr by themselves, as libtiff does, would tear the progress bar."""
+    """Keep stderr closed: libraries that write to it by themselves, as libtiff does, would tear the progress bar."""
     sys.stderr.flush()
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -169,7 +171,7 @@ def _silent() -> Iterator[None]:
 
 @dataclass
 class _Heart:
-    """Tells that a file takes long, and not for ever."""
+    """Sends signs of life while a file takes long, at most one a second."""
 
     pipe: Connection
     last: float = -_HEARTBEAT
