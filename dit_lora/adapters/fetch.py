@@ -1,4 +1,4 @@
-"""A result that was pushed to the Hub, as a local folder."""
+"""Results that were pushed to the Hub, as local folders."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +9,10 @@ from dit_lora.remedies import HUB, hub_hint, hub_name
 
 
 def fetched(target: str | Path, files: Sequence[str]) -> Path:
-    """The target itself if it is there or can be no repository, else a folder with its files from the Hub.
+    """Return the target if it is there or can be no repository, else a folder with its files from the Hub.
 
-    `files` are patterns of what is wanted. Raises `DitLoraError` for what looks like a mistyped folder, and if the
-    Hub does not give any of the files.
+    `files` are patterns of what is wanted. Raises `DitLoraError` for what looks like a mistyped folder, and
+    if the Hub does not give any of the files.
     """
     name, path = hub_name(str(target)), Path(target)
     if path.exists():
