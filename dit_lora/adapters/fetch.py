@@ -15,6 +15,7 @@ def fetched(target: str | Path, files: Sequence[str]) -> Path:
     if the Hub does not give any of the files.
     """
     name, path = hub_name(str(target)), Path(target)
+    # What is here goes before a repository of the same name.
     if path.exists():
         return path
     if name is None and hub_hint(str(target)):

@@ -47,6 +47,7 @@ def parameter_groups(
     members = _members(model, configs, patterns or {})
     every = [name for name, _ in model.named_parameters()]
     empty = [name for name, names in members.items() if not names]
+    # A pattern that matches nothing is most likely misspelt.
     empty += [
         f"{name} ({pattern})"
         for name, group in configs.items()
@@ -61,6 +62,7 @@ def parameter_groups(
             )
         )
     parameters = dict(model.named_parameters())
+    # Before the check, which looks at all that trains.
     _make_trainable(parameters, members)
     _require_partition(parameters, members)
     return [
@@ -124,6 +126,7 @@ def _base_group(
     if not parameter.dtype.is_floating_point:
         return None
     for group in ("connector", "backbone"):
+        # The connector is asked first, because a backbone without patterns is all the rest.
         modules = given[group].modules if group in given else None
         wanted = modules or patterns.get(group)
         if wanted is None and group == "backbone" and group in given:
@@ -139,6 +142,7 @@ def _make_trainable(
     for group in ("connector", "backbone"):
         for name in members.get(group, ()):
             parameter = parameters[name]
+            # AdamW loses small updates of weights in half precision.
             parameter.data = parameter.data.to(torch.float32)
             parameter.requires_grad_(True)
 

@@ -67,6 +67,7 @@ def load_state(
     weights = weights or {}
     for name, weight in weights.items():
         owner, _, attribute = name.rpartition(".")
+        # Put in before the adapter, which renames the layers that it wraps.
         setattr(model.get_submodule(owner), attribute, nn.Parameter(weight.float()))
     try:
         model.load_lora_adapter(

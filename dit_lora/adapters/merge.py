@@ -96,6 +96,7 @@ def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
         # theirs is copied below.
         model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(staged, max_shard_size=_SHARD)
+    # Transformers has written the config and the weights.
     copy_own(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
 
 

@@ -49,6 +49,7 @@ def write_merged(
     source = base / "transformer"
     stored = read_json(source / "config.json")
     files = _require_mergeable(source, stored, updates, weights)
+    # The index of the shards stays right, because merged files keep their names and tensors.
     copy_own(base, out, lambda name: not name.startswith("transformer/") or name == _SHARDS)
     (out / "transformer").mkdir(exist_ok=True)
     _write_json(out / "transformer" / "config.json", {**stored, **config})

@@ -67,6 +67,7 @@ def _components(folder: Path) -> list[str]:
     return [
         name
         for name, value in named.items()
+        # A component that the pipeline lacks is [null, null].
         if _PLAIN.fullmatch(name) and isinstance(value, list) and None not in value
     ]
 

@@ -107,6 +107,7 @@ def module_updates(
         for name in sorted(layers)
         if {f"{name}.lora_A.weight", f"{name}.lora_B.weight"} <= tensors.keys()
     }
+    # Roots of the weights' numbers of values, which the sides of their matrices tell.
     roots = {name: math.sqrt(len(b) * a[0].numel()) for name, (a, b) in pairs.items()}
     changes = {
         name: abs(layers[name].scaling) * product_norm(b, a) for name, (a, b) in pairs.items()

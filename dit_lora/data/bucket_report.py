@@ -203,6 +203,7 @@ def _advice_on_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
 def _ratio(source: VideoHeader) -> str:
     """Return the nearest ratio of width to height in small numbers, as in 16:9."""
     short, long = sorted((source.width, source.height))
+    # Denominators of usual ratios go up to 9, as in 16:9.
     near = Fraction(long, short).limit_denominator(9)
     is_wide = source.width == long
     return (

@@ -117,6 +117,7 @@ def _sides(
 
     def error(sides: tuple[int, int]) -> float:
         height, width = sides
+        # Both errors are logarithms, so that twice and half as much weigh the same.
         area = math.log(height * width / resolution**2)
         return math.hypot(area, math.log(width / height / aspect))
 
@@ -201,6 +202,7 @@ def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -
     # The shape with the clip's own aspect ratio, which crops least, stands for each resolution.
     speakers = {level: min(costs_of_level) for level, costs_of_level in levels.items()}
     unenlarged = [level for level, cost in speakers.items() if cost[1] <= ENLARGEMENT]
+    # The highest resolution without enlargement, else the one that enlarges least.
     level = max(unenlarged, default=None) or min(
         speakers, key=lambda candidate: (speakers[candidate][1], candidate)
     )

@@ -168,6 +168,7 @@ class TensorCache:
         except (OSError, ShardError) as error:
             if isinstance(error, OSError):
                 blame_machine(error, f"the cache entry {self._place(key)}")
+            # Integers have no NaN, so zeros stand in for them.
             lost = {
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
@@ -206,6 +207,7 @@ class TensorCache:
                 continue
             rows = index.find([entry.key for entry in header.entries])
             for entry, row in zip(header.entries, rows, strict=True):
+                # Another shard may hold the copy of this key that is read.
                 if row >= 0 and index.path(index.row(row)[0]) == str(path):
                     yield entry
 
@@ -215,6 +217,7 @@ class TensorCache:
     def _row(self, key: str) -> int:
         """Return the entry's number in the index; -1 if it is not there."""
         row = self._index.find_one(key)
+        # Another process may have written the entry since the last look.
         if row < 0 and self._index.may_have_changed():
             self.refresh()
             row = self._index.find_one(key)

@@ -71,6 +71,7 @@ class Gathered:
         fault = _wrong(text, caption, no_caption)
         if fault is not None:
             self.refuse(id, *fault)
+        # A refused clip is stored too, so that a second one of its id is found; `scan` leaves it out.
         self._clips[id] = Clip(id, media, text or "", image)
 
     def refuse(self, file: str, code: str, words: str) -> None:

@@ -150,6 +150,7 @@ def _columns(source: SourceConfig, rows: Any) -> tuple[str, str | None, str | No
     ]
     captions = caption_columns(source)
     wanted = [name for name in captions if name in (*labels, *texts)]
+    # Classes are taken whatever their column's name, unless one was asked for.
     if not wanted and source.caption_column is None:
         wanted = labels
     lacks = []
@@ -190,6 +191,7 @@ def _cells(path: str, rows: Any, column: str, from_hub: bool) -> Iterator[_Cell]
     from pyarrow import compute
 
     encoded = rows.select_columns([column])
+    # Undecoded, a cell is its bytes and its path.
     encoded = encoded.cast_column(column, type(rows.features[column])(decode=False))
     content = compute.struct_field(rows.data.column(column), "bytes")
     names = compute.struct_field(rows.data.column(column), "path")
@@ -208,6 +210,7 @@ def _cells(path: str, rows: Any, column: str, from_hub: bool) -> Iterator[_Cell]
             yield _Cell("", None, too_large)
             continue
         if suffix not in _SUFFIXES:
+            # A slice of the Arrow buffer copies no more of the cell than its first bytes.
             head = content[place[row]].as_buffer()[:64].to_pybytes()
             suffix = sniffed_suffix(head)
             if suffix is None:

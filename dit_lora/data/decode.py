@@ -102,6 +102,7 @@ class Instants:
         def head(seconds: float) -> int:
             return _search(container, stream, _tick(stream, origin + seconds))[0]
 
+        # Times after one key frame are decoded together.
         groups = [
             (target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=head)
         ]
@@ -184,6 +185,7 @@ def _pick(
             if times > 0:
                 yield shown, times
                 taken += times
+        # All times are served, so the rest is not decoded.
         if taken == wanted.count:
             return
         shown, shown_at = frame, seconds

@@ -132,6 +132,7 @@ class _Filling:
         self.cache = cache
         self.jobs: dict[str, Job] = {}
         for job in jobs:
+            # Equal captions and equal files have equal keys.
             self.jobs.setdefault(job.key, job)
         self.load_encoder = load_encoder
         self.launch = xxhash.xxh3_64_hexdigest(launch.encode())
@@ -154,6 +155,7 @@ class _Filling:
                 time.sleep(_POLL_SECONDS)
                 self._look()
         failed = self.filled.failed
+        # In the order of the jobs, whichever process tried them.
         self.filled.failed = {key: failed[key] for key in keys if key in failed}
         return self.filled
 
@@ -161,6 +163,7 @@ class _Filling:
         """Make what is missing of a unit; return False if another process has it."""
         if self.lost.isdisjoint(unit):
             return True
+        # Named by its entries, so that other launches with the same jobs claim the same unit.
         name = xxhash.xxh3_64_hexdigest("".join(unit).encode())
         with _claimed(self.cache, name) as is_ours:
             if is_ours:
@@ -185,6 +188,7 @@ class _Filling:
                 try:
                     entries.append(self._encode(job))
                 except (ClipError, CacheError) as error:
+                    # The launch's other processes read the note and do not try again.
                     note = self.cache.root / LOCKS / f"{self.launch}.{job.key}{FAILED}"
                     write_whole(note, str(error))
                     self._fail(job.key, str(error))

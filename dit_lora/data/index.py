@@ -87,6 +87,7 @@ class Index:
         old = {n for name, n in self._numbers.items() if name not in names or name in again}
         for number in old:
             del self._numbers[self._shards[number]]
+            # The number is never used again, so whoever kept it sees that the shard is gone.
             self._shards[number] = ""
         self._torn -= old
         new = [self._read(name) for name in sorted(names - self._numbers.keys())]
@@ -104,6 +105,7 @@ class Index:
         """Read the rows of a shard: those of entries whose bytes are all there."""
         number = self._numbers[name] = len(self._shards)
         self._shards.append(name)
+        # No file has this stamp, so a shard that could not be read is never the one that was read.
         self.stamps.append(_NONE)
         rows = []
         try:
@@ -136,6 +138,7 @@ class Index:
             shard, _, key = name.removesuffix(DEAD).partition(".")
             number, short = self._numbers.get(f"{shard}{SUFFIX}"), _short(key)
             if number is not None:
+                # Only the copy in that shard is set aside; other copies of the key stay.
                 begin, end = np.searchsorted(keys, short), np.searchsorted(keys, short, "right")
                 alive[begin:end] &= shards[begin:end] != number
         order, keys = order[alive], keys[alive]

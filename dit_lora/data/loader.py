@@ -190,6 +190,7 @@ class CachedClips(EncodedClips):
         texts = [(self.texts, key, self.text_spec) for key in {e.text_key: None for e in bad}]
         aside = []
         for cache, key, spec in [*videos, *texts]:
+            # The clip or the caption may be to blame, so only what is bad now is set aside.
             if cache.path(key).exists() and cache.read(key, spec)[1]:
                 aside.append(cache.set_aside(key))
         return aside
@@ -250,6 +251,7 @@ class Picker:
         epoch, copy, index = self.order.draw_at(position)
         entry = self.entries[index]
         draw = draw_number(entry.id, epoch, copy)
+        # The draw number alone decides, so every worker and a resumed run drop the same captions.
         share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
         text_key = self.empty_text_key if share < self.caption_dropout else entry.text_key
         return Pick(entry, text_key, draw)

@@ -190,8 +190,10 @@ def sniffed_suffix(head: bytes) -> str | None:
     # QuickTime files from before ftyp.
     if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":
         return ".mov"
+    # Two letters are little to go by, so BMP's reserved zeros are asked for too.
     if head[:2] == b"BM" and head[6:10] == bytes(4):
         return ".bmp"
+    # EBML: WebM says so in its DocType, and the rest is Matroska.
     if head[:4] == b"\x1aE\xdf\xa3":
         return ".webm" if b"webm" in head else ".mkv"
     return next((end for magic, end in _MAGIC.items() if head.startswith(magic)), None)

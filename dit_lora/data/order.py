@@ -83,6 +83,7 @@ class Order:
         """Return the draw at a position; raises `DitLoraError` if no sample is left for it."""
         step, place = divmod(position, self.group)
         first, steps = self._plan
+        # Only the steps of one epoch are kept, since positions are asked for nearly in order.
         if not first <= step < first + len(steps):
             epoch = self._epoch_of(step)
             first, steps = self._plan = (self._steps_before(epoch), self._steps_of(epoch))
@@ -126,6 +127,7 @@ class Order:
         arrived = self._bucket[draws[:, 2]]
         by_bucket = np.argsort(arrived, kind="stable")
         borders = np.searchsorted(arrived[by_bucket], np.arange(self.buckets + 1))
+        # Earlier epochs left so many draws in each queue.
         waiting = self._counts(epoch) % self.group
         steps, filled_at = [], []
         for bucket, (first, last) in enumerate(pairwise(borders.tolist())):
@@ -234,12 +236,14 @@ class _Lost:
             edges: set[int] = set()
             for record in quarantine.of(sample):
                 end = _FOREVER if record.to_epoch is None else record.to_epoch + 1
+                # A record's first epoch may keep some copies, so it is a stretch of its own.
                 edges |= {record.from_epoch, record.from_epoch + 1, end}
             settled = max([settled, *(edge for edge in edges if edge < _FOREVER)])
             for start, end in pairwise(sorted(edges)):
                 kept = quarantine.kept_in(sample, start)
                 if kept is not None:
                     rows.append((number, start, end, kept))
+        # Reshaped, since an empty list has no columns.
         index, starts, ends, left = np.array(rows, np.int64).reshape(-1, 4).T
         return cls(index, starts, ends, left, settled)
 

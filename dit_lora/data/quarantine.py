@@ -127,6 +127,7 @@ class Quarantine:
 
     def kept_in(self, sample_id: str, epoch: int) -> int | None:
         """Return how many of a sample's copies stay in an epoch; None if all do."""
+        # Several records may name a sample: the strictest counts.
         kept = (record.kept_in(epoch) for record in self.of(sample_id))
         return min((number for number in kept if number is not None), default=None)
 

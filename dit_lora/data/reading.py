@@ -140,6 +140,7 @@ def build_loader(
         batch_sampler=sampler,
         collate_fn=collate_fn,
         num_workers=workers,
+        # DataLoader refuses a prefetch factor without workers.
         prefetch_factor=prefetch if workers else None,
         pin_memory=pin_memory,
         # A loader without a generator draws its base seed from the global one, which would change

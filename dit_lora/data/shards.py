@@ -209,6 +209,7 @@ def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
         # After the rename there is no such file.
         partial.unlink(missing_ok=True)
     for entry in entries:
+        # The file was just written, so an old mark of the same name no longer holds.
         tombstone(path, entry.key).unlink(missing_ok=True)
     _sync_folder(folder)
     return path
@@ -279,6 +280,7 @@ def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
         try:
             start, layout = _placed(tensors, layouts)
             line = metadata[key]
+            # The line is 32 hexadecimal digits, a space and JSON.
             checksum = bytes.fromhex(line[:32])
         except (ValueError, KeyError, TypeError):
             continue
@@ -300,6 +302,7 @@ def _placed(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, Layout]) -> t
     described = tuple((name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors)
     layout = layouts.get(described)
     if layout is None:
+        # JSON may hold `true`, which is an int to isinstance.
         if any(type(side) is not int or side < 0 for _, _, shape in described for side in shape):
             raise ValueError
         layout = layouts[described] = Layout(described)

@@ -190,6 +190,7 @@ def prune(
     if not cache.root.is_dir():
         return Pruned()
     try:
+        # Within the gate no unit can be claimed, so one that is not held now stays free.
         with gate(cache, seconds=_GATE_SECONDS):
             busy = [lock for lock in unit_locks(cache) if is_held(lock)]
             if busy:
@@ -254,6 +255,7 @@ class _Pruning:
                 self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
             except OSError as error:
                 self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
+        # Counted before any entry is judged: a copy is read only if there are others.
         self.copies.update(entry.key for header in headers.values() for entry in header.entries)
         return headers
 
@@ -328,6 +330,7 @@ def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
     except ShardError as error:
         return data, problem("torn", str(error))
     tensors = entry.layout.split(data)
+    # Bad values are named as such, be they written so or changed since.
     if not all(in_range(tensor, MAX_ABS) for tensor in tensors.values()):
         finite = all(is_finite(tensor) for tensor in tensors.values())
         message = describe_all(tensors, MAX_ABS) or ""
@@ -362,6 +365,7 @@ def _leftovers(cache: TensorCache) -> list[Path]:
         if _OLD_FILE.fullmatch(path.name) or path.name.endswith(PARTIAL)
     ]
     locks = unit_locks(cache)
+    # Partial files and notes may belong to the units in work.
     if any(is_held(lock) for lock in locks):
         return sorted([*orphans, *old])
     notes = (root / LOCKS).glob(f"*{FAILED}")

@@ -148,6 +148,7 @@ def read_header(media: Media | Path) -> VideoHeader:
             return _header(container)
     except (av.error.FFmpegError, *DAMAGED) as error:
         require_readable(media)
+        # The disk was not at fault, or `require_readable` would have raised.
         kind = "an image" if is_image(media) else "a video"
         raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
 

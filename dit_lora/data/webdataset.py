@@ -135,6 +135,7 @@ def _index(stream: BinaryIO, size: int) -> _Index:
             index.refused.append((member.name, *fault))
         elif member.isreg() and not any(part.startswith(".") for part in name.split("/")):
             members[extension] = (name, member.offset_data, member.size)
+    # A sample goes whole, since what is left of it would have another caption or medium.
     index.samples = {k: m for k, m in index.samples.items() if m and k not in left_out}
     return index
 

@@ -52,6 +52,7 @@ class VaeMemory:
         name = vae_config["_class_name"]
         with torch.device("meta"):
             vae = getattr(diffusers, name).from_config(dict(vae_config))
+        # Diffusers' VAEs name their switches use_tiling and use_slicing.
         flags = {option: option.replace("data.vae", "use") for option in asked}
         cannot = [o for o, is_set in asked.items() if is_set and not hasattr(vae, flags[o])]
         if cannot:
@@ -72,6 +73,7 @@ class VaeMemory:
 
     def _aligned(self, vae: Any, height: int, width: int) -> bool:
         """Return True if a frame of this size has latents of the same shape in tiles as whole."""
+        # A video VAE takes (B, C, F, H, W), an image VAE no frames.
         of_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
         frame = torch.empty((1, 3, *((1,) if of_video else ()), height, width), device="meta")
         vae.disable_tiling()

@@ -88,6 +88,7 @@ class VideoPatchEmbed(nn.Module):
     def forward(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
         tokens = self.proj(latents_BCFHW)
         positions = sincos_positions(tokens.shape[1], *tokens.shape[2:], tokens.device)
+        # Positions are added in fp32, and the sum is rounded once.
         return (tokens.flatten(2).transpose(1, 2).float() + positions).to(tokens.dtype)
 
 
@@ -161,6 +162,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
                 for part in (module.to_q, module.to_k, module.to_v):
                     # DiT draws the three as one matrix, whose fan-out is three times as large.
                     nn.init.xavier_uniform_(part.weight, gain=0.5**0.5)
+        # DiT initialises this convolution as the linear layer of a patch that it is.
         nn.init.xavier_uniform_(self.patch_embed.proj.weight.flatten(1))
         nn.init.zeros_(self.patch_embed.proj.bias)  # type: ignore[arg-type]
         if self.class_embed is not None:
@@ -168,6 +170,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         nn.init.normal_(self.time_embed.linear_1.weight, std=0.02)
         nn.init.normal_(self.time_embed.linear_2.weight, std=0.02)
         adaln = [module for module in self.modules() if isinstance(module, AdaLayerNorm)]
+        # adaLN-zero: with gates of zero every block begins as the identity.
         for zeroed in [*(module.linear for module in adaln), self.proj_out]:
             nn.init.zeros_(zeroed.weight)
             nn.init.zeros_(zeroed.bias)
@@ -202,6 +205,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         class_labels: torch.Tensor | None,
         pooled_projections: torch.Tensor | None,
     ) -> torch.Tensor:
+        # Timesteps gives fp32, whatever the model's dtype.
         frequencies = self.time_proj(timestep).to(self.time_embed.linear_1.weight.dtype)
         embedded = self.time_embed(frequencies)
         conditions: dict[str, Any] = {

@@ -58,6 +58,7 @@ def write_base(
         model: Any = VideoDiTTransformer3DModel.from_config({**condition, **(config or {})})
     weights = convert_opendit(state_dict, model.config).transformer if state_dict else None
     pipeline: Any = VideoDiTPipeline(
+        # The transformer is written below, with weights or as a config alone.
         transformer=None,  # type: ignore[arg-type]
         vae=load_pretrained(AutoencoderKL, vae, use_safetensors=True),
         # The scheduler is iDDPM's, as in OpenDiT's create_diffusion.
@@ -73,6 +74,7 @@ def write_base(
     else:
         model.load_state_dict(weights, strict=True, assign=True)
         model.save_pretrained(out / "transformer", safe_serialization=True)
+    # The pipeline was saved without its transformer, whose class its index must name.
     index = read_json(out / "model_index.json")
     index["transformer"] = [type(model).__module__, type(model).__name__]
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -65,6 +65,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         )
         self.register_to_config(id2label=dict(id2label or {}))
         self.labels = {name: int(index) for index, name in dict(id2label or {}).items()}
+        # Each block of the VAE but the last halves height and width.
         self.vae_scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1) if vae else 8
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor)
 
@@ -148,6 +149,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
                 output = _guided(
                     output, self._predict(inputs, step, empty), guidance_scale, config.in_channels
                 )
+            # A scheduler with a fixed variance takes the noise alone.
             if not _learns_variance(self.scheduler):
                 output = output[:, : config.in_channels]
             latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
@@ -165,6 +167,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         predicted = self.transformer(
             hidden_states=latents, timestep=timesteps, return_dict=False, **condition
         )[0]
+        # The scheduler steps in fp32.
         return predicted.float()
 
     def _conditions(

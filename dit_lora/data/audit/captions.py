@@ -67,6 +67,7 @@ def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int
     if tokenizer is None:
         return {}
     added = tokenizer.num_special_tokens_to_add()
+    # Captions that repeat are tokenised once.
     captions = list(dict.fromkeys(clip.caption for clip in clips))
     return {
         caption: len(ids) + added

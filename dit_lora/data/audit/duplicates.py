@@ -23,6 +23,7 @@ def exact_duplicates(digests: Mapping[str, str]) -> dict[str, Finding]:
     first: dict[str, str] = {}
     findings = {}
     for file, digest in digests.items():
+        # Copies are compared with the first file of their content, which stays.
         before = first.setdefault(digest, file)
         if before != file:
             message = f"the same bytes as {before}"

@@ -112,6 +112,7 @@ class Stats:
                 _Statistic("mean", means, LEAST_LOGVAR),
             ]
         else:
+            # Scales are compared by their ratio, so on a logarithmic scale.
             factor = math.log(LEAST_FACTOR)
             parts = [
                 _Statistic("largest magnitude", _log(top), factor, log=True),

@@ -34,6 +34,7 @@ def measure_image(
         # Pillow warns about odd metadata and large images, which are no fault.
         warnings.simplefilter("ignore")
         try:
+            # Opened by itself first, to tell a header that is not read from pixels that are not.
             with open_picture(media):
                 pass
         except DAMAGED as error:
@@ -48,6 +49,7 @@ def measure_image(
     pictures = Pictures()
     pictures.add(np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX)))
     pictures.add_levels(np.asarray(picture.convert("L")))
+    # An image has one time and lasts for none.
     facts |= {"frames": 1, **pictures.facts([0.0, 0.0])}
     picture.thumbnail((_EDGE, _EDGE))
     return [], facts, jpeg([np.asarray(picture)])

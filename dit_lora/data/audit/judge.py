@@ -71,6 +71,7 @@ def judge(media: Media, found: Probe, wanted: Wanted | None) -> list[Finding]:
     """Return everything wrong with a file; without `wanted`, in general."""
     facts = found.facts
     findings = [*found.faults, *_name(media, facts)]
+    # A file that could not be decoded has no pictures to judge.
     if found.faults or "frames" not in facts:
         return findings
     small = _too_small(facts)
@@ -254,6 +255,7 @@ def _length(media: Media, facts: Mapping[str, Any], wanted: Wanted) -> Iterator[
         gives = 1
     else:
         end = facts["last_at"] + facts["last_interval"] / 2
+        # The same count as `decode.Wanted.until`, from the frames' own times.
         gives = math.floor(end * fps + 1e-6) + 1
     if gives < wanted.frames:
         message = f"{wanted.frames} frames at {fps:g} fps are asked for, and it gives {gives}"

@@ -28,6 +28,7 @@ def check_labels(
     note; a sample counts as often as it comes in an epoch.
     """
     labels = dict.fromkeys(clip.caption for clip in clips)
+    # Without a table, the labels of the data make it.
     names = {label: label for label in labels} if table is None else _names(table)
     unknown = [label for label in labels if label not in names or not label.strip()]
     outside = {

@@ -128,6 +128,7 @@ class Pictures:
 
 def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
     """Return start and length, in seconds, of each stretch in which the flags are set."""
+    # Edges come in pairs: a stretch's first picture, and the one after its last.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     return [
         [round(float(times[first]), 3), round(float(times[end] - times[first]), 3)]

@@ -66,6 +66,7 @@ def _key(media: Media, digest: str) -> str:
 
 def _key_of(line: str) -> str | None:
     """Return the key that a line begins with; None if the line is of another version, or torn."""
+    # Lines are searched and parsed only when asked for, since most of a large memo is not needed.
     start = f'{{"key": "{AUDIT_VERSION}/'
     if not (line.startswith(start) and line.endswith("}")):
         return None

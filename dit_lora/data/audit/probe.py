@@ -51,6 +51,7 @@ def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
         return _rejected("unreadable", f"it cannot be read: {error.strerror or error}")
     if size == 0:
         return _rejected("empty_file", "the file has no bytes")
+    # A file that is no media never reaches a decoder, which might follow names in it.
     foreign = foreign_kind(head)
     if foreign:
         return _rejected("not_media", f"its content is {foreign}")

@@ -147,6 +147,7 @@ def _judged(
     clips: Sequence[Clip], known: _Known, hashed: dict[Media, str], wanted: Wanted | None
 ) -> list[Judged]:
     judged = {clip.id: _judge_clip(clip, known, hashed, wanted) for clip in clips}
+    # Rejected files may have no pictures to compare.
     media = {clip.id: clip.media for clip in clips if judged[clip.id].verdict != "reject"}
     same = exact_duplicates({file: hashed[medium] for file, medium in media.items()})
     signatures = {

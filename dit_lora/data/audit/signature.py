@@ -45,6 +45,7 @@ class Signature:
     @property
     def text(self) -> str:
         """Hexadecimal text: the hashes, a colon, the colours."""
+        # Big-endian on every machine, since a memo may be read on another.
         return f"{self.hashes.astype('>u8').tobytes().hex()}:{self.colours.tobytes().hex()}"
 
     @classmethod

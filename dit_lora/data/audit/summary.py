@@ -130,6 +130,7 @@ def write_fix_list(path: Path, judged: Sequence[Judged]) -> None:
 
 def _worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     unique = dict.fromkeys(findings)
+    # The sort is stable: within a verdict, findings stay in their order.
     return tuple(sorted(unique, key=lambda finding: -VERDICTS.index(finding.verdict)))
 
 

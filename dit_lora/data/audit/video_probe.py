@@ -123,6 +123,7 @@ class _Frames:
         alive: Callable[[], None],
     ) -> None:
         """Decode to the end of the file, past errors, and say what they were."""
+        # One thread, because the audit runs a process on each core.
         stream.thread_type, stream.thread_count = "NONE", 1
         limit = FrameLimit()
         for frame in self._decoded(container, stream, alive):
@@ -143,6 +144,7 @@ class _Frames:
         packets = container.demux(stream)
         while len(self._errors) < _MOST_ERRORS:
             try:
+                # A container that fails has no more packets, but a decoder may go on after an error.
                 packet = next(packets, None)
             except _ERRORS as error:
                 self._errors.append((len(self.times), _reason(error)))

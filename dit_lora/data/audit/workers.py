@@ -44,6 +44,7 @@ def probe_all(
             busy = [worker for worker in pool if worker.number is not None]
             if not busy:
                 return
+            # Wait for a result, but no longer than the first deadline.
             soonest = min(worker.deadline for worker in busy)
             timeout = max(0.0, soonest - time.monotonic())
             ready = set(wait([worker.pipe for worker in busy], timeout))
@@ -88,6 +89,7 @@ class _Worker:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # While this side holds the worker's end open, the worker's death would not end the pipe.
         other.close()
         self.number: int | None = None
         self.deadline = 0.0
@@ -108,6 +110,7 @@ class _Worker:
             result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
+            # A process that ends before its first sign of life would do so for every file.
             if not self._started:
                 self.end()
                 raise DitLoraError(
@@ -143,6 +146,7 @@ def _cause(code: int | None) -> str:
 
 def _serve(pipe: Connection) -> None:
     """Probe, in the worker's process, what comes until the other end is closed."""
+    # The first sign of life says that the process has started.
     heart = _Heart(pipe)
     heart.beat()
     while True:

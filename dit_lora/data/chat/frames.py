@@ -119,6 +119,7 @@ def read_at(
         else:
             chosen = _read_clip(media, Instants(times), height, width, fit, box)
     except (av.error.FFmpegError, OSError, ValueError) as error:
+        # The disk may be at fault, and not the clip.
         require_readable(media)
         raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
     if len(chosen) < len(times) and not is_image(media):

@@ -113,6 +113,7 @@ class _ListReader:
         more = "" if self._ended else self._file.read(size)
         self._ended = not more
         if more:
+            # The lines of the text that goes are counted, for messages.
             self._line, self._column = self._place(self._at)
             self._text = self._text[self._at :] + more
             self._at = 0

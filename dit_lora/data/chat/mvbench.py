@@ -325,6 +325,7 @@ def _media(
     if not isinstance(name, str) or not name:
         faults.append("it names no video")
         return None
+    # A stranger's records could name any file.
     if ".." in PurePosixPath(name).parts or os.path.isabs(name):
         faults.append(f"its video {name!r} leads out of the folder")
         return None

@@ -140,6 +140,7 @@ def render_prompt(
         preface = preface.rstrip()
     before, after = [Span(preface, "fixed")], list[Span]()
     if conversation.kind == "text":
+        # Without media nothing cuts the text, so it is tokenised as one.
         after, before = before, after
     else:
         start, end = _MARKERS[conversation.kind]
@@ -148,6 +149,7 @@ def render_prompt(
         after.append(Span(end + timing + style.media[1], "fixed"))
     for index, turn in enumerate(conversation.turns):
         last = index == len(conversation.turns) - 1
+        # The media's turn is open already, so its question begins none.
         opened = style.media_in_question and index == 0 and conversation.kind != "text"
         after += _turn(style, turn, index, opened=opened, answered=answered or not last)
     if prefix and not answered:
@@ -206,6 +208,7 @@ def _turn(
             Span(style.question[1], "fixed"),
         ]
         spans = asked + spans
+    # The end of the answer before may be the beginning of this turn, written once (Vicuna's ###).
     if index:
         spans[0] = Span(style.between + spans[0].text.removeprefix(style.shared), "fixed")
     if answered:

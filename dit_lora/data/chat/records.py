@@ -170,6 +170,7 @@ class _Messages:
             return
         answered = False
         for number, message in enumerate(self._given, start=1):
+            # Every message is read, even after a fault, so that all faults are listed.
             answered |= self._read_message(number, message) == "assistant"
         if not answered:
             sample.wrong("no_answer", "no message is the assistant's")

@@ -59,6 +59,7 @@ def render_template(
     spans = _expanded(spans, media)
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
+    # A template that writes the beginning-of-text token must not get a second one.
     written = isinstance(bos, str) and text.startswith(bos)
     pieces = tokenized(tokenizer, spans, add_special_tokens=not written)
     rendered = Rendered(tuple(pieces))
@@ -85,6 +86,7 @@ class _Writer:
             last = index == len(turns) - 1
             kind = self._conversation.kind if index == 0 else "text"
             messages.append(_message("user", question, kind))
+            # Inference sees this text before an answer, so the answer is what is written beyond it.
             prompt = self._write(messages, generation=True)
             spans += _asked(self._beyond(written, prompt, "an earlier turn"), question)
             if not index and self._conversation.system.strip() not in prompt:

@@ -23,6 +23,7 @@ def to_tensors(
     """
     ids = rendered.ids
     learned = [index for index, label in enumerate(rendered.labels) if label != IGNORE]
+    # The first token is never predicted, so it must not be learned.
     if learned and not learned[0]:
         raise ValueError("the first token has a label, and nothing before it to predict it from")
     tensors = {

@@ -57,6 +57,7 @@ def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list
     for piece in rendered.pieces:
         tokens: tuple[Token, ...] = ()
         if piece.part == "media":
+            # Media's ids may be outside the vocabulary, so the text begins anew after them.
             reader = _Reader(tokenizer)
         else:
             texts = [reader.read(token) for token in piece.ids]

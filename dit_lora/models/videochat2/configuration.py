@@ -83,6 +83,7 @@ class VideoChat2Config(PreTrainedConfig):
         self.media_token_id = text_config.vocab_size if media_token_id is None else media_token_id
         self.legacy, self.tile_size, self.add_global = legacy, tile_size, add_global
         self.prompt_format = prompt_format
+        # Transformers ties the head by the value of this outer config.
         kwargs.setdefault("tie_word_embeddings", bool(text_config.tie_word_embeddings))
         super().__init__(**kwargs)
         self._check()

@@ -147,6 +147,7 @@ def convert_videochat2(
         model = VideoChat2ForConditionalGeneration(ours)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if ours.tie_word_embeddings:
+        # A tied head is the embedding, and is not stored.
         del expected["lm_head.weight"]
     blocks = len(model.model.vision_encoder.encoder.blocks)
     use_text = ours.qformer_config["use_text"]

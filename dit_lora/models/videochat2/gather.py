@@ -68,6 +68,7 @@ def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: 
 
 
 def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
+    # detach reads nothing: the values stay on disk until they are used.
     target, stored = place(name), Stored(file, tuple(tensor.shape), tensor.detach)
     if target is None:
         sources.unknown.append(f"{file.name}: {name}")

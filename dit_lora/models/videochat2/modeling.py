@@ -118,6 +118,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         size = self.config.tile_size
         rows, columns = self.config.grid(*pixels.shape[-2:])
         tiles = pixels.unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
+        # (B, F, 3, rows, tile, columns, tile) -> (B, rows, columns, F, 3, tile, tile)
         views = tiles.permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
         if self.config.num_views(*pixels.shape[-2:]) == rows * columns:
             return views
@@ -137,6 +138,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_media, 0))
         if self.constant_bos:
             bos = self.config.text_config.bos_token_id
+            # The original assigns the id itself to the embedding.
             embeds = embeds.masked_fill((input_ids == bos)[..., None], float(bos))
         if features is None:
             return embeds

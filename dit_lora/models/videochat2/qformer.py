@@ -62,6 +62,7 @@ class VideoChat2QFormerSelfAttention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.query(tokens), self.key(context), self.value(context))
         )
+        # SDPA would apply dropout in evaluation too.
         dropout = self.dropout_prob if self.training else 0.0
         attended = functional.scaled_dot_product_attention(query, key, value, mask, dropout)
         return attended.transpose(1, 2).flatten(2)
@@ -137,6 +138,7 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         tokens = self.attention(tokens, tokens, mask)
+        # Queries alone look at the picture, and words have a feed-forward of their own.
         query, words = tokens[:, :queries], tokens[:, queries:]
         if self.crosses:
             query = self.crossattention(query, vision_BND, None)

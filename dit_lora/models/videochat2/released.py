@@ -129,6 +129,7 @@ def read_released(path: Path) -> ReleasedFile:
     except (RuntimeError, EOFError, OSError) as error:
         raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
     beside: tuple[str, ...] = ()
+    # A checkpoint of a training run has its weights under `model`.
     if isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):
         beside = tuple(str(key) for key in loaded if key != "model")
         loaded = loaded["model"]

@@ -146,6 +146,7 @@ class VideoChat2VisionEncoder(nn.Module):
             times,
             1 if frames == 1 else self.config["pretrained_frames"],
             tokens.device,
+            # vit.py resizes a table of 14 x 14 patches only for sizes other than 224.
             pretrained_side=side if size == PRETRAINED_SIZE else PRETRAINED_SIDE,
         )
         tokens = (tokens.float() + positions).to(tokens.dtype)
