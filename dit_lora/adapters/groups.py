@@ -104,32 +104,32 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _members(
-    model: nn.Module, given: Mapping[str, GroupConfig], patterns: Patterns
+    model: nn.Module, configs: Mapping[str, GroupConfig], patterns: Patterns
 ) -> dict[str, list[str]]:
-    members: dict[str, list[str]] = {name: [] for name in given}
+    members: dict[str, list[str]] = {name: [] for name in configs}
     for name, parameter in model.named_parameters():
         if is_lora_b(name):
-            wanted = "adapter_b" if "adapter_b" in given else "adapter"
+            wanted = "adapter_b" if "adapter_b" in configs else "adapter"
         elif is_lora_a(name):
             wanted = "adapter"
         else:
-            wanted = _base_group(name, parameter, given, patterns) or ""
+            wanted = _base_group(name, parameter, configs, patterns) or ""
         if wanted in members:
             members[wanted].append(name)
     return members
 
 
 def _base_group(
-    name: str, parameter: nn.Parameter, given: Mapping[str, GroupConfig], patterns: Patterns
+    name: str, parameter: nn.Parameter, configs: Mapping[str, GroupConfig], patterns: Patterns
 ) -> str | None:
     # A quantised weight cannot be trained.
     if not parameter.dtype.is_floating_point:
         return None
     for group in ("connector", "backbone"):
         # The connector is asked first, because a backbone without patterns is all the rest.
-        modules = given[group].modules if group in given else None
+        modules = configs[group].modules if group in configs else None
         wanted = modules or patterns.get(group)
-        if wanted is None and group == "backbone" and group in given:
+        if wanted is None and group == "backbone" and group in configs:
             return group
         if wanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
             return group

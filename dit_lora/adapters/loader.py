@@ -43,7 +43,7 @@ def _adaptable_class(model_class: type) -> type:
     return _composed(model_class, PeftAdapterMixin)
 
 
-def _composed(own: type, mixin: type) -> type:
+def _composed(base: type, mixin: type) -> type:
     # save_pretrained writes the class's name, so the composed class keeps it.
-    members = {"__module__": own.__module__, "__doc__": own.__doc__}
-    return type(own.__name__, (own, mixin), members)
+    members = {"__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (base, mixin), members)

@@ -225,6 +225,6 @@ def _epochs(number: float) -> str:
     return f"{number:.1f} epochs" if number < 10 else f"{number:.0f} epochs"
 
 
-def _few(words: Sequence[str]) -> str:
-    more = len(words) - _SHOWN
-    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _few(texts: Sequence[str]) -> str:
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

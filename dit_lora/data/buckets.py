@@ -185,8 +185,8 @@ def _shortage(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | N
 def _cost(source: VideoHeader, shape: VideoShape) -> tuple[float, float]:
     """Return (share lost, enlargement) of a picture that is scaled to cover a shape and cropped at the centre."""
     scale = max(shape.height / source.height, shape.width / source.width)
-    kept = shape.height * shape.width / (source.height * source.width * scale**2)
-    return max(0.0, 1 - kept), max(1.0, scale)
+    remaining = shape.height * shape.width / (source.height * source.width * scale**2)
+    return max(0.0, 1 - remaining), max(1.0, scale)
 
 
 def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:

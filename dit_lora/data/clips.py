@@ -81,7 +81,7 @@ class Gathered:
 
     def scan(self) -> Scan:
         """Return clips and problems in the order in which they were added."""
-        clips = [clip for id, clip in self._clips.items() if id not in self._refused]
+        clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._refused]
         return Scan(clips, list(self._problems.values()))
 
 

@@ -83,20 +83,20 @@ def read_dataset(source: SourceConfig) -> Scan:
         captions = _stored(rows, rows.data.column(caption)).to_pylist()
     names = getattr(rows.features[caption], "names", None) if caption else None
     for row, (cell, first, text) in enumerate(zip(cells, images, captions, strict=True)):
-        id = f"{row:08d}{cell.suffix}"
+        sample_id = f"{row:08d}{cell.suffix}"
         if cell.fault is not None:
-            gathered.refuse(id, *cell.fault)
+            gathered.refuse(sample_id, *cell.fault)
         if first.fault is not None and first.media is not None:
-            gathered.refuse(id, first.fault[0], f"its first image: {first.fault[1]}")
+            gathered.refuse(sample_id, first.fault[0], f"its first image: {first.fault[1]}")
         if names is not None and isinstance(text, int):
             if 0 <= text < len(names):
                 text = names[text]
             else:
                 gathered.refuse(
-                    id, "label_unknown", f"its label {text} is none of {len(names)} classes"
+                    sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes"
                 )
         if cell.media is not None:
-            gathered.add(id, cell.media, text, image=first.media)
+            gathered.add(sample_id, cell.media, text, image=first.media)
     return gathered.scan()
 
 

@@ -215,8 +215,8 @@ class _Filling:
             self.lost.difference_update(entry.key for entry in batch)
             self.filled.made += len(batch)
 
-    def _fail(self, key: str, words: str) -> None:
-        self.filled.failed[key] = words
+    def _fail(self, key: str, message: str) -> None:
+        self.filled.failed[key] = message
         self.lost.discard(key)
 
     def _tell(self, unwritten: int = 0) -> None:

@@ -53,10 +53,10 @@ class Headers:
         write_whole(self._memo, json.dumps({"version": _VERSION, "headers": self._known}))
 
     def _remembered(self, media: Media) -> VideoHeader | None:
-        known = self._known.get(media.place)
-        if known is None or known[0] != _stamp(media):
+        stored = self._known.get(media.place)
+        if stored is None or stored[0] != _stamp(media):
             return None
-        return VideoHeader(**known[1])
+        return VideoHeader(**stored[1])
 
     def _keep(self, media: Media, header: VideoHeader | ClipError) -> VideoHeader | ClipError:
         if isinstance(header, VideoHeader):

@@ -240,9 +240,9 @@ class _Lost:
                 edges |= {record.from_epoch, record.from_epoch + 1, end}
             settled = max([settled, *(edge for edge in edges if edge < _FOREVER)])
             for start, end in pairwise(sorted(edges)):
-                kept = quarantine.kept_in(sample, start)
-                if kept is not None:
-                    rows.append((number, start, end, kept))
+                copies_left = quarantine.kept_in(sample, start)
+                if copies_left is not None:
+                    rows.append((number, start, end, copies_left))
         # Reshaped, since an empty list has no columns.
         index, starts, ends, left = np.array(rows, np.int64).reshape(-1, 4).T
         return cls(index, starts, ends, left, settled)

@@ -128,9 +128,9 @@ class Quarantine:
     def kept_in(self, sample_id: str, epoch: int) -> int | None:
         """Return how many of a sample's copies stay in an epoch; None if all do."""
         # Several records may name a sample: the strictest counts.
-        kept = (record.kept_in(epoch) for record in self.of(sample_id))
-        return min((number for number in kept if number is not None), default=None)
+        limits = (record.kept_in(epoch) for record in self.of(sample_id))
+        return min((number for number in limits if number is not None), default=None)
 
     def is_out(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
-        kept = self.kept_in(sample_id, epoch)
-        return kept is not None and copy >= kept
+        limit = self.kept_in(sample_id, epoch)
+        return limit is not None and copy >= limit

@@ -81,9 +81,9 @@ class ListedFiles:
             self._found.refuse(path, "missing", f"no such first image: {own_image.name}")
         self._found.add(path, media, caption, image=own_image)
 
-    def _refuse(self, id: str, name: str | None) -> None:
+    def _refuse(self, sample_id: str, name: str | None) -> None:
         message = f"{name} leads out of {self._root}; set data.media to a folder that it is below"
-        self._found.refuse(id, "unsafe_path", message)
+        self._found.refuse(sample_id, "unsafe_path", message)
 
 
 def read_text(path: Path) -> str:
@@ -94,7 +94,7 @@ def read_text(path: Path) -> str:
         raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}") from error
 
 
-def _read_jsonl(path: Path, found: Gathered) -> _Read:
+def _read_jsonl(path: Path, gathered: Gathered) -> _Read:
     records: list[Record] = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -107,12 +107,12 @@ def _read_jsonl(path: Path, found: Gathered) -> _Read:
         if isinstance(record, dict):
             records.append(record)
         else:
-            found.refuse(f"{path.name} line {number}", "unreadable", fault)
+            gathered.refuse(f"{path.name} line {number}", "unreadable", fault)
     columns = dict.fromkeys(key for record in records for key in record)
     return list(columns), lambda wanted: records
 
 
-def _read_csv(path: Path, found: Gathered) -> _Read:
+def _read_csv(path: Path, gathered: Gathered) -> _Read:
     # The file is read as one text with its line ends kept, because a quoted caption may hold some.
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
@@ -122,7 +122,7 @@ def _read_csv(path: Path, found: Gathered) -> _Read:
     return list(reader.fieldnames or ()), lambda wanted: records
 
 
-def _read_parquet(path: Path, found: Gathered) -> _Read:
+def _read_parquet(path: Path, gathered: Gathered) -> _Read:
     try:
         import pyarrow
         from pyarrow import parquet

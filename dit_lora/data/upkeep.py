@@ -224,12 +224,12 @@ class _Pruning:
         headers = self._headers()
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
-            kept = [entry for entry in header.entries if self._stays(entry, header)]
+            staying = [entry for entry in header.entries if self._stays(entry, header)]
             # A shard of which everything stays is not written anew.
-            if kept and len(kept) == len(header.entries):
+            if staying and len(staying) == len(header.entries):
                 continue
             self.sources.append(path)
-            for entry in kept:
+            for entry in staying:
                 carried = self._carried(entry)
                 if carried is not None:
                     self.pending.append(carried)

@@ -62,23 +62,23 @@ def read_tar(path: Path, source: SourceConfig, memo: Path | None) -> Scan:
 
 
 def _read(
-    path: Path, prefix: str, source: SourceConfig, found: Gathered, memo: Path | None
+    path: Path, prefix: str, source: SourceConfig, gathered: Gathered, memo: Path | None
 ) -> None:
     file = prefix.rstrip("/") or path.name
     try:
         with path.open("rb") as stream:
             index = _remembered(path, stream, memo)
             for name, code, message in index.refused:
-                found.refuse(prefix + name, code, message)
-            adding = _Samples(path, prefix, source, found, stream)
+                gathered.refuse(prefix + name, code, message)
+            adding = _Samples(path, prefix, source, gathered, stream)
             whole = sum(adding.add(key, members) for key, members in index.samples.items())
     except OSError as error:
-        found.refuse(file, "unreadable", error.strerror or str(error))
+        gathered.refuse(file, "unreadable", error.strerror or str(error))
         return
     if index.fault is not None:
         code, message = index.fault
         there = f"{message}; {whole} whole samples before it can be used; fetch it again"
-        found.refuse(file, code, message if code == "unreadable" else there)
+        gathered.refuse(file, code, message if code == "unreadable" else there)
 
 
 @dataclass

@@ -41,12 +41,12 @@ def cut_positions(grey: np.ndarray, change: np.ndarray, still: np.ndarray) -> li
     number = np.arange(len(still))
     repeats = number - np.maximum.accumulate(np.where(still, 0, number))
     # A repeated frame would make the motion at the next one look large; what stands still for longer is still.
-    kept = number[(repeats == 0) | (repeats >= _CADENCE)]
-    pictures, changes = grey[kept], change[kept]
-    deviations = pictures.reshape(len(kept), -1).std(1)
+    moving = number[(repeats == 0) | (repeats >= _CADENCE)]
+    pictures, changes = grey[moving], change[moving]
+    deviations = pictures.reshape(len(moving), -1).std(1)
     return [
-        int(kept[k])
-        for k in range(1, len(kept))
+        int(moving[k])
+        for k in range(1, len(moving))
         if changes[k] >= max(_LEAST, _OF_CONTRAST * (deviations[k - 1] + deviations[k]) / 2)
         and changes[k] >= _TIMES_MOTION * _usual(changes, k)
         and not _same_scene(pictures, k)
@@ -85,16 +85,16 @@ def _detail(pictures: np.ndarray) -> np.ndarray:
     return pictures - means
 
 
-def _correlation(one: np.ndarray, two: np.ndarray) -> float:
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Return Pearson's correlation; 0 for pictures without contrast."""
-    x, y = one - one.mean(), two - two.mean()
+    x, y = first - first.mean(), second - second.mean()
     norm = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return float((x * y).sum()) / norm if norm > x.size else 0.0
 
 
-def _shifted_correlation(one: np.ndarray, two: np.ndarray) -> float:
+def _shifted_correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Return the best correlation of all shifts up to `_SHIFT` pixels."""
-    height, width = one.shape
+    height, width = first.shape
     best = 0.0
     for down in range(-_SHIFT, _SHIFT + 1):
         rows = slice(max(0, down), height + min(0, down))
@@ -102,6 +102,6 @@ def _shifted_correlation(one: np.ndarray, two: np.ndarray) -> float:
         for right in range(-_SHIFT, _SHIFT + 1):
             columns = slice(max(0, right), width + min(0, right))
             other_columns = slice(max(0, -right), width + min(0, -right))
-            correlation = _correlation(one[rows, columns], two[other_rows, other_columns])
+            correlation = _correlation(first[rows, columns], second[other_rows, other_columns])
             best = max(best, correlation)
     return best

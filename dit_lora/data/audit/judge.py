@@ -300,5 +300,5 @@ def shown_size(facts: Mapping[str, Any]) -> tuple[float, float]:
     return round(height, 1), round(width, 1)
 
 
-def _warn(code: str, words: str, remedy: str) -> Finding:
-    return Finding(code, words, "warn", remedy)
+def _warn(code: str, message: str, remedy: str) -> Finding:
+    return Finding(code, message, "warn", remedy)

@@ -82,5 +82,5 @@ def _opened(media: Media) -> BinaryIO:
     return source.open("rb") if isinstance(source, Path) else source
 
 
-def _rejected(code: str, words: str, remedy: str = ANEW) -> Probe:
-    return Probe((Finding(code, words, "reject", remedy),))
+def _rejected(code: str, message: str, remedy: str = ANEW) -> Probe:
+    return Probe((Finding(code, message, "reject", remedy),))

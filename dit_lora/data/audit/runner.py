@@ -48,22 +48,22 @@ def audit_media(
     digests = digests or _forgetful()
     media = list(dict.fromkeys(medium for clip in clips for medium in _media_of(clip)))
     hashed: dict[Media, str] = {}
-    known: _Known = {}
+    probes: _Known = {}
     bar = tqdm(
         total=len(media), desc="auditing", unit="file", disable=not progress, dynamic_ncols=True
     )
     keeper = _Keeper(memo, hashed)
     try:
-        with bar, closing(_probed(media, known, hashed, memo, digests, workers)) as probed:
+        with bar, closing(_probed(media, probes, hashed, memo, digests, workers)) as probed:
             for medium, probe in probed:
                 keeper.keep(medium, probe)
-                known[medium] = probe
+                probes[medium] = probe
                 # Probes that the memo had are put into `known` without being yielded.
-                bar.update(len(known) - bar.n)
-            bar.update(len(known) - bar.n)
+                bar.update(len(probes) - bar.n)
+            bar.update(len(probes) - bar.n)
     finally:
         keeper.save()
-    return _judged(clips, known, hashed, Wanted.of(data, shapes) if data else None)
+    return _judged(clips, probes, hashed, Wanted.of(data, shapes) if data else None)
 
 
 def remembered(
@@ -76,13 +76,13 @@ def remembered(
 ) -> list[Judged]:
     """Return `audit_media` of those clips that the memo knows, decoding nothing."""
     hashed: dict[Media, str] = {}
-    known: _Known = {}
+    probes: _Known = {}
     for medium in dict.fromkeys(medium for clip in clips for medium in _media_of(clip)):
         probe = _look_up(medium, hashed, memo, digests)
         if probe is not None:
-            known[medium] = probe
-    known_clips = [clip for clip in clips if all(medium in known for medium in _media_of(clip))]
-    return _judged(known_clips, known, hashed, Wanted.of(data, shapes) if data else None)
+            probes[medium] = probe
+    known_clips = [clip for clip in clips if all(medium in probes for medium in _media_of(clip))]
+    return _judged(known_clips, probes, hashed, Wanted.of(data, shapes) if data else None)
 
 
 class _Keeper:
@@ -93,9 +93,9 @@ class _Keeper:
         self._hashed = hashed
         self._saved_at = time.monotonic()
 
-    def keep(self, media: Media, found: Probe) -> None:
+    def keep(self, media: Media, probe: Probe) -> None:
         if self._memo is not None and media in self._hashed:
-            self._memo.put(media, self._hashed[media], found)
+            self._memo.put(media, self._hashed[media], probe)
             if time.monotonic() - self._saved_at > _SAVED_EVERY:
                 self.save()
 
@@ -144,14 +144,14 @@ def _look_up(
 
 
 def _judged(
-    clips: Sequence[Clip], known: _Known, hashed: dict[Media, str], wanted: Wanted | None
+    clips: Sequence[Clip], probes: _Known, hashed: dict[Media, str], wanted: Wanted | None
 ) -> list[Judged]:
-    judged = {clip.id: _judge_clip(clip, known, hashed, wanted) for clip in clips}
+    judged = {clip.id: _judge_clip(clip, probes, hashed, wanted) for clip in clips}
     # Rejected files may have no pictures to compare.
     media = {clip.id: clip.media for clip in clips if judged[clip.id].verdict != "reject"}
     same = exact_duplicates({file: hashed[medium] for file, medium in media.items()})
     signatures = {
-        file: Signature.parse(known[medium].facts["hash"])
+        file: Signature.parse(probes[medium].facts["hash"])
         for file, medium in media.items()
         if file not in same
     }
@@ -159,7 +159,7 @@ def _judged(
     for file, finding in {**same, **alike}.items():
         findings = (*judged[file].findings, finding)
         judged[file] = replace(judged[file], findings=findings)
-    thumbnails = {clip.id: known[clip.media].thumbnail for clip in clips}
+    thumbnails = {clip.id: probes[clip.media].thumbnail for clip in clips}
     return [
         replace(sample, thumbnail=thumbnails[file]) if sample.verdict != "ok" else sample
         for file, sample in judged.items()
@@ -167,15 +167,15 @@ def _judged(
 
 
 def _judge_clip(
-    clip: Clip, known: _Known, hashed: dict[Media, str], wanted: Wanted | None
+    clip: Clip, probes: _Known, hashed: dict[Media, str], wanted: Wanted | None
 ) -> Judged:
-    findings = judge(clip.media, known[clip.media], wanted)
+    findings = judge(clip.media, probes[clip.media], wanted)
     if clip.image is not None:
         findings += [
             replace(finding, words=f"its first image: {finding.words}")
-            for finding in judge(clip.image, known[clip.image], None)
+            for finding in judge(clip.image, probes[clip.image], None)
         ]
-    facts = dict(known[clip.media].facts)
+    facts = dict(probes[clip.media].facts)
     if clip.media in hashed:
         facts["digest"] = hashed[clip.media]
     return Judged(clip.id, tuple(findings), facts)

@@ -126,10 +126,10 @@ class _Worker:
         done, self.number = (self.number, result), None
         return done
 
-    def fail(self, code: str, words: str) -> tuple[int, Probe]:
+    def fail(self, code: str, message: str) -> tuple[int, Probe]:
         self.end()
         assert self.number is not None
-        return self.number, Probe((Finding(code, words, "reject", ANEW),), broke=True)
+        return self.number, Probe((Finding(code, message, "reject", ANEW),), broke=True)
 
     def end(self) -> None:
         self.usable = False

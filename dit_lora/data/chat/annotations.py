@@ -96,20 +96,22 @@ class _File:
             self._problem(place, record, "unreadable", f"not JSON: {record.fault}")
             return
         sample = parse_record(record.value)
-        id, name = place, None
+        sample_id, name = place, None
         if sample.file is not None:
             name = self._below_root(sample)
         if name is not None:
             many = self._named[name] = self._named.get(name, 0) + 1
-            id = name if many == 1 else f"{name}#{many}"
+            sample_id = name if many == 1 else f"{name}#{many}"
         for code, message in sample.faults:
-            self._problem(id, record, code, message)
+            self._problem(sample_id, record, code, message)
         if not sample.faults:
-            self._keep(id, record, sample, self._media[name] if name is not None else None)
+            self._keep(sample_id, record, sample, self._media[name] if name is not None else None)
 
-    def _keep(self, id: str, record: Record, sample: Sample, media: MediaFile | None) -> None:
+    def _keep(
+        self, sample_id: str, record: Record, sample: Sample, media: MediaFile | None
+    ) -> None:
         conversation = Conversation(
-            id,
+            sample_id,
             sample.kind,
             media,
             tuple(self._shared(turn) for turn in sample.turns),
@@ -128,7 +130,9 @@ class _File:
             earlier.start,
             earlier.end,
         ):
-            self._problem(id, record, "duplicate_record", f"it says the same as {earlier.id}")
+            self._problem(
+                sample_id, record, "duplicate_record", f"it says the same as {earlier.id}"
+            )
             return
         self._conversations.all.append(conversation)
 
@@ -140,8 +144,10 @@ class _File:
     def _once(self, text: str) -> str:
         return self._texts.setdefault(text, text)
 
-    def _problem(self, id: str, record: Record, code: str, words: str) -> None:
-        self._conversations.problems.append(Problem(id, code, f"{words} (record {record.number})"))
+    def _problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
+        self._conversations.problems.append(
+            Problem(sample_id, code, f"{message} (record {record.number})")
+        )
 
     def _below_root(self, sample: Sample) -> str | None:
         """Return the medium's path below the root, None if it has none; faults are added to the sample."""

@@ -125,6 +125,6 @@ class _ListReader:
             return self._line, self._column + at
         return self._line + breaks, at - self._text.rindex("\n", 0, at)
 
-    def _fail(self, words: str, at: int) -> None:
+    def _fail(self, message: str, at: int) -> None:
         line, column = self._place(at)
-        raise DitLoraError(f"{self._path} is no JSON: line {line}, column {column}: {words}")
+        raise DitLoraError(f"{self._path} is no JSON: line {line}, column {column}: {message}")

@@ -290,19 +290,21 @@ def _records(path: Path) -> list[Any]:
     return records
 
 
-def _gathered(found: Iterable[Question | Problem]) -> Questions:
-    results = list(found)
+def _gathered(outcomes: Iterable[Question | Problem]) -> Questions:
+    results = list(outcomes)
     questions = [result for result in results if isinstance(result, Question)]
     problems = [result for result in results if isinstance(result, Problem)]
     return Questions(questions, problems)
 
 
 def _question(
-    record: Any, id: str, task: str, place: TaskFolder, folders: Sequence[Path]
+    record: Any, question_id: str, task: str, place: TaskFolder, folders: Sequence[Path]
 ) -> Question | Problem:
     """Return the question, or a problem with every fault of its record."""
     if not isinstance(record, Mapping):
-        return Problem(id, "no_record", f"it is of type {type(record).__name__}, not an object")
+        return Problem(
+            question_id, "no_record", f"it is of type {type(record).__name__}, not an object"
+        )
     faults: list[str] = []
     media = _media(record, place, folders, faults)
     question = record.get("question")
@@ -314,8 +316,8 @@ def _question(
     if not isinstance(task, str) or not task:
         faults.append(f"its task must be a name; got {task!r}")
     if faults or media is None:
-        return Problem(id, "bad_question", "; ".join(faults))
-    return Question(task, id, media, str(question), candidates, answer, start, end)
+        return Problem(question_id, "bad_question", "; ".join(faults))
+    return Question(task, question_id, media, str(question), candidates, answer, start, end)
 
 
 def _media(

@@ -104,9 +104,9 @@ def _choose_medium(
         sample.kind, sample.file = media[0]
     else:
         # A key that is misspelt would make a text sample of one about a file.
-        known = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
+        keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
-            if key not in known and isinstance(value, str) and _HAVE.search(value.lower()):
+            if key not in keys_read and isinstance(value, str) and _HAVE.search(value.lower()):
                 message = f"its {key} names a file, {value}, which is read under image or video"
                 sample.wrong("record_keys", message)
 

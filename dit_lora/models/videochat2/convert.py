@@ -95,14 +95,14 @@ class _Parts:
     """Tokenizer of the Q-Former."""
     notes: tuple[str, ...]
 
-    def model_config(self, given: Mapping[str, Any], legacy: bool | None) -> VideoChat2Config:
+    def model_config(self, overrides: Mapping[str, Any], legacy: bool | None) -> VideoChat2Config:
         values = {
             "prompt_format": PROMPT_FORMATS[self.kind],
             "legacy": self.tuned if legacy is None else legacy,
             "text_config": self.text_config,
-            **given,
+            **overrides,
         }
-        qformer = {"vocab_size": len(self.reader), **given.get("qformer_config", {})}
+        qformer = {"vocab_size": len(self.reader), **overrides.get("qformer_config", {})}
         return VideoChat2Config(**{**values, "qformer_config": qformer})
 
     def write_rest(self, folder: Path) -> None:
