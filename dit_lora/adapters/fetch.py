@@ -21,6 +21,7 @@ def fetched(target: str | Path, files: Sequence[str]) -> Path:
     if name is None and hub_hint(str(target)):
         raise DitLoraError(f"no file or folder {target}{hub_hint(str(target))}")
     problem = repo_id_problem(name) if name else None
+    # With the Hub's prefix it is no folder, so a bad name is an error.
     if problem and str(target).startswith(HUB):
         raise DitLoraError(f"{target}: {problem}")
     if name is None or problem:

@@ -43,6 +43,7 @@ def write_form(
     Raises `DitLoraError` if the family has no such form, and `CheckFailedError` if what is read back is not
     the adapter.
     """
+    # Taken first, since the folded form puts another model in this one's place.
     expected, trained = updates_of(model), base_weights(model)
     if form in _LAYOUTS:
         _write_layout(form, model, out / f"{name}.safetensors", family, made)

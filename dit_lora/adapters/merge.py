@@ -126,5 +126,6 @@ def _stored_dtype(base: Path) -> torch.dtype:
         )
     widest = floating[0]
     for dtype in floating[1:]:
+        # No half-precision type holds both bf16 and fp16; fp32 does.
         widest = torch.promote_types(widest, dtype)
     return widest

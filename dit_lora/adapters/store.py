@@ -61,6 +61,7 @@ def save_adapter(
     )
     with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
         metadata = dict(file.metadata())
+    # Diffusers has written rank and alpha into the metadata.
     metadata[PROVENANCE_KEY] = json.dumps(dict(provenance), sort_keys=True)
     tensors = load_file(staged / ADAPTER_FILE)
     save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)

@@ -187,7 +187,8 @@ class CachedClips(EncodedClips):
             if key
         }
         videos = [(self.videos, key, spec) for key, spec in keys.items()]
-        texts = [(self.texts, key, self.text_spec) for key in {e.text_key: None for e in bad}]
+        text_keys = dict.fromkeys(entry.text_key for entry in bad)
+        texts = [(self.texts, key, self.text_spec) for key in text_keys]
         aside = []
         for cache, key, spec in [*videos, *texts]:
             # The clip or the caption may be to blame, so only what is bad now is set aside.

@@ -75,6 +75,7 @@ def convert_opendit(
     recomputed, faults = [], []
     for name, tensor in state_dict.items():
         if name.startswith(CLIP_PREFIX):
+            # OpenDiT saves the frozen text encoder with its model.
             clip[name.removeprefix(CLIP_PREFIX)] = tensor
         elif name in ("pos_embed_spatial", "pos_embed_temporal"):
             recomputed.append(name)
@@ -109,7 +110,8 @@ def opendit_config(
     have. Raises `DitLoraError` if a tensor that tells a size is missing, or if the width is none of those.
     """
     lacks = [name for name in _SIZED if name not in state_dict]
-    lacks += [] if any(name in state_dict for name in _CONDITIONS) else [" or ".join(_CONDITIONS)]
+    if not any(name in state_dict for name in _CONDITIONS):
+        lacks.append(" or ".join(_CONDITIONS))
     if lacks:
         raise DitLoraError(
             listed(
@@ -119,6 +121,7 @@ def opendit_config(
             )
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    # (D, C, t, p, p), (1, N, D), (1, F, D), (M, D) and (t * p * p * C, D)
     kernel, spatial, temporal, fc1, out = (shapes[name] for name in _SIZED)
     if [len(shapes[name]) for name in _SIZED] != [5, 3, 3, 2, 2]:
         received = [f"{name}: {shapes[name]}" for name in _SIZED]
@@ -139,12 +142,13 @@ def opendit_config(
         raise DitLoraError(f"--heads {heads} does not divide its width of {width}")
     text, classes = (shapes.get(name) for name in _CONDITIONS)
     side = isqrt(spatial[1]) * patch
+    blocks = {match[1] for match in map(_BLOCK.fullmatch, shapes) if match}
     return {
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,
         "in_channels": channels,
         "out_channels": out[0] // (patch_t * patch * patch),
-        "num_layers": len({match[1] for name in shapes if (match := _BLOCK.fullmatch(name))}),
+        "num_layers": len(blocks),
         "mlp_ratio": fc1[0] / width,
         "sample_frames": temporal[1] * patch_t,
         "sample_height": side,

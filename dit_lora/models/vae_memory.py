@@ -81,6 +81,7 @@ class VaeMemory:
         if self.tiling:
             vae.enable_tiling()
             shapes.append(_latent_shape(vae, frame))
+        # None stands for a frame that cannot be encoded, whole or in tiles.
         return shapes[0] == shapes[-1] is not None
 
 

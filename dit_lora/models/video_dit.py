@@ -63,6 +63,7 @@ class VideoDiTBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, head_dim: int, mlp_ratio: float) -> None:
         super().__init__()
+        # Shift, scale and gate, for attention and for the MLP.
         self.adaln = AdaLayerNorm(width, 6)
         self.norm1 = ModulatedNorm()
         self.attn = Attention(query_dim=width, heads=heads, dim_head=head_dim, bias=True)
@@ -139,6 +140,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         # Cosine first and frequencies 10000^(-i/128), as DiT; Diffusers' DiT divides by 127.
         self.time_proj = Timesteps(TIME_FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.time_embed = TimestepEmbedding(TIME_FREQUENCIES, width)
+        # One row more than there are classes, for the null class.
         self.class_embed = None if num_classes is None else nn.Embedding(num_classes + 1, width)
         self.text_embed = None if text_dim is None else nn.Linear(text_dim, width)
         self.transformer_blocks = nn.ModuleList(

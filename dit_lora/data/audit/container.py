@@ -91,7 +91,10 @@ def missing_bytes(stream: BinaryIO, size: int) -> int:
         ends = _box_ends(stream, size)
     else:
         return 0
-    return max([end - size for end in ends], default=0) if size else 0
+    if size == 0:
+        return 0
+    lacking = [end - size for end in ends]
+    return max(lacking, default=0)
 
 
 def _box_ends(stream: BinaryIO, size: int) -> Iterator[int]:

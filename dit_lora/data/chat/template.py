@@ -133,7 +133,11 @@ class _Writer:
                 f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
             )
         stop = reply.index(answer) + len(answer)
-        after_ends = [at + len(end) for end in self._ends if (at := reply.find(end, stop)) >= 0]
+        after_ends = []
+        for end in self._ends:
+            at = reply.find(end, stop)
+            if at >= 0:
+                after_ends.append(at + len(end))
         if after_ends:
             stop = min(after_ends)
         elif last:

@@ -29,6 +29,7 @@ QFORMER_DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 12,
     "intermediate_size": 3072,
     "cross_attention_frequency": 2,
+    # BERT's 30,522 words and [DEC].
     "vocab_size": 30523,
     "max_position_embeddings": 512,
     "hidden_dropout_prob": 0.1,
@@ -75,6 +76,7 @@ class VideoChat2Config(PreTrainedConfig):
         self.vision_config = filled(vision_config, VISION_DEFAULTS, "vision_config")
         self.qformer_config = filled(qformer_config, QFORMER_DEFAULTS, "qformer_config")
         if not isinstance(text_config, PreTrainedConfig):
+            # config.json stores the language model's config as plain values.
             values = dict(text_config or {})
             text_config = AutoConfig.for_model(values.pop("model_type", "mistral"), **values)
         self.text_config = text_config

@@ -108,6 +108,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
             queries = torch.cat([queries, self.extra_query_tokens], dim=1)
         queries = queries.expand(len(vision), -1, -1)
         read = self.qformer(queries, vision, instruction_ids, instruction_mask)
+        # (B * V, Q, D) -> (B, V * Q, D)
         return self.projection(read).unflatten(0, (len(views), -1)).flatten(1, 2)
 
     def _views(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ MODEL_TYPES = {"mistral": "mistral", "llama": "llama", "phi": "phi3"}
 """The language models' `model_type` by the same words."""
 
 _LLM = "|".join(PROMPT_FORMATS)
+# Some files have PEFT's name of the adapter, `default`, in their tensors' names.
 _LORA = re.compile(rf"({_LLM})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _LANGUAGE_MODEL = re.compile(rf"({_LLM})_model\.(?:base_model\.model\.)?(.+)")
 _PROJECTION = re.compile(rf"({_LLM})_proj\.(weight|bias)")

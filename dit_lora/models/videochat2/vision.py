@@ -137,6 +137,7 @@ class VideoChat2VisionEncoder(nn.Module):
                 f"the vision encoder takes frames of 3x{size}x{size} pixels, their number a multiple of {tubelet}; "
                 f"got {frames} of {channels}x{height}x{width}"
             )
+        # Conv3d takes (B, C, F, H, W).
         tokens = self.patch_embed(pixels_BFCHW.transpose(1, 2))
         times = frames // tubelet
         side = size // self.config["patch_size"]
@@ -198,6 +199,7 @@ def position_table(
             )
             table = resized.permute(0, 2, 3, 1).flatten(0, 2)
         if frames != pretrained_frames:
+            # (frames * N, D) -> (N, D, frames), because interpolate resizes the last side.
             series = table.unflatten(0, (pretrained_frames, -1)).permute(1, 2, 0)
             table = functional.interpolate(series, size=frames, mode="linear")
             table = table.permute(2, 0, 1).flatten(0, 1)
