@@ -34,8 +34,7 @@ class QuantizeReport:
 
 
 def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
-    """Return names of the linear layers inside a model's repeated blocks, without those that have a
-    parameter in `kept`.
+    """Return names of the linear layers inside a model's repeated blocks that have no parameter in `kept`.
 
     Embeddings, heads, projections before and after the blocks, convolutions, norms and weights that two
     modules share stay as they are.

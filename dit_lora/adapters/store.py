@@ -154,8 +154,7 @@ def read_provenance(file: Path) -> dict[str, Any]:
 
 
 def load_adapter(pipeline: Any, adapter: str | Path) -> None:
-    """Load an adapter's folder, file or repository on the Hub as the stock pipeline does, with what was
-    trained beside it.
+    """Load an adapter from a folder, a file or the Hub as stock pipelines do, with what was trained beside it.
 
     That is base weights, and classes that are new to a model with a class table, names included. A pipeline
     without a LoRA loader gets one (`with_lora`). Raises `DitLoraError` if the adapter does not fit.

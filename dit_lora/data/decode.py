@@ -92,8 +92,7 @@ class Instants:
     def from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """Decode from the key frame before each group of times; yield the nearest frames, each with its
-        number of times.
+        """Decode from the key frame before each group of times; yield what `Wanted.from_key_frames` yields.
 
         Frames between the last time after one key frame and the next key frame are passed over.
         """

@@ -1,5 +1,4 @@
-"""Single pictures, from an image or a video's frame: upright, in square pixels, scaled to cover, cropped at
-the centre.
+"""Single pictures of images and videos: upright, in square pixels, scaled to cover, cropped at the centre.
 
 Shapes: H and W pixels.
 """

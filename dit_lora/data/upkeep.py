@@ -110,7 +110,7 @@ class Pruned:
     """Number of shards written with what was kept of those."""
     leftovers: int = 0
     freed: int = 0
-    """Number of bytes that the files take less."""
+    """Bytes of what was removed, less those of what was written."""
 
 
 def verify(

@@ -45,8 +45,7 @@ def read_frames(
     fps: float | None,
     start: float = 0.0,
 ) -> torch.Tensor:
-    """Return uint8 (F, 3, H, W): the frames nearest to start, start + 1/fps, start + 2/fps ... seconds
-    after the first.
+    """Return the frames nearest to start, start + 1/fps, ... seconds after the first, uint8 (F, 3, H, W).
 
     An image is one frame; a clip without `fps` gives one. Frames are scaled to cover height x width and
     cropped at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as
@@ -174,8 +173,7 @@ def reason(error: Exception) -> str:
 
 
 def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
-    """Return why a clip with this header surely cannot give `frames` at `fps` from `start` on; None if
-    decoding must tell.
+    """Return why this clip surely cannot give `frames` at `fps` from `start` on; None if decoding must tell.
 
     It is generous by one frame, because some files leave the last frame's time out of their duration.
     """

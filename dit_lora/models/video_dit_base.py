@@ -89,8 +89,7 @@ def convert_checkpoint(
     vae: str | None = None,
     text_encoder: str | None = None,
 ) -> list[str]:
-    """Write `out` with the weights that OpenDiT v1.0.0 saved of its video model; return lines that say what
-    they hold.
+    """Write `out` with the weights that OpenDiT v1.0.0 saved of its video model; return lines of report.
 
     `weights` is its ema.pt, a file of safetensors, or a folder of shards. No code of a file is run. Raises
     `DitLoraError` if it is no such checkpoint.

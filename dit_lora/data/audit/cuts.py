@@ -8,9 +8,9 @@ import numpy as np
 # Measured on scenes such as those of tests/dit_lora/data/audit/test_cuts.py, and on seven real clips: of 210 joins of two
 # all are found, and nothing else, nor anything in the clips at 1/2, 1/4 and 1/8 of their frame rate.
 _TIMES_MOTION = 3.0
-"""Ratio of a cut's change of the picture to the mean change of the frames around it, at least."""
+"""Least ratio of a cut's change to the mean change of the frames around it."""
 _TIMES_NEXT = 1.5
-"""Ratio of a cut's change to those of the frames just before and after: a whip pan lasts longer than one frame."""
+"""Least ratio of a cut's change to those of the frames just before and after: a whip pan lasts longer than one."""
 # Frames on either side that tell which change is usual.
 _NEIGHBOURS = 4
 _OF_CONTRAST = 0.2

@@ -32,7 +32,7 @@ LEAST_SHIFT = 1.0
 LEAST_LOGVAR = 2 * math.log(LEAST_FACTOR**3)
 """Distance from the median within which a logvar is no outlier: eight times the posterior's standard deviation.
 
-Most of a tensor differs so much when it is at a clamp or far off.
+Much of a logvar is at the clamp or far off.
 """
 LEAST_SAMPLES = 5
 """Number of samples below which a median and its deviations say too little of a set."""

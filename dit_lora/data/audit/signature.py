@@ -36,7 +36,7 @@ class Signature:
 
     @classmethod
     def of(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
-        """Compute it from uint8 (N, 24, 24) and (N, 4, 4, 3), and the times of the N pictures and of the end."""
+        """Return the signature of uint8 (N, 24, 24) and (N, 4, 4, 3), with times of the N pictures and of the end."""
         starts = np.asarray(times[:-1])
         wanted = times[-1] * np.array(_MOMENTS) if len(grey) > 1 else np.zeros(1)
         chosen = np.clip(np.searchsorted(starts, wanted, side="right") - 1, 0, len(grey) - 1)

@@ -22,8 +22,7 @@ def merge(
     *parts: Mapping[str, Sequence[Finding]],
     facts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Judged]:
-    """Return each sample once, in the order given, with the findings and facts of all parts; rejects come
-    first in it.
+    """Return each sample once, in the order given, with all parts' facts and findings, the worst ones first.
 
     A sample that only `parts` know is added at the end. What two parts say in the same words stays once.
     """
@@ -72,8 +71,7 @@ def as_json(
     buckets: Mapping[str, Any] | None = None,
     encoded: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the whole audit as plain values, `samples` and `totals`; `notes`, `buckets` and `encoded`
-    where there are.
+    """Return the whole audit as plain values: `samples`, `totals`, and `notes`, `buckets`, `encoded` if given.
 
     A number that is not finite becomes null, and what JSON does not know, such as a path, its text.
     """

@@ -39,8 +39,7 @@ def frame_seconds(
     end: float | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[float, ...]:
-    """Return one time in each of `count` equal parts of the clip from `start` to `end`, in seconds from its
-    first frame.
+    """Return one time, in seconds from the first frame, in each of `count` equal parts of `start` to `end`.
 
     It is that of the frame in the middle of each part or, with a `generator`, of any of its frames by
     chance. Fewer frames than `count` come once each, and the last one for the rest. An `end` after the

@@ -79,7 +79,7 @@ def counts(rendered: Rendered) -> dict[str, int]:
 
 
 def facts(rendered: Rendered, *, kind: str, seconds: Sequence[float]) -> str:
-    """Return a line such as `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 246 learned`."""
+    """Return a line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`."""
     media = kind
     if kind == "video":
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""

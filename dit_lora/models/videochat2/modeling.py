@@ -279,8 +279,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
     def prepare_inputs_for_generation(
         self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
     ) -> Any:
-        """Prepare inputs as Transformers does, with the media at the first step only if the cache keeps
-        what they became.
+        """Prepare inputs as Transformers does; media that the cache keeps are given at the first step only.
 
         Transformers 5.23 drops `pixel_values` itself; 5.0 does not.
         """

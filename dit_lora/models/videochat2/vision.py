@@ -108,8 +108,7 @@ class VideoChat2PatchEmbed(nn.Module):
 
 
 class VideoChat2VisionEncoder(nn.Module):
-    """Encoder of pixels (B, F, 3, H, W): the output (B, N, D) of block `num_hidden_layers + return_index +
-    1`, unnormed.
+    """Encoder of pixels (B, F, 3, H, W): output (B, N, D) of block num_hidden_layers + return_index + 1, unnormed.
 
     One frame is an image and takes the positions of an image; more frames take those of
     `pretrained_frames`, interpolated in time. (The original fixes the number of frames when it is built;
