@@ -45,7 +45,7 @@ class SourceConfig(Section):
     caption: str | None = None
     """One caption for all samples of this source, in place of their own."""
     repeats: Count = 1
-    """Times that each sample comes in an epoch."""
+    """Number of times that each sample comes in an epoch."""
     weight: Positive | None = None
     """Share of samples from this source, relative to the other weights; all sources have one or none.
 
@@ -83,9 +83,9 @@ class BucketsConfig(Section):
     frames: tuple[Count, ...] | None = None
     """Numbers of frames; by default data.frames. With 1 among them, a data set may mix images and clips."""
     max_crop: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Leave out what would lose more than this share of its picture; null for none."""
+    """Largest share of its picture that a clip may lose; others are left out. Null for no limit."""
     max_upscale: Annotated[float, Field(ge=1)] | None = None
-    """Leave out what would be enlarged more than this; null for none."""
+    """Largest factor by which a clip may be enlarged; others are left out. Null for no limit."""
 
     @field_validator("aspect_ratios")
     @classmethod
@@ -108,7 +108,7 @@ class DataConfig(Section):
     default the list's own.
     """
     sources: tuple[SourceConfig, ...] = ()
-    """Several such places, in place of `path`."""
+    """Places that samples come from, in place of `path`."""
     caption_column: str | None = None
     """Column of the caption in metadata files and datasets; by default the one present of text, caption,
     prompt, label."""
@@ -118,8 +118,8 @@ class DataConfig(Section):
     classes: tuple[str, ...] | None = None
     """Names of the classes, for models with a class table; by default those that the data has."""
     rejects: Literal["refuse", "skip"] = "refuse"
-    """Samples that cannot be used, or that `dit-lora audit` rejected: refuse the run and list them, or leave
-    them out and list them."""
+    """Treatment of samples that cannot be used, or that `dit-lora audit` rejected: refuse the run and list
+    them, or leave them out and list them."""
     frames: Count = 1
     """Frames per clip; 1 trains on images."""
     height: Count

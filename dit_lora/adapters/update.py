@@ -35,7 +35,7 @@ class LoadedLayer:
 
 @dataclass(frozen=True)
 class ModuleUpdate:
-    """The update of one layer."""
+    """Size of one layer's update."""
 
     name: str
     norm: float

@@ -35,7 +35,7 @@ _GATE = "gate"
 
 @dataclass(frozen=True)
 class Job:
-    """One entry to make."""
+    """One cache entry to make."""
 
     sample: str
     key: str

@@ -42,7 +42,7 @@ class Problem:
     """One problem of a shard, or of one entry of it."""
 
     kind: str
-    """`unreadable` file or header, entry `torn` off, `damaged` bytes, values `non_finite` or `out_of_range`."""
+    """Kind: `unreadable` file or header, entry `torn` off, `damaged` bytes, `non_finite` or `out_of_range` values."""
     path: Path
     key: str | None
     sample: str | None

@@ -33,7 +33,7 @@ class Conversation:
     """True if the turns may come in another order."""
     system: str = ""
     start: float | None = None
-    """Seconds; with `end`, the part of the video that is asked about."""
+    """Start of the part of the video that is asked about, in seconds; `end` is its end."""
     end: float | None = None
     times: float = 1.0
     """Number of times that the sample comes in an epoch."""

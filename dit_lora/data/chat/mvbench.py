@@ -108,7 +108,7 @@ class Question:
     answer: int
     """Index of the candidate that is right."""
     start: float | None = None
-    """Seconds; with `end`, the part of the video that is asked about."""
+    """Start of the part of the video that is asked about, in seconds; `end` is its end."""
     end: float | None = None
 
 

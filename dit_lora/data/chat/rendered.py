@@ -21,7 +21,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One conversation, not padded."""
+    """Tokens of one conversation, not padded."""
 
     pieces: tuple[Piece, ...]
     instruction: tuple[int, ...] = ()

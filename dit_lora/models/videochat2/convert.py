@@ -1,4 +1,4 @@
-"""VideoChat2's released .pth files and a language model's folder to one checkpoint folder of ours.
+"""Conversion of VideoChat2's released .pth files and a language model's folder to one checkpoint folder.
 
     convert_videochat2(
         Path("videochat2-mistral"),
