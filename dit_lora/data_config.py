@@ -11,7 +11,7 @@ from dit_lora.section import Count, Positive, Probability, Section
 
 @dataclass(frozen=True, order=True)
 class VideoShape:
-    """Pixels and frames of one video; an image is one frame."""
+    """Height and width in pixels and number of frames of one video; an image is one frame."""
 
     frames: int
     height: int
@@ -19,12 +19,12 @@ class VideoShape:
 
     @classmethod
     def of(cls, data: "DataConfig") -> "VideoShape":
-        """The one of a recipe without buckets, or the one that its buckets' budget comes from."""
+        """Return the shape of a recipe without buckets, which is the one that buckets' budget comes from."""
         return cls(data.frames, data.height, data.width)
 
     @property
     def volume(self) -> int:
-        """Pixels of all frames."""
+        """Number of pixels of all frames."""
         return self.frames * self.height * self.width
 
     def __str__(self) -> str:
@@ -35,25 +35,28 @@ class SourceConfig(Section):
     """One of several places that samples come from."""
 
     path: str
-    """As `data.path`."""
+    """Place of the samples, as in `data.path`."""
     caption_column: str | None = None
-    """As `data.caption_column`."""
+    """Column of the caption, as in `data.caption_column`."""
     image_column: str | None = None
-    """As `data.image_column`."""
+    """Column of the first image, as in `data.image_column`."""
     media: str | None = None
-    """As `data.media`."""
+    """Folder of the files that a list names, as in `data.media`."""
     caption: str | None = None
     """One caption for all samples of this source, in place of their own."""
     repeats: Count = 1
-    """Times that each sample comes in an epoch."""
+    """Number of times that each sample comes in an epoch."""
     weight: Positive | None = None
-    """Share of samples from this source, relative to the other weights; all sources have one or none. Every
-    sample comes at least once in an epoch."""
+    """Share of samples from this source, relative to the other weights; all sources have one or none.
+
+    Every sample comes at least once in an epoch.
+    """
     loss_weight: Positive = 1.0
-    """What the losses of its samples are multiplied by."""
+    """Factor of the losses of this source's samples."""
     generate: Count | None = None
     """Prior preservation (arXiv 2208.12242): the model itself, before training, samples `caption` into the
-    folder `path` until it holds this many."""
+    folder `path` until it holds this many.
+    """
 
     @model_validator(mode="after")
     def _fits(self) -> "SourceConfig":
@@ -67,39 +70,45 @@ class SourceConfig(Section):
 
 
 class BucketsConfig(Section):
-    """Shapes that samples are grouped by: each aspect ratio, resolution and number of frames that fits the
-    budget of data.height x data.width x data.frames."""
+    """Shapes that samples are grouped by.
+
+    There is one for each aspect ratio, resolution and number of frames that fits the budget of data.height
+    x data.width x data.frames.
+    """
 
     aspect_ratios: tuple[str, ...] = ("16:9", "3:2", "4:3", "1:1", "3:4", "2:3", "9:16")
-    """Width to height."""
+    """Ratios of width to height."""
     resolutions: tuple[Count, ...] | None = None
-    """Pixels a side of a square with as many; by default that of data.height x data.width."""
+    """Sides, in pixels, of squares with as many pixels; by default that of data.height x data.width."""
     frames: tuple[Count, ...] | None = None
-    """By default data.frames. With 1 among them, a data set may mix images and clips."""
+    """Numbers of frames; by default data.frames. With 1 among them, a data set may mix images and clips."""
     max_crop: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Leave out what would lose more than this share of its picture; null for none."""
+    """Largest share of its picture that a clip may lose; others are left out. Null for no limit."""
     max_upscale: Annotated[float, Field(ge=1)] | None = None
-    """Leave out what would be enlarged more than this; null for none."""
+    """Largest factor by which a clip may be enlarged; others are left out. Null for no limit."""
 
     @field_validator("aspect_ratios")
     @classmethod
     def _ratios(cls, ratios: tuple[str, ...]) -> tuple[str, ...]:
-        wrong = [one for one in ratios if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", one)]
-        if wrong or not ratios:
-            raise ValueError(f"give ratios such as 3:2; got {', '.join(wrong) or 'none'}")
+        malformed = [ratio for ratio in ratios if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", ratio)]
+        if malformed or not ratios:
+            raise ValueError(f"give ratios such as 3:2; got {', '.join(malformed) or 'none'}")
         return ratios
 
 
 class DataConfig(Section):
     path: str | None = None
-    """A folder: metadata.jsonl, .csv or .parquet, prompts.txt + videos.txt, clips or images each with a .txt,
-    one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or image
-    column (`save_to_disk`, or a name on the Hub, with `hub:` before it where it reads as a folder). For chat models: a .json or .jsonl file of conversations."""
+    """A folder: metadata.jsonl, .csv or .parquet, prompts.txt + videos.txt, clips or images each with a
+    .txt, one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or
+    image column (`save_to_disk`, or a name on the Hub, with `hub:` before it where it reads as a folder).
+    For chat models: a .json or .jsonl file of conversations.
+    """
     media: str | None = None
-    """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by default
-    the list's own."""
+    """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by
+    default the list's own.
+    """
     sources: tuple[SourceConfig, ...] = ()
-    """Several such places, in place of `path`."""
+    """Places that samples come from, in place of `path`."""
     caption_column: str | None = None
     """Column of the caption in metadata files and datasets; by default the one present of text, caption,
     prompt, label."""
@@ -109,16 +118,16 @@ class DataConfig(Section):
     classes: tuple[str, ...] | None = None
     """Names of the classes, for models with a class table; by default those that the data has."""
     rejects: Literal["refuse", "skip"] = "refuse"
-    """Samples that cannot be used, or that `dit-lora audit` rejected: refuse the run and list them, or leave
-    them out and list them."""
+    """Treatment of samples that cannot be used, or that `dit-lora audit` rejected: refuse the run and list
+    them, or leave them out and list them."""
     frames: Count = 1
     """Frames per clip; 1 trains on images."""
     height: Count
-    """Pixels."""
+    """Height in pixels that clips and images are scaled and cropped to."""
     width: Count
-    """Pixels."""
+    """Width in pixels that clips and images are scaled and cropped to."""
     fps: Positive | None = None
-    """Clips are resampled to this rate by their time stamps. Images have none."""
+    """Frames a second that clips are resampled to by their time stamps. Images have none."""
     buckets: BucketsConfig | None = None
     """Several shapes in place of one, `{}` for the defaults; each sample goes to the nearest."""
     windows: Count | Literal["all"] = 1
@@ -147,16 +156,16 @@ class DataConfig(Section):
     workers: Annotated[int, Field(ge=0)] = 2
     """Processes that read ahead of the training step."""
     prefetch: Count = 2
-    """Micro-batches that each of them reads ahead."""
+    """Micro-batches that each of these processes reads ahead."""
 
     @property
     def most_frames(self) -> int:
-        """Of the longest shape."""
+        """Number of frames of the longest shape."""
         return max(self.frames, *((self.buckets.frames if self.buckets else None) or (1,)))
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """`sources`, or the one that `path` and its columns are."""
+        """The `sources`, or the one that `path` and its columns are."""
         if self.sources:
             return self.sources
         return (

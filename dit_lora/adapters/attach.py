@@ -16,20 +16,22 @@ from dit_lora.config import LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import fold
 
-ADAPTER_NAME = "default"  # Diffusers', Transformers' and PEFT's name for the first adapter
-_INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's
+# Diffusers', Transformers' and PEFT's name for the first adapter.
+ADAPTER_NAME = "default"
+# PEFT's values of `init_lora_weights` by ours of `lora.init`.
+_INITS: dict[str, Literal["gaussian"] | bool] = {"kaiming": True, "gaussian": "gaussian"}
 
 
 @dataclass(frozen=True)
 class AttachReport:
-    """What attaching changed."""
+    """Numbers of the layers that were adapted, and of the parameters that train."""
 
     adapted: int
-    """Linear layers."""
+    """Number of linear layers that were adapted."""
     linear: int
     parameters: int
     convolutions: int = 0
-    """2D convolutions that were adapted."""
+    """Number of 2D convolutions that were adapted."""
 
     def __str__(self) -> str:
         convolutions = f" and {self.convolutions} convolutions" if self.convolutions else ""
@@ -49,11 +51,12 @@ def attach_lora(
 ) -> AttachReport:
     """Add fp32 LoRA matrices to the layers that `lora.targets` matches; B starts at zero.
 
-    They may be linear layers and 2D convolutions without groups. Every target must match, and none a layer whose
-    weight another module shares. The start depends on `seed` alone, so all ranks start alike.
+    They may be linear layers and 2D convolutions without groups. Every target must match, and none a layer
+    whose weight another module shares; raises `DitLoraError` otherwise. The start depends on `seed` alone,
+    so all ranks start alike.
 
-    `within` names submodules, such as `language_model`: a target that matches anything inside them goes nowhere
-    else. One that matches nothing there goes wherever it does: `lm_head`, or by its path
+    `within` names submodules, such as `language_model`: a target that matches anything inside them goes
+    nowhere else. One that matches nothing there goes wherever it does: `lm_head`, or by its path
     `visual.blocks.3.attn.qkv`. PEFT's config says the same, as a pattern.
     """
     targets = list(lora.targets or default_targets)
@@ -69,6 +72,7 @@ def attach_lora(
         target_modules=pattern or targets,
         init_lora_weights=_INITS[lora.init],
     )
+    # The draws of A must not move the streams that the run draws from.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(seed, "lora_init"))
         adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
@@ -83,7 +87,7 @@ def attach_lora(
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """PEFT's config of the attached adapter: rank, alpha, targets."""
+    """Return PEFT's config of the attached adapter: rank, alpha, targets."""
     return model.peft_config[ADAPTER_NAME].to_dict()
 
 
@@ -105,7 +109,7 @@ def _convolutions(model: nn.Module) -> list[str]:
 
 
 def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the layers whose weight is also another module's, as an output head's may be the embedding's."""
+    """Return the layers whose weight is also another module's, as an output head's may be the embedding's."""
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return [name for name in names if uses[id(model.get_submodule(name).weight)] > 1]
 
@@ -124,14 +128,14 @@ def _require_untied(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
-    """PEFT's rule: a string is a pattern of the whole name; of a list, each is the name's end."""
+    """Return the names that match by PEFT's rule: a string is a pattern of the whole name, a list holds their ends."""
     if isinstance(targets, str):
         return [name for name in names if re.fullmatch(targets, name)]
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in targets)]
 
 
 def _pattern(targets: Sequence[str], within: Sequence[str], names: Sequence[str]) -> str:
-    """One regular expression for the targets, inside `within` where they match anything there."""
+    """Return one regular expression for the targets, inside `within` where they match anything there."""
     inside = [name for name in names if any(f".{part}." in f".{name}" for part in within)]
     if not inside:
         raise DitLoraError(
@@ -139,6 +143,7 @@ def _pattern(targets: Sequence[str], within: Sequence[str], names: Sequence[str]
         )
     here = [target for target in targets if _matched(inside, [target])]
     there = [target for target in targets if target not in here]
+    # The look-ahead requires one of the submodules in the path; then the end of the path is matched.
     parts = [rf"(?=(?:.*\.)?(?:{_either(within)})\.)(?:.*\.)?(?:{_either(here)})"] if here else []
     parts += [rf"(?:.*\.)?(?:{_either(there)})"] if there else []
     return "|".join(parts)
@@ -164,10 +169,10 @@ def _require_matches(
 
 
 def _suffixes(linear: list[str]) -> Counter[str]:
-    """The shortest names that a user would write, with how many layers each matches."""
+    """Return the shortest names that a user would write, with how many layers each matches."""
     counts: Counter[str] = Counter()
     for name in linear:
         parts = name.split(".")
-        # `to_out.0` and `net.2`: a bare number says nothing.
+        # The names are `to_out.0` and `net.2`: a bare number says nothing.
         counts[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] += 1
     return counts

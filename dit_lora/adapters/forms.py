@@ -1,4 +1,4 @@
-"""The files that hold a LoRA: Diffusers', PEFT's, ComfyUI's, kohya's; each read back once it is written."""
+"""Forms of a LoRA's files: Diffusers', PEFT's, ComfyUI's, kohya's; each is read back once it is written."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError, listed
 
 LoraForm = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
 Hollow = Callable[[], Any]
-"""A new hollow model of the base's architecture."""
+"""Makes a new hollow model of the base's architecture."""
 LayoutOf = Callable[[Updates], Layout]
 """Another program's layout of an adapter's layers; raises `DitLoraError` where it has none."""
 
@@ -37,9 +37,11 @@ def write_form(
 ) -> None:
     """Write the adapter of a hollow model to the new folder `out` in that form, and read it back.
 
-    `made` is the provenance for the header; `name` is the file's name in the forms that do not fix it. Raises
-    `DitLoraError` if the family has no such form, and `CheckFailedError` if what is read back is not the adapter.
+    `made` is the provenance for the header; `name` is the file's name in the forms that do not fix it.
+    Raises `DitLoraError` if the family has no such form, and `CheckFailedError` if what is read back is not
+    the adapter.
     """
+    # Taken first, since the folded form puts another model in this one's place.
     expected, trained = updates_of(model), base_weights(model)
     if layout_of is not None:
         layout = _layout(form, family, layout_of, expected)
@@ -62,14 +64,14 @@ def write_form(
 
 
 def _refilled(model: Any, empty: Any) -> Any:
-    """The adapter folded, with what else trained."""
+    """Fill an empty hollow model with the folded adapter, and with what else trained."""
     state, config = folded(model)
     load_state(empty, state, config.to_dict(), "the folded adapter", base_weights(model))
     return empty
 
 
 def _require_without_alpha(expected: Updates, file: Path, empty: Any) -> None:
-    """As a loader has it that knows nothing of alpha."""
+    """Read the file back as a loader that ignores alpha would, and require the same update."""
     state = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
     load_state(empty, state, None, file)
     require_same(expected, updates_of(empty), f"{file.name} without its alpha")
@@ -77,16 +79,16 @@ def _require_without_alpha(expected: Updates, file: Path, empty: Any) -> None:
 
 def _require_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
     stored = load_file(file) if file.is_file() else {}
-    wrong = [
+    differing = [
         name
         for name in expected.keys() | stored.keys()
         if name not in expected
         or name not in stored
         or not torch.equal(expected[name], stored[name])
     ]
-    if wrong:
+    if differing:
         raise CheckFailedError(
-            listed(f"{file.name}, read back, is not what trained", sorted(wrong))
+            listed(f"{file.name}, read back, is not what trained", sorted(differing))
         )
 
 
@@ -122,10 +124,10 @@ def _layout(form: str, family: str, layout_of: LayoutOf, updates: Updates) -> La
 
 
 def _kohya_facts(updates: Updates, made: Mapping[str, Any]) -> dict[str, str]:
-    """What kohya's tools show of a file; "Dynamic" as they write where layers differ."""
+    """Return what kohya's tools show of a file; "Dynamic" is what they write where layers differ."""
     ranks = {terms[0].rank for terms in updates.values()}
     alphas = {round(terms[0].scale * terms[0].rank, 6) for terms in updates.values()}
-    known = {
+    facts = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": ranks.pop() if len(ranks) == 1 else "Dynamic",
         "ss_network_alpha": alphas.pop() if len(alphas) == 1 else "Dynamic",
@@ -133,4 +135,4 @@ def _kohya_facts(updates: Updates, made: Mapping[str, Any]) -> dict[str, str]:
         "ss_steps": made.get("steps"),
         "ss_seed": made.get("seed"),
     }
-    return {key: str(value) for key, value in known.items() if value is not None}
+    return {key: str(value) for key, value in facts.items() if value is not None}

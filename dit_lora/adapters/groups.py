@@ -23,16 +23,16 @@ def parameter_groups(
     backbone: float | GroupConfig | None = None,
     patterns: Patterns | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: one a name given, with `params`, `param_names`, `name`, `lr`.
+    """Return groups for a torch optimizer: one a name given, with `params`, `param_names`, `name`, `lr`.
 
     A group is a learning rate, or a `GroupConfig`. `adapter` holds LoRA's matrices (only A if `adapter_b`
-    is given). `connector` and `backbone` hold base weights, by the patterns of their `GroupConfig.modules` or
-    of `patterns` (`{"connector": ["patch_embed.*"]}`), and are made trainable and fp32 here. Where neither
-    gives patterns, `backbone` is every base weight that is not the connector's.
+    is given). `connector` and `backbone` hold base weights, by the patterns of their `GroupConfig.modules`
+    or of `patterns` (`{"connector": ["patch_embed.*"]}`), and are made trainable and fp32 here. Where
+    neither gives patterns, `backbone` is every base weight that is not the connector's.
 
-    Raises if a group matches nothing or if a trainable parameter is in no group.
+    Raises `DitLoraError` if a group matches nothing or if a trainable parameter is in no group.
     """
-    given = {
+    configs = {
         name: group if isinstance(group, GroupConfig) else GroupConfig(lr=group)
         for name, group in (
             ("adapter", adapter),
@@ -42,14 +42,15 @@ def parameter_groups(
         )
         if group is not None
     }
-    if not given:
+    if not configs:
         raise DitLoraError("parameter_groups: give at least one group, for instance adapter=1e-4")
-    members = _members(model, given, patterns or {})
+    members = _members(model, configs, patterns or {})
     every = [name for name, _ in model.named_parameters()]
     empty = [name for name, names in members.items() if not names]
+    # A pattern that matches nothing is most likely misspelt.
     empty += [
         f"{name} ({pattern})"
-        for name, group in given.items()
+        for name, group in configs.items()
         for pattern in group.modules or ()
         if members[name] and not fnmatch.filter(every, pattern)
     ]
@@ -61,6 +62,7 @@ def parameter_groups(
             )
         )
     parameters = dict(model.named_parameters())
+    # Before the check, which looks at all that trains.
     _make_trainable(parameters, members)
     _require_partition(parameters, members)
     return [
@@ -68,7 +70,7 @@ def parameter_groups(
             "name": group,
             "params": [parameters[name] for name in names],
             "param_names": names,
-            **_options(given[group]),
+            **_options(configs[group]),
         }
         for group, names in members.items()
     ]
@@ -77,23 +79,23 @@ def parameter_groups(
 def recipe_groups(
     model: nn.Module, groups: GroupsConfig, patterns: Patterns, mode: str = "lora"
 ) -> list[dict[str, Any]]:
-    """`parameter_groups` as a recipe names them; in mode `full`, `backbone` is all that `connector` is not."""
-    given: dict[str, Any] = groups.given()
+    """Return `parameter_groups` as a recipe names them; in mode `full`, `backbone` is all that `connector` is not."""
+    configs: dict[str, Any] = groups.given()
     if mode == "lora":
-        return parameter_groups(model, **given, patterns=patterns)
-    given.pop("adapter", None)
-    own = {"connector": patterns["connector"]} if groups.connector else {}
-    return parameter_groups(model, **given, patterns=own)
+        return parameter_groups(model, **configs, patterns=patterns)
+    configs.pop("adapter", None)
+    connector_patterns = {"connector": patterns["connector"]} if groups.connector else {}
+    return parameter_groups(model, **configs, patterns=connector_patterns)
 
 
 def base_members(model: nn.Module, groups: GroupsConfig, patterns: Patterns) -> set[str]:
-    """Names of the base weights that a recipe's `connector` and `backbone` would train."""
+    """Return names of the base weights that a recipe's `connector` and `backbone` would train."""
     members = _members(model, groups.given(), patterns)
     return {*members.get("connector", ()), *members.get("backbone", ())}
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters that belong to the base model, by their names in an unadapted model."""
+    """Return trainable parameters that belong to the base model, by their names in an unadapted model."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -102,30 +104,32 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _members(
-    model: nn.Module, given: Mapping[str, GroupConfig], patterns: Patterns
+    model: nn.Module, configs: Mapping[str, GroupConfig], patterns: Patterns
 ) -> dict[str, list[str]]:
-    members: dict[str, list[str]] = {name: [] for name in given}
+    members: dict[str, list[str]] = {name: [] for name in configs}
     for name, parameter in model.named_parameters():
         if is_lora_b(name):
-            wanted = "adapter_b" if "adapter_b" in given else "adapter"
+            wanted = "adapter_b" if "adapter_b" in configs else "adapter"
         elif is_lora_a(name):
             wanted = "adapter"
         else:
-            wanted = _base_group(name, parameter, given, patterns) or ""
+            wanted = _base_group(name, parameter, configs, patterns) or ""
         if wanted in members:
             members[wanted].append(name)
     return members
 
 
 def _base_group(
-    name: str, parameter: nn.Parameter, given: Mapping[str, GroupConfig], patterns: Patterns
+    name: str, parameter: nn.Parameter, configs: Mapping[str, GroupConfig], patterns: Patterns
 ) -> str | None:
+    # A quantised weight cannot be trained.
     if not parameter.dtype.is_floating_point:
-        return None  # a quantised weight cannot be trained
+        return None
     for group in ("connector", "backbone"):
-        own = given[group].modules if group in given else None
-        wanted = own or patterns.get(group)
-        if wanted is None and group == "backbone" and group in given:
+        # The connector is asked first, because a backbone without patterns is all the rest.
+        modules = configs[group].modules if group in configs else None
+        wanted = modules or patterns.get(group)
+        if wanted is None and group == "backbone" and group in configs:
             return group
         if wanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
             return group
@@ -138,6 +142,7 @@ def _make_trainable(
     for group in ("connector", "backbone"):
         for name in members.get(group, ()):
             parameter = parameters[name]
+            # AdamW loses small updates of weights in half precision.
             parameter.data = parameter.data.to(torch.float32)
             parameter.requires_grad_(True)
 

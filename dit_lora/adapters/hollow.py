@@ -1,4 +1,4 @@
-"""Adapters on a model whose weights take no memory: names, shapes and scales as PEFT gives them, without the base.
+"""Hollow models: adapters with names, shapes and scales as PEFT gives them, without the memory of the base.
 
 A hollow model is the base's architecture with every weight a single zero, expanded to its shape.
 """
@@ -28,19 +28,20 @@ State = Mapping[str, torch.Tensor]
 
 
 def hollowed(model: nn.Module) -> Any:
-    """The model, frozen, on the CPU, with LoRA methods; its weights hold nothing."""
+    """Return the model, frozen, on the CPU, with LoRA methods; its weights hold nothing."""
     for name, parameter in list(model.named_parameters()):
-        owner, _, own = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
+        # An expanded scalar has the shape and takes the memory of one number.
         empty = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
-        setattr(model.get_submodule(owner), own, nn.Parameter(empty, requires_grad=False))
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(empty, requires_grad=False))
     return adaptable(model.eval())
 
 
 def load_lora_file(model: Any, file: Path, pipeline_class: Any) -> None:
     """Load Diffusers' LoRA file, or the one of a PEFT folder, and the base weights beside it, into a hollow model.
 
-    Base weights are then what trains in it, as they did in the run. Raises `DitLoraError` with all that does not
-    fit, and `CheckFailedError` if a tensor is not finite or if the adapter has no effect.
+    Base weights are then what trains in it, as they did in the run. Raises `DitLoraError` with all that
+    does not fit, and `CheckFailedError` if a tensor is not finite or if the adapter has no effect.
     """
     state, config = _read(file, pipeline_class)
     base = file.with_name(BASE_FILE)
@@ -57,13 +58,17 @@ def load_state(
     source: object,
     weights: Tensors | None = None,
 ) -> None:
-    """Attach LoRA matrices as Diffusers does, without `config` at alpha = rank, and put base weights in, as trained."""
+    """Attach LoRA matrices as Diffusers does, and put base weights in, as trained.
+
+    Without `config`, alpha is the rank. Raises `DitLoraError` if the matrices do not load.
+    """
     if not state:
         raise DitLoraError(f"{source} has no LoRA matrices of a transformer")
     weights = weights or {}
     for name, weight in weights.items():
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, nn.Parameter(weight.float()))
+        owner, _, attribute = name.rpartition(".")
+        # Put in before the adapter, which renames the layers that it wraps.
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(weight.float()))
     try:
         model.load_lora_adapter(
             dict(state),
@@ -76,29 +81,30 @@ def load_state(
         raise DitLoraError(
             f"{source} does not load into {type(model).__name__}: {reason}"
         ) from error
-    for name, parameter in model.named_parameters():  # PEFT has frozen them
+    # PEFT has frozen every parameter but its own.
+    for name, parameter in model.named_parameters():
         if name.replace(".base_layer.", ".") in weights:
             parameter.requires_grad_(True)
 
 
 def state_of(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
-    """The matrices of an attached adapter."""
-    found = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
+    """Return the matrices of an attached adapter."""
+    state = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 
 def config_of(model: Any) -> peft.LoraConfig:
-    """PEFT's config of the attached adapter."""
+    """Return PEFT's config of the attached adapter."""
     return model.peft_config[ADAPTER_NAME]
 
 
 def combine(
     models: Sequence[Any], weights: Sequence[float], onto: Any
 ) -> tuple[State, peft.LoraConfig]:
-    """Matrices and config whose update is the weighted sum of the models' adapters, exactly; through PEFT.
+    """Return matrices and config whose update is the weighted sum of the models' adapters, exactly; through PEFT.
 
-    `add_weighted_adapter` with `cat`: matrices one after another, so that ranks add up. `onto` is a hollow model
-    without an adapter.
+    `add_weighted_adapter` with `cat` puts matrices one after another, so that ranks add up. `onto` is a
+    hollow model without an adapter.
     """
     configs = [dataclasses.replace(config_of(model), lora_dropout=0.0) for model in models]
     names = [f"adapter_{number}" for number in range(len(models))]
@@ -113,12 +119,13 @@ def combine(
 
 
 def folded(model: Any) -> tuple[State, peft.LoraConfig]:
-    """Matrices and config of the same update with alpha equal to rank: what was alpha over rank is in B."""
+    """Return matrices and config of the same update with alpha equal to rank: B takes the factor alpha over rank."""
     config = config_of(model)
     state = state_of(model)
     for name in [name for name in state if name.endswith(".lora_B.weight")]:
         layer = model.get_submodule(name.removesuffix(".lora_B.weight"))
         state[name] = state[name] * layer.scaling[ADAPTER_NAME]
+    # Layers with ranks of their own get the same alphas, so that every scale is 1.
     ranks = dict(config.rank_pattern or {})
     return state, dataclasses.replace(
         config, lora_alpha=config.r, alpha_pattern=ranks, use_rslora=False
@@ -130,7 +137,7 @@ def _read(file: Path, pipeline_class: Any) -> tuple[dict[str, torch.Tensor], dic
         if file.name == SAFETENSORS_WEIGHTS_NAME and file.with_name(CONFIG_NAME).is_file():
             config = peft.PeftConfig.from_pretrained(str(file.parent))
             tensors = {name.removeprefix(_PREFIX): t for name, t in load_file(file).items()}
-            # A path of the machine that trained it, or a name for which PEFT would ask the Hub.
+            # The base's name is a path of the machine that trained it, or one for which PEFT would ask the Hub.
             return _only_lora(file, tensors), {**config.to_dict(), "base_model_name_or_path": None}
         stored, metadata = lora_pipeline_class(pipeline_class).lora_state_dict(
             file.parent, weight_name=file.name, return_lora_metadata=True, local_files_only=True
@@ -142,8 +149,10 @@ def _read(file: Path, pipeline_class: Any) -> tuple[dict[str, torch.Tensor], dic
         ) from error
     prefix = "transformer."
     tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-    own = {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
-    return _only_lora(file, tensors), own or None
+    lora_config = {
+        k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)
+    }
+    return _only_lora(file, tensors), lora_config or None
 
 
 def _only_lora(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -157,20 +166,23 @@ def _only_lora(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
 
 def _require_fit(file: Path, state: State, model: nn.Module) -> None:
     layers = dict(model.named_modules())
-    wrong = []
+    mismatches = []
     for name, tensor in state.items():
         layer, which = name.removesuffix(".weight").rsplit(".", 1)
         weight = getattr(layers.get(layer), "weight", None)
         if weight is None:
-            wrong.append(f"{layer}: not in the model")
+            mismatches.append(f"{layer}: not in the model")
             continue
+        # A is (rank, inputs ...) and B (outputs, rank ...): these are the sides that the layer shares.
         sides = slice(1, None) if which == "lora_A" else slice(0, 1)
-        own, wanted = list(tensor.shape[sides]), list(weight.shape[sides])
-        if own != wanted:
-            wrong.append(f"{name}: made for {own}, the model's layer has {wanted}")
-    if wrong:
+        shape, wanted = list(tensor.shape[sides]), list(weight.shape[sides])
+        if shape != wanted:
+            mismatches.append(f"{name}: made for {shape}, the model's layer has {wanted}")
+    if mismatches:
         raise DitLoraError(
-            listed(f"{file} was trained on another model than this {type(model).__name__}", wrong)
+            listed(
+                f"{file} was trained on another model than this {type(model).__name__}", mismatches
+            )
         )
 
 
@@ -179,12 +191,12 @@ def _read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors file: {error}") from error
-    own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    wrong = [
-        f"{name}: {list(weight.shape)} in the file, {own.get(name, 'none')} in the model"
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    mismatches = [
+        f"{name}: {list(weight.shape)} in the file, {shapes.get(name, 'none')} in the model"
         for name, weight in weights.items()
-        if own.get(name) != list(weight.shape)
+        if shapes.get(name) != list(weight.shape)
     ]
-    if wrong:
-        raise DitLoraError(listed(f"{file} is of another model", wrong))
+    if mismatches:
+        raise DitLoraError(listed(f"{file} is of another model", mismatches))
     return weights

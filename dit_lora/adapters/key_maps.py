@@ -18,49 +18,52 @@ _NO_KOHYA = "kohya's trainers (sd-scripts, musubi-tuner) have no such model, and
 
 @dataclass(frozen=True)
 class Layout:
-    """How one program names the tensors of a layer's LoRA."""
+    """One program's names for the tensors of a layer's LoRA."""
 
     names: Mapping[str, str]
-    """Its name of each layer, by Diffusers' name."""
+    """The program's name of each layer, by Diffusers' name."""
     down: str
     up: str
 
     def tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
-        """A file's tensors: A, B, and as `alpha` what over the rank gives the scale."""
-        found = {}
+        """Return a file's tensors: A, B, and as `alpha` the number that over the rank gives the scale."""
+        tensors = {}
         for name, (term,) in updates.items():
             key = self.names[name]
-            found[f"{key}.{self.down}.weight"] = term.a.contiguous()
-            found[f"{key}.{self.up}.weight"] = term.b.contiguous()
-            found[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
-        return found
+            tensors[f"{key}.{self.down}.weight"] = term.a.contiguous()
+            tensors[f"{key}.{self.up}.weight"] = term.b.contiguous()
+            tensors[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
+        return tensors
 
     def updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
-        """What a file adds to each layer; raises `CheckFailedError` with every tensor that belongs to none."""
-        known = {key: name for name, key in self.names.items()}
+        """Return what a file adds to each layer; raises `CheckFailedError` with every tensor that belongs to none."""
+        by_key = {key: name for name, key in self.names.items()}
         parts: dict[str, dict[str, torch.Tensor]] = {}
         stray = []
         for full, tensor in tensors.items():
-            key = next((key for key in _heads(full) if key in known), None)
+            # Names of layers hold dots, so the longest known beginning of a key is the layer's.
+            key = next((key for key in _heads(full) if key in by_key), None)
             if key is None:
                 stray.append(full)
             else:
                 parts.setdefault(key, {})[full[len(key) + 1 :]] = tensor
         wanted = {f"{self.down}.weight", f"{self.up}.weight", "alpha"}
         stray += [
-            f"{key}: {', '.join(sorted(own))}" for key, own in parts.items() if own.keys() != wanted
+            f"{key}: {', '.join(sorted(part))}"
+            for key, part in parts.items()
+            if part.keys() != wanted
         ]
         if stray:
             raise CheckFailedError(listed("these tensors belong to no layer", stray))
-        return {known[key]: [self._term(own)] for key, own in parts.items()}
+        return {by_key[key]: [self._term(part)] for key, part in parts.items()}
 
-    def _term(self, own: Mapping[str, torch.Tensor]) -> Term:
-        a, b = own[f"{self.down}.weight"], own[f"{self.up}.weight"]
-        return Term(a, b, own["alpha"].item() / len(a))
+    def _term(self, part: Mapping[str, torch.Tensor]) -> Term:
+        a, b = part[f"{self.down}.weight"], part[f"{self.up}.weight"]
+        return Term(a, b, part["alpha"].item() / len(a))
 
 
 def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> Layout:
-    """ComfyUI's layout by its `names` of Diffusers' layers, in which `*` is a block's number.
+    """Return ComfyUI's layout by its `names` of Diffusers' layers, in which `*` is a block's number.
 
     Raises `DitLoraError` where it has no such layer, and where `names` says why it has no such model.
     """
@@ -76,7 +79,7 @@ def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> Layout:
 
 
 def kohya_layout(has_names: bool, updates: Updates) -> Layout:
-    """kohya's layout as VideoX-Fun has it. Raises `DitLoraError` for models without, and for convolutions."""
+    """Return kohya's layout as VideoX-Fun has it. Raises `DitLoraError` for models without, and for convolutions."""
     if not has_names:
         raise DitLoraError(_NO_KOHYA)
     wide = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]
@@ -84,7 +87,7 @@ def kohya_layout(has_names: bool, updates: Updates) -> Layout:
         raise DitLoraError(
             listed("kohya's layout takes convolutions of 1x1 alone, not these", wide)
         )
-    # Two underscores: an empty part of the name, as VideoX-Fun writes and looks for it.
+    # The two underscores stand around an empty part of the name, as VideoX-Fun writes and looks for it.
     names = {name: f"lora_unet__{name.replace('.', '_')}" for name in updates}
     return Layout(names, "lora_down", "lora_up")
 
@@ -99,6 +102,6 @@ def _in_comfyui(names: Mapping[str, str], name: str) -> str | None:
 
 
 def _heads(key: str) -> Iterable[str]:
-    """The names that a key may begin with, longest first."""
+    """Return the names that a key may begin with, longest first."""
     parts = key.split(".")
     return (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))

@@ -1,7 +1,7 @@
 """LoRA for Diffusers' models and pipelines that have no LoRA loader of their own: DiT, Latte, PixArt.
 
-Diffusers' mixins need nothing of a class but its modules, so an object's class is replaced by one that has them
-too. Name, config and weights stay as they are, and so do the files that `save_pretrained` writes.
+Diffusers' mixins need nothing of a class but its modules, so an object's class is replaced by one that has
+them too. Name, config and weights stay as they are, and so do the files that `save_pretrained` writes.
 """
 
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ Pipeline = TypeVar("Pipeline", bound=Any)
 
 
 def with_lora(pipeline: Pipeline) -> Pipeline:
-    """The pipeline, with `load_lora_weights`, `set_adapters`, `unload_lora_weights` and the others.
+    """Return the pipeline, with `load_lora_weights`, `set_adapters`, `unload_lora_weights` and the others.
 
     Changes nothing of a pipeline that has them.
     """
@@ -25,17 +25,17 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
 
 
 def adaptable(model: nn.Module) -> nn.Module:
-    """The model, with `add_adapter`; Transformers' have one of their own."""
+    """Return the model, with `add_adapter`; Transformers' have one of their own."""
     if not isinstance(model, PeftAdapterMixin | PreTrainedModel):
         model.__class__ = _adaptable_class(type(model))
     return model
 
 
 def lora_pipeline_class(pipeline_class: type) -> Any:
-    """The class itself if it loads LoRA weights, else one that adds it."""
+    """Return the class if it loads LoRA weights, else one that adds it."""
     if hasattr(pipeline_class, "save_lora_weights"):
         return pipeline_class
-    # Of Diffusers' LoRA mixins it is one that knows only of `transformer`.
+    # This is the one of Diffusers' LoRA mixins that knows only of `transformer`.
     return _composed(pipeline_class, CogVideoXLoraLoaderMixin)
 
 
@@ -43,6 +43,7 @@ def _adaptable_class(model_class: type) -> type:
     return _composed(model_class, PeftAdapterMixin)
 
 
-def _composed(own: type, mixin: type) -> type:
-    members = {"__module__": own.__module__, "__doc__": own.__doc__}
-    return type(own.__name__, (own, mixin), members)
+def _composed(base: type, mixin: type) -> type:
+    # save_pretrained writes the class's name, so the composed class keeps it.
+    members = {"__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (base, mixin), members)

@@ -35,17 +35,19 @@ def merge_adapter(
 ) -> Path:
     """Write the checkpoint `base` with the adapter of `folder` in it, for stock `from_pretrained`.
 
-    A LoRA layer's weight is the fp32 sum, rounded once to the base's dtype (the widest, if it has several); base
-    weights that trained take the base's place. Tokenizer and processor files are copied. Transformers renames
-    and joins stored weights as it loads them, and back as it saves, so the whole model is loaded on the CPU:
-    memory for one copy in its dtype (14.5 GB for 7B in bf16), and for the largest layer three times in fp32.
+    A LoRA layer's weight is the fp32 sum, rounded once to the base's dtype (the widest, if it has several);
+    base weights that trained take the base's place. Tokenizer and processor files are copied. Transformers
+    renames and joins stored weights as it loads them, and back as it saves, so the whole model is loaded on
+    the CPU: memory for one copy in its dtype (14.5 GB for 7B in bf16), and for the largest layer three
+    times in fp32.
 
-    `model_class` is by default the class of Transformers that config.json names. Written aside and renamed.
-    Raises `DitLoraError` if `out` exists, if the adapter does not fit, or if a merged weight is not finite.
+    `model_class` is by default the class of Transformers that config.json names. The folder is written
+    aside and renamed. Raises `DitLoraError` if `out` exists, if the adapter does not fit, or if a merged
+    weight is not finite.
     """
     if out.exists():
         raise DitLoraError(f"{out} exists already; give another folder, or remove it")
-    made = read_chat_provenance(folder)
+    provenance = read_chat_provenance(folder)
     load = model_class or _class_of(base)
     dtype = _stored_dtype(base)
     on_progress(f"loading {base.name} in {str(dtype).removeprefix('torch.')}")
@@ -56,14 +58,14 @@ def merge_adapter(
     shutil.rmtree(staged, ignore_errors=True)
     on_progress(f"writing {out}")
     _save(model, base, staged)
-    (staged / PROVENANCE_FILE).write_text(json.dumps(made, indent=2) + "\n")
+    (staged / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
     staged.rename(out)
     return out
 
 
 @torch.no_grad()
 def _merge(model: PreTrainedModel) -> int:
-    """Add every LoRA product to its layer's weight and put the plain layers back; how many."""
+    """Add every LoRA product to its layer's weight and put the plain layers back; return the number of layers."""
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
@@ -72,14 +74,16 @@ def _merge(model: PreTrainedModel) -> int:
         raise DitLoraError(listed("cannot merge into weights that two modules share", tied))
     for layer in adapted.values():
         weight = layer.base_layer.weight.data
-        # In place: new weights between freed fp32 ones were measured to take half as much memory again.
+        # The sum is put in place: new weights between freed fp32 ones were measured to take half as
+        # much memory again.
         weight.copy_(weight.float() + layer.get_delta_weight(ADAPTER_NAME))
     if adapted:
         model.delete_adapter(ADAPTER_NAME)
     for name, layer in adapted.items():
         model.set_submodule(name, layer.base_layer)
     bad = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
-    if bad:  # of fp16, what overflowed it as well
+    # In fp16, this includes sums that overflow.
+    if bad:
         raise CheckFailedError(
             listed(f"refused to write: not finite once merged in {model.dtype}", bad)
         )
@@ -88,9 +92,11 @@ def _merge(model: PreTrainedModel) -> int:
 
 def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
     if model.can_generate():
-        # Published generation configs may be such as Transformers reads and refuses to write; theirs is copied.
+        # Some published generation configs are read by Transformers but refused when written;
+        # theirs is copied below.
         model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(staged, max_shard_size=_SHARD)
+    # Transformers has written the config and the weights.
     copy_own(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
 
 
@@ -99,14 +105,14 @@ def _class_of(base: Path) -> type[PreTrainedModel]:
     if "quantization_config" in config:
         raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")
     names = config.get("architectures") or ["none"]
-    found = getattr(transformers, names[0], None)
-    if found is None:
+    model_class = getattr(transformers, names[0], None)
+    if model_class is None:
         raise DitLoraError(f"{base / 'config.json'}: Transformers has no class {names[0]}")
-    return found
+    return model_class
 
 
 def _stored_dtype(base: Path) -> torch.dtype:
-    """The one dtype of a checkpoint's floating weights; of several the one that holds them all."""
+    """Return the dtype of a checkpoint's floating weights; of several, one that holds all of them."""
     stored = set()
     for file in sorted(base.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -120,5 +126,6 @@ def _stored_dtype(base: Path) -> torch.dtype:
         )
     widest = floating[0]
     for dtype in floating[1:]:
+        # No half-precision type holds both bf16 and fp16; fp32 does.
         widest = torch.promote_types(widest, dtype)
     return widest

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint's folder are the checkpoint: no others are copied into a result or published."""
+"""Files of a checkpoint's folder that are the checkpoint: no others are copied into a result or published."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.parsing import read_json
 
 INDEX = "model_index.json"
-# What `from_pretrained` reads of a component: configs, safetensors, and what tokenizers are made of.
+# `from_pretrained` reads these of a component: configs, safetensors, and what tokenizers are made of.
 _READ = re.compile(
     r"(\w+_)?config\.json|.+\.safetensors(\.index(\.\w+)?\.json)?|tokenizer\.json|vocab\.(json|txt)|merges\.txt|"
     r"added_tokens\.json|special_tokens_map\.json|chat_template\.json|normalizer\.json|"
@@ -19,26 +19,26 @@ _PLAIN = re.compile(r"[A-Za-z_]\w*")
 
 
 def own_files(folder: Path) -> list[str]:
-    """Paths within the folder: of a pipeline its index and its components' files, of a model its own, sorted.
+    """Return paths within the folder, sorted: a pipeline's index and its components' files, or a model's own.
 
-    Raises `DitLoraError` with every such file that is a link to outside of the folder: what it holds was never part
-    of the checkpoint. A snapshot of the Hub's cache is linked to the blobs beside it.
+    Raises `DitLoraError` with every such file that is a link to outside of the folder: what it holds was
+    never part of the checkpoint. A snapshot of the Hub's cache is linked to the blobs beside it.
     """
     if (folder / INDEX).is_file():
-        found = [folder / INDEX]
+        candidates = [folder / INDEX]
         parts = [folder / name for name in _components(folder)]
     else:
-        found = [path for path in folder.iterdir() if _READ.fullmatch(path.name)]
+        candidates = [path for path in folder.iterdir() if _READ.fullmatch(path.name)]
         parts = [path for path in folder.iterdir() if _is_part(path)]
     for part in parts:
-        found += [path for path in part.rglob("*") if _READ.fullmatch(path.name)]
-    files = sorted(path for path in found if path.is_file() and not _hidden(path, folder))
+        candidates += [path for path in part.rglob("*") if _READ.fullmatch(path.name)]
+    files = sorted(path for path in candidates if path.is_file() and not _hidden(path, folder))
     require_inside(folder, [*parts, *files])
     return [path.relative_to(folder).as_posix() for path in files]
 
 
 def copy_own(base: Path, out: Path, wanted: Callable[[str], bool]) -> None:
-    """Copy of `own_files` those whose path within the folder is wanted."""
+    """Copy those of `own_files` whose path within the folder is wanted."""
     for name in own_files(base):
         if wanted(name):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -48,6 +48,7 @@ def copy_own(base: Path, out: Path, wanted: Callable[[str], bool]) -> None:
 def require_inside(folder: Path, paths: list[Path]) -> None:
     """Raise `DitLoraError` with every path that is, or leads through, a link to outside of the folder."""
     root = folder.resolve()
+    # In the Hub's cache, files are links to the blobs beside `snapshots`.
     if root.parent.name == "snapshots":
         root = root.parent.parent
     outside = [path for path in paths if not path.resolve().is_relative_to(root)]
@@ -58,7 +59,7 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
 
 
 def _components(folder: Path) -> list[str]:
-    """Names of the components that the pipeline has."""
+    """Return the names of the components that the pipeline has."""
     try:
         named = dict(read_json(folder / INDEX))
     except (OSError, ValueError, TypeError) as error:
@@ -66,12 +67,13 @@ def _components(folder: Path) -> list[str]:
     return [
         name
         for name, value in named.items()
+        # A component that the pipeline lacks is [null, null].
         if _PLAIN.fullmatch(name) and isinstance(value, list) and None not in value
     ]
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a folder within a model's is a part of it, such as a further tokenizer."""
+    """Return True if a folder within a model's is a part of it, such as a further tokenizer."""
     return (
         _PLAIN.fullmatch(path.name) is not None
         and path.is_dir()

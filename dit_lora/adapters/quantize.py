@@ -1,4 +1,4 @@
-"""Quantise the frozen linear layers of a model, one at a time; what trains goes on top of them in fp32."""
+"""Quantisation of a model's frozen linear layers, one at a time; what trains goes on top of them in fp32."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from dit_lora.numerics.narrow import Kind, NarrowLinear, narrowed_bytes
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What quantising changed."""
+    """Numbers of the layers and weights that were quantised, and the base's bytes before and after."""
 
     kind: Kind
     layers: int
     parameters: int
-    """Weights of those layers."""
+    """Number of weights in the quantised layers."""
     of_parameters: int
     bytes_before: int
     bytes_after: int
@@ -34,12 +34,14 @@ class QuantizeReport:
 
 
 def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
-    """Names of the linear layers inside a model's repeated blocks, without those that have a parameter in `kept`.
+    """Return names of the linear layers inside a model's repeated blocks that have no parameter in `kept`.
 
-    Embeddings, heads, projections before and after the blocks, convolutions, norms and weights that two modules
-    share stay as they are.
+    Embeddings, heads, projections before and after the blocks, convolutions, norms and weights that two
+    modules share stay as they are.
     """
-    lists = [f"{name}." for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
+    lists = [
+        f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    ]
     inside = [
         name
         for name, module in model.named_modules()
@@ -53,9 +55,9 @@ def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
 def quantize_base(model: nn.Module, kind: Kind, kept: Collection[str] = ()) -> QuantizeReport:
     """Replace the `quantizable` layers by `NarrowLinear`s, in place; attach adapters afterwards.
 
-    Layer by layer, and each wide weight goes before the next: on the GPU if there is one, which needs room for one
-    layer, and back to where it was. Raises `DitLoraError` if there is no such layer, or with every weight that is
-    not finite, which its codes could hide; the model is then not to be used.
+    Each wide weight goes before the next is quantised: on the GPU if there is one, which needs room for one
+    layer, and back to where it was. Raises `DitLoraError` if there is no such layer, or with every weight
+    that is not finite, which its codes could hide; the model is then not to be used.
     """
     names = quantizable(model, kept)
     if not names:
@@ -68,7 +70,7 @@ def quantize_base(model: nn.Module, kind: Kind, kept: Collection[str] = ()) -> Q
     count, bad = 0, list[str]()
     for name in names:
         wide = _on_gpu(model.get_submodule(name))
-        # One pass, where finding which values are bad takes several.
+        # A sum takes one pass, where finding which values are bad takes several.
         if not torch.isfinite(wide.weight.sum(dtype=torch.float32)):
             bad += not_finite([(f"{name}.weight", wide.weight)])
         count += wide.weight.numel()
@@ -81,7 +83,7 @@ def quantize_base(model: nn.Module, kind: Kind, kept: Collection[str] = ()) -> Q
 
 
 def quantized_bytes(model: nn.Module, kind: Kind | None, kept: Collection[str] = ()) -> int:
-    """Bytes that the model's parameters would take; reads shapes alone, so that they may be on `meta`."""
+    """Return the bytes that the model's parameters would take; only shapes are read, so they may be on `meta`."""
     if kind is None:
         return stored_bytes(model)
     weights = [model.get_parameter(f"{name}.weight") for name in quantizable(model, kept)]
@@ -90,7 +92,7 @@ def quantized_bytes(model: nn.Module, kind: Kind | None, kept: Collection[str] =
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters."""
+    """Return the bytes of all parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""The adapter on disk, in Diffusers' own format, with rank and alpha in its metadata.
+"""Adapters on disk, in Diffusers' own format, with rank and alpha in their metadata.
 
 Without them a loader takes alpha = rank, and an adapter trained at alpha 64, rank 128 works at twice the
 strength it was trained with.
@@ -28,7 +28,8 @@ from dit_lora.parsing import parse_json, read_json
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
 PROVENANCE_KEY = "dit_lora"
-PROVENANCE_FILE = "dit_lora.json"  # of a whole pipeline
+# The file of a whole pipeline; an adapter has its provenance in the header.
+PROVENANCE_FILE = "dit_lora.json"
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -42,14 +43,15 @@ def save_adapter(
 ) -> Path:
     """Write `out/pytorch_lora_weights.safetensors`, and `base_weights.safetensors` if base weights trained.
 
-    Refuses, before anything is written, an adapter that is not finite or has no effect. The pipeline's own
-    `save_lora_weights` decides names and metadata; provenance is added to the header. `weights` are the trained
-    weights by name, whole, where the model's own are spread over ranks.
+    The pipeline's own `save_lora_weights` decides names and metadata; provenance is added to the header.
+    `weights` are the trained weights by name, whole, where the model's own are spread over ranks. Raises
+    `CheckFailedError`, before anything is written, for an adapter that is not finite or has no effect.
     """
     lora = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
     base = base_weights(transformer, weights)
     require_sound(lora, base)
     out.mkdir(parents=True, exist_ok=True)
+    # Everything is written aside first, so that a failure leaves an earlier adapter whole.
     staged = out / ".staged"
     config = {key: _plain(value) for key, value in adapter_config(transformer).items()}
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
@@ -59,17 +61,19 @@ def save_adapter(
     )
     with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
         metadata = dict(file.metadata())
+    # Diffusers has written rank and alpha into the metadata.
     metadata[PROVENANCE_KEY] = json.dumps(dict(provenance), sort_keys=True)
     tensors = load_file(staged / ADAPTER_FILE)
     save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
     if base:
-        kept = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
-        save_file(kept, staged / BASE_FILE, metadata=metadata)
+        host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
+        save_file(host, staged / BASE_FILE, metadata=metadata)
     for name in (BASE_FILE, ADAPTER_FILE):
         if (staged / name).exists():
             (staged / name).replace(out / name)
         else:
-            (out / name).unlink(missing_ok=True)  # an earlier run's
+            # The file is an earlier run's.
+            (out / name).unlink(missing_ok=True)
     staged.rmdir()
     return out / ADAPTER_FILE
 
@@ -84,8 +88,9 @@ def save_pipeline(
 ) -> Path:
     """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own.
 
-    Of the base the components that its model_index.json names are copied, over which `index` goes, and nothing
-    else that lies there. Written aside and renamed; refused if not finite. `weights` as in `save_adapter`.
+    The components that the base's model_index.json names are copied, and nothing else that lies there;
+    entries of `index` replace the base's. The folder is written aside and renamed. `weights` are those of
+    `save_adapter`. Raises `CheckFailedError` for what is not finite.
     """
     if weights is not None:
         transformer = _holding(transformer, weights)
@@ -103,26 +108,27 @@ def save_pipeline(
 
 
 def base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
-    """What of the base model trains, by its names in an unadapted model; of `weights`, if given."""
-    found = base_parameters(model)
+    """Return the base weights that train, by their names in an unadapted model; those of `weights`, if given."""
+    trained = base_parameters(model)
     if weights is None:
-        return {name: parameter.detach() for name, parameter in found.items()}
+        return {name: parameter.detach() for name, parameter in trained.items()}
     bare = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
-    return {name: bare[name] for name in found}
+    return {name: bare[name] for name in trained}
 
 
 def _holding(model: Any, weights: Tensors) -> nn.Module:
-    """A model of the same config that holds `weights`, without a copy of them."""
-    made: nn.Module = stock_class(model).from_config(model.config)  # type: ignore[attr-defined]
-    tables = {name: table for name, table in model.named_buffers() if name in made.state_dict()}
-    made.load_state_dict({**weights, **tables}, assign=True)
-    return made
+    """Return a model of the same config that holds `weights`, without a copy of them."""
+    holder: nn.Module = stock_class(model).from_config(model.config)  # type: ignore[attr-defined]
+    # Tables are buffers that the model computes and saves; `weights` has parameters only.
+    tables = {name: table for name, table in model.named_buffers() if name in holder.state_dict()}
+    holder.load_state_dict({**weights, **tables}, assign=True)
+    return holder
 
 
 def require_sound(
     lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Raise if any tensor is not finite, or if every B matrix is zero."""
+    """Raise `CheckFailedError` if any tensor is not finite, or if every B matrix is zero."""
     bad = [
         name
         for name, tensor in {**lora, **(base or {})}.items()
@@ -139,7 +145,7 @@ def require_sound(
 
 
 def read_provenance(file: Path) -> dict[str, Any]:
-    """What the run wrote into the adapter's header; empty for an adapter that is not ours."""
+    """Return what the run wrote into the adapter's header; empty for an adapter that is not ours."""
     try:
         with safe_open(file, framework="pt") as opened:
             return parse_json((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
@@ -148,7 +154,7 @@ def read_provenance(file: Path) -> dict[str, Any]:
 
 
 def load_adapter(pipeline: Any, adapter: str | Path) -> None:
-    """Load an adapter's folder, file or repository on the Hub as the stock pipeline does, and what was trained beside it.
+    """Load an adapter from a folder, a file or the Hub as stock pipelines do, with what was trained beside it.
 
     That is base weights, and classes that are new to a model with a class table, names included. A pipeline
     without a LoRA loader gets one (`with_lora`). Raises `DitLoraError` if the adapter does not fit.
@@ -160,7 +166,7 @@ def load_adapter(pipeline: Any, adapter: str | Path) -> None:
         raise DitLoraError(f"no adapter at {file}")
     base = file.with_name(BASE_FILE)
     if base.is_file():
-        # Before the adapter: PEFT renames the weights of the layers it wraps.
+        # Base weights go first, because PEFT renames the weights of the layers that it wraps.
         weights = load_file(base)
         _grow_tables(pipeline.transformer, weights)
         _, unexpected = pipeline.transformer.load_state_dict(weights, strict=False)
@@ -168,9 +174,8 @@ def load_adapter(pipeline: Any, adapter: str | Path) -> None:
             raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
     labels = (read_provenance(file).get("index") or {}).get("id2label", {})
-    if labels and hasattr(
-        pipeline, "labels"
-    ):  # as DiTPipeline reads them: a class may have several names
+    # DiTPipeline splits names in this way: a class may have several.
+    if labels and hasattr(pipeline, "labels"):
         pipeline.labels = {
             name.strip(): int(row) for row, names in labels.items() for name in names.split(",")
         }
@@ -185,12 +190,11 @@ def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
         if len(weight) > module.num_embeddings:
             module.num_embeddings = len(weight)
             module.weight = nn.Parameter(weight.to(module.weight), requires_grad=False)
-            if (
-                "num_embeds_ada_norm" in model.config
-            ):  # DiT: its pipeline looks there for the null row
+            # DiT's pipeline looks there for the null row.
+            if "num_embeds_ada_norm" in model.config:
                 model.register_to_config(num_embeds_ada_norm=len(weight) - 1)
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no sets; sorted, so that equal adapters are equal files."""
+    """Return a set as a sorted list: JSON has no sets, and equal adapters are to be equal files."""
     return sorted(value) if isinstance(value, set) else value

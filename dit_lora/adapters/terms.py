@@ -1,4 +1,4 @@
-"""What an adapter adds to each weight, whatever file it is written in: to compare files, and to merge them."""
+"""Terms that an adapter adds to each weight, whatever file it is written in: to compare files, and to merge them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,18 @@ from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.update import product_norm
 from dit_lora.errors import CheckFailedError, listed
 
-_TOLERANCE = 1e-6  # of an update's norm: a factor rounded to fp32 once changes 6e-8
+# Share of an update's norm; a factor that is rounded to fp32 once changes it by 6e-8.
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Term:
-    """`scale` times B A, of a linear layer or a 2D convolution."""
+    """The product B A times `scale`, for a linear layer or a 2D convolution."""
 
     a: torch.Tensor
-    """(rank, inputs), of a convolution (rank, inputs, height, width)."""
+    """Matrix A: (rank, inputs), of a convolution (rank, inputs, height, width)."""
     b: torch.Tensor
-    """(outputs, rank), of a convolution (outputs, rank, 1, 1)."""
+    """Matrix B: (outputs, rank), of a convolution (outputs, rank, 1, 1)."""
     scale: float
 
     @property
@@ -29,17 +30,17 @@ class Term:
         return len(self.a)
 
     def update(self, dtype: torch.dtype) -> torch.Tensor:
-        """In the shape of the layer's weight, computed in `dtype`."""
+        """Return the product in the shape of the layer's weight, computed in `dtype`."""
         product = self.b.to(dtype).flatten(1) @ self.a.to(dtype).flatten(1)
         return (self.scale * product).reshape(len(self.b), *self.a.shape[1:])
 
 
 Updates = Mapping[str, Sequence[Term]]
-"""By the layer's name in the unadapted model: the terms whose sum is added to its weight."""
+"""Terms whose sum is added to a layer's weight, by the layer's name in the unadapted model."""
 
 
 def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
-    """Those of an attached adapter, as PEFT scales them, times `weight`."""
+    """Return the terms of an attached adapter, as PEFT scales them, times `weight`."""
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
@@ -57,13 +58,13 @@ def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> 
 
 
 def summed(many: Sequence[Updates]) -> Updates:
-    """The sum of several adapters' updates, each layer with the terms of those that have it."""
-    names = dict.fromkeys(name for one in many for name in one)
-    return {name: [term for one in many for term in one.get(name, ())] for name in names}
+    """Return the sum of several adapters' updates: each layer has the terms of all adapters that have it."""
+    names = dict.fromkeys(name for updates in many for name in updates)
+    return {name: [term for updates in many for term in updates.get(name, ())] for name in names}
 
 
 def update(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of one layer's terms, computed in `dtype`."""
+    """Return the sum of one layer's terms, computed in `dtype`."""
     first, *others = (term.update(dtype) for term in terms)
     for other in others:
         first += other
@@ -71,21 +72,22 @@ def update(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
 
 
 def require_same(expected: Updates, found: Updates, what: str) -> None:
-    """Raise `CheckFailedError` with every layer whose update is not the expected one; in fp64, of the factors."""
-    wrong = [f"{name}: not in it" for name in expected if name not in found]
-    wrong += [f"{name}: not in the adapter" for name in found if name not in expected]
+    """Raise `CheckFailedError` with every layer whose update is not the expected one, compared in fp64."""
+    faults = [f"{name}: not in it" for name in expected if name not in found]
+    faults += [f"{name}: not in the adapter" for name in found if name not in expected]
     for name in expected.keys() & found.keys():
-        one, other = expected[name], found[name]
-        if _shape(one) != _shape(other):
-            wrong.append(f"{name}: {_shape(other)}, not {_shape(one)}")
+        expected_terms, found_terms = expected[name], found[name]
+        if _shape(expected_terms) != _shape(found_terms):
+            faults.append(f"{name}: {_shape(found_terms)}, not {_shape(expected_terms)}")
             continue
-        minus = [Term(term.a, term.b, -term.scale) for term in other]
-        size, difference = _norm(one), _norm([*one, *minus])
-        if not difference <= _TOLERANCE * size:  # NaN is wrong too
-            wrong.append(f"{name}: differs by {difference:.2g}, of {size:.2g}")
-    if wrong:
+        minus = [Term(term.a, term.b, -term.scale) for term in found_terms]
+        size, difference = _norm(expected_terms), _norm([*expected_terms, *minus])
+        # Written so that NaN, which is not less than anything, is a fault too.
+        if not difference <= _TOLERANCE * size:
+            faults.append(f"{name}: differs by {difference:.2g}, of {size:.2g}")
+    if faults:
         raise CheckFailedError(
-            listed(f"{what}, read back, is not the adapter; nothing was kept", sorted(wrong))
+            listed(f"{what}, read back, is not the adapter; nothing was kept", sorted(faults))
         )
 
 
@@ -94,6 +96,6 @@ def _shape(terms: Sequence[Term]) -> list[int]:
 
 
 def _norm(terms: Sequence[Term]) -> float:
-    """Frobenius norm of a sum, without the sum: a layer's update can be a thousand times its factors."""
+    """Return the Frobenius norm of a sum without the sum: an update can be a thousand times as large as its factors."""
     b = torch.cat([term.scale * term.b.double().flatten(1) for term in terms], dim=1)
     return product_norm(b, torch.cat([term.a.double().flatten(1) for term in terms]))

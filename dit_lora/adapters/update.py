@@ -1,4 +1,4 @@
-"""How much an adapter changes each layer that it is on: its update's norm against that of the layer's weight."""
+"""Size of an adapter's change to each of its layers: the norm of the update against that of the layer's weight."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from torch import nn
 from dit_lora.numerics.narrow import NarrowLinear
 
 STRONG = 1.0
-"""An update as large as its weight: beyond it a layer is more adapter than base."""
+"""Ratio of an update's norm to its weight's above which a layer is more adapter than base."""
 EXTREME = 10.0
-"""Beyond it less than a tenth of what a layer computes is its base: no fine-tune of it, but a run that blew up."""
+"""Ratio above which less than a tenth of what a layer computes is its base: a run that blew up, no fine-tune."""
 
 LOST = 2.0**-24
-"""Half of fp32's last place: a weight that an update so small is added to keeps its bits."""
+"""Half of fp32's last place: a weight keeps its bits if an update so small is added to it."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,27 @@ class LoadedLayer:
     rank: int
     alpha: float
     scaling: float
-    """What B @ A is multiplied by."""
+    """Factor of B @ A."""
 
 
 @dataclass(frozen=True)
 class ModuleUpdate:
-    """The update of one layer."""
+    """Size of one layer's update."""
 
     name: str
     norm: float
     """Frobenius norm of scaling * B @ A."""
     relative: float | None
-    """Over that of the layer's own weight; None where the weight is not known."""
+    """Ratio of `norm` to that of the layer's own weight; None where the weight is not known."""
     share: float | None = None
-    """Likewise, but over a weight of the usual size of this adapter's layers where the layer's own is smaller: a layer
-    that begins at zero, as modulations and last layers do, is no reason for an alarm."""
+    """Ratio of `norm` to that of a weight of the usual size of this adapter's layers, if the layer's own is smaller.
+
+    A layer that begins at zero, as modulations and last layers do, is no reason for an alarm.
+    """
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is zero, or so small beside its weight that nothing of it is left in fp32."""
+        """True if the update is zero, or so small beside its weight that nothing of it is left in fp32."""
         return self.norm == 0 or (self.relative is not None and self.relative < LOST)
 
     def record(self) -> dict[str, Any]:
@@ -56,41 +58,42 @@ class ModuleUpdate:
 
 
 def product_norm(b: torch.Tensor, a: torch.Tensor) -> float:
-    """Frobenius norm of B @ A in fp64, without the product: the square root of tr(B'B AA').
+    """Return the Frobenius norm of B @ A in fp64 without the product: the square root of tr(B'B AA').
 
     `a` is (rank, in), of a convolution (rank, in, height, width); `b` (out, rank), or (out, rank, 1, 1).
     """
     left, right = b.flatten(1).double(), a.flatten(1).double()
     square = ((left.T @ left) * (right @ right.T)).sum().item()
+    # Rounding may leave a small negative number for an update of zero.
     return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
 
 
 def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
-    """The adapted layers by their names in the model without an adapter; of one adapter."""
-    found = {}
+    """Return the adapted layers by their names in the model without an adapter; the model has one adapter."""
+    layers = {}
     for name, layer in _adapted(model):
         adapter = next(iter(layer.r))
-        found[name] = LoadedLayer(
+        layers[name] = LoadedLayer(
             layer.r[adapter], layer.lora_alpha[adapter], layer.scaling[adapter]
         )
-    return found
+    return layers
 
 
 def weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
-    """Norms of the adapted layers' own weights, fp32, one layer at a time; quantised ones as they compute.
+    """Return norms of the adapted layers' own weights, in fp32, one layer at a time; quantised ones as they compute.
 
-    Of a model without values (meta) they are read from the checkpoint's `files`, tensor by tensor, where these
-    have its names.
+    Weights of a model without values (meta) are read from the checkpoint's `files`, tensor by tensor, where
+    these have its names.
     """
-    found, absent = {}, set()
+    norms, absent = {}, set()
     for name, layer in _adapted(model):
         base = layer.get_base_layer()
         if base.weight.is_meta:
             absent.add(name)
             continue
         weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
-        found[name] = _norm(weight.detach())
-    return found | (_stored_norms(absent, files) if absent else {})
+        norms[name] = _norm(weight.detach())
+    return norms | (_stored_norms(absent, files) if absent else {})
 
 
 def module_updates(
@@ -98,12 +101,13 @@ def module_updates(
     layers: Mapping[str, LoadedLayer],
     norms: Mapping[str, float],
 ) -> list[ModuleUpdate]:
-    """One for each layer whose two matrices are among `tensors`, in the order of names."""
+    """Return one update for each layer whose two matrices are among `tensors`, in the order of names."""
     pairs = {
         name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
         for name in sorted(layers)
         if {f"{name}.lora_A.weight", f"{name}.lora_B.weight"} <= tensors.keys()
     }
+    # Roots of the weights' numbers of values, which the sides of their matrices tell.
     roots = {name: math.sqrt(len(b) * a[0].numel()) for name, (a, b) in pairs.items()}
     changes = {
         name: abs(layers[name].scaling) * product_norm(b, a) for name, (a, b) in pairs.items()
@@ -112,7 +116,7 @@ def module_updates(
 
 
 def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
-    """How far base weights that trained are from those of the same name and shape in the checkpoint's `files`."""
+    """Return distances of trained base weights from those of the same name and shape in the checkpoint's `files`."""
     changes, norms, roots = {}, {}, {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -128,20 +132,23 @@ def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> 
 def _compared(
     changes: Mapping[str, float], norms: Mapping[str, float], roots: Mapping[str, float]
 ) -> list[ModuleUpdate]:
-    """Norms of changes against those of what they change, of which `roots` are the roots of the sizes."""
+    """Return updates from norms of changes and of what they change; `roots` are the square roots of the sizes."""
+    # The usual root mean square of this model's weights stands in for weights that begin near zero.
     usual = median([norms[name] / roots[name] for name in changes if name in norms] or [0.0])
-    found = []
+    updates = []
     for name, norm in changes.items():
-        own = norms.get(name)
-        base = max(own, usual * roots[name]) if own is not None else 0.0
-        relative, share = (norm / weight if weight else None for weight in (own, base))
-        found.append(ModuleUpdate(name, norm, relative, share))
-    return found
+        own_norm = norms.get(name)
+        base = max(own_norm, usual * roots[name]) if own_norm is not None else 0.0
+        relative, share = (norm / weight if weight else None for weight in (own_norm, base))
+        updates.append(ModuleUpdate(name, norm, relative, share))
+    return updates
 
 
 def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    named = ((name, one) for name, one in model.named_modules() if isinstance(one, LoraLayer))
-    return ((name.removeprefix("base_model.model."), one) for name, one in named)
+    named = (
+        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    )
+    return ((name.removeprefix("base_model.model."), module) for name, module in named)
 
 
 def _norm(tensor: torch.Tensor) -> float:
@@ -149,11 +156,11 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _stored_norms(names: set[str], files: Sequence[Path]) -> dict[str, float]:
-    found = {}
+    norms = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118
                 name = key.removesuffix(".weight")
                 if name in names and name != key:
-                    found[name] = _norm(opened.get_tensor(key))
-    return found
+                    norms[name] = _norm(opened.get_tensor(key))
+    return norms

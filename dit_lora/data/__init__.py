@@ -1,1 +1,1 @@
-"""From a folder of clips to batches of encoded ones."""
+"""Data preparation: a folder of clips becomes batches of encoded samples."""

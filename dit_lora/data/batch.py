@@ -8,7 +8,7 @@ import torch
 from dit_lora.numerics.streams import fold
 
 LOSS_WEIGHT = "loss_weight"
-"""The tensor of a batch, fp32 (B,), that its losses are multiplied by; there only where the data has weights."""
+"""Name of a batch's tensor, fp32 (B,), that its losses are multiplied by; only data with weights has it."""
 
 
 @dataclass(frozen=True)
@@ -19,33 +19,36 @@ class Batch:
     draws: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
     faults: Mapping[str, str] = field(default_factory=dict)
-    """What reading the cache found wrong, by sample id."""
+    """Problems that were met while the sample was read, by sample id."""
 
     def to(self, device: torch.device) -> "Batch":
         moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors.items()}
         return Batch(self.ids, self.draws, moved, self.faults)
 
     def single(self, index: int) -> "Batch":
-        """One of its samples as a batch of one."""
+        """Return one of the samples as a batch of one."""
         sample = self.ids[index]
         faults = {sample: self.faults[sample]} if sample in self.faults else {}
         tensors = {name: tensor[index : index + 1] for name, tensor in self.tensors.items()}
         return Batch((sample,), (self.draws[index],), tensors, faults)
 
     def pin_memory(self) -> "Batch":
-        """The DataLoader calls this when it pins."""
+        """Copy the tensors to pinned memory; the DataLoader calls this by its name."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
         return Batch(self.ids, self.draws, pinned, self.faults)
 
 
 def draw_number(sample_id: str, epoch: int, copy: int = 0) -> int:
-    """What seeds a sample's draws in an epoch: not where it comes, so leaving others out changes nothing."""
+    """Return the seed of a sample's draws in an epoch.
+
+    It does not depend on the sample's position, so leaving other samples out changes nothing.
+    """
     draw = fold(epoch, "draws", sample_id)
     return fold(draw, "copies", copy) if copy else draw
 
 
 def collate(samples: Sequence[Batch]) -> Batch:
-    """Batches of one, side by side."""
+    """Join batches of one to a batch."""
     return Batch(
         ids=tuple(sample.ids[0] for sample in samples),
         draws=tuple(sample.draws[0] for sample in samples),
@@ -53,5 +56,5 @@ def collate(samples: Sequence[Batch]) -> Batch:
             name: torch.cat([sample.tensors[name] for sample in samples])
             for name in samples[0].tensors
         },
-        faults={sample: fault for one in samples for sample, fault in one.faults.items()},
+        faults={sample: fault for batch in samples for sample, fault in batch.faults.items()},
     )

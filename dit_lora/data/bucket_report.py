@@ -1,4 +1,4 @@
-"""What buckets cost a data set: who goes where, who is left out, and what to change, in words."""
+"""Report of the costs of buckets: which clips go where, which are left out, and what to change."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dit_lora.data.buckets import ENLARGEMENT, Dropped, Placed
 from dit_lora.data.video import VideoHeader
 from dit_lora.data_config import DataConfig, VideoShape
 
-# Shares of the clips from which on it is worth a word.
+# Shares of the clips from which on advice is given.
 MANY = 0.25
 HEAVY_CROP = 0.25
 _SHOWN = 6
@@ -18,27 +18,27 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One bucket's clips. Crops are shares of the picture, `share` one of all samples."""
+    """Clips of one bucket. Crops are shares of the picture, `share` one of all samples."""
 
     shape: VideoShape
     clips: int
     samples: int
-    """Windows of its clips."""
+    """Number of windows of the bucket's clips."""
     share: float
     mean_crop: float
     worst_crop: float
     upscaled: int
-    """Clips enlarged by more than rounding does."""
+    """Number of clips enlarged by more than rounding does."""
     pixels: int
-    """Of all frames of one sample."""
+    """Pixels of all frames of one sample."""
 
 
 @dataclass(frozen=True)
 class BucketReport:
-    """Of a data set that was placed in buckets."""
+    """Report of a data set that was placed in buckets."""
 
     rows: tuple[BucketRow, ...]
-    """One for each bucket, used or not."""
+    """One row for each bucket, used or not."""
     dropped: tuple[tuple[str, Dropped], ...]
     """Names of clips and why they are left out."""
     advice: tuple[str, ...]
@@ -51,32 +51,32 @@ class BucketReport:
         data: DataConfig,
         group: int,
     ) -> "BucketReport":
-        """Of clips by name, where `group` is the number of samples of one optimizer step."""
-        placed = [one for _, one in clips if isinstance(one, Placed)]
-        dropped = tuple((name, one) for name, one in clips if isinstance(one, Dropped))
-        samples = sum(len(one.starts) for one in placed)
+        """Return the report of clips by name; `group` is the number of samples of one optimizer step."""
+        placed = [clip for _, clip in clips if isinstance(clip, Placed)]
+        dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, Dropped))
+        samples = sum(len(clip.starts) for clip in placed)
         by_shape: dict[VideoShape, list[Placed]] = {shape: [] for shape in sorted(buckets)}
-        for one in placed:
-            by_shape[one.shape].append(one)
-        rows = tuple(_row(shape, own, samples) for shape, own in by_shape.items())
+        for clip in placed:
+            by_shape[clip.shape].append(clip)
+        rows = tuple(_row(shape, in_bucket, samples) for shape, in_bucket in by_shape.items())
         advice = [
-            *_of_dropped(dropped, len(clips)),
-            *_of_sizes(rows, group),
-            *_of_pictures(placed, buckets),
-            *_of_lengths(placed, data),
+            *_advice_on_dropped(dropped, len(clips)),
+            *_advice_on_sizes(rows, group),
+            *_advice_on_pictures(placed, buckets),
+            *_advice_on_lengths(placed, data),
         ]
         return cls(rows, dropped, tuple(advice))
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return the report as values that JSON can hold."""
         return {
             "buckets": [asdict(row) for row in self.rows],
-            "dropped": [{"id": name, **asdict(one)} for name, one in self.dropped],
+            "dropped": [{"id": name, **asdict(clip)} for name, clip in self.dropped],
             "advice": list(self.advice),
         }
 
     def lines(self) -> list[str]:
-        """A table of the buckets in use, what is left out and the advice, for a terminal."""
+        """Return lines for a terminal: a table of the buckets in use, what is left out, and the advice."""
         table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
         table += [
             (
@@ -95,26 +95,27 @@ class BucketReport:
             "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
             for cells in table
         ]
-        lines += [f"left out ({one.code}): {name}: {one.words}" for name, one in self.dropped]
-        return lines + [f"advice: {one}" for one in self.advice]
+        for name, clip in self.dropped:
+            lines.append(f"left out ({clip.code}): {name}: {clip.words}")
+        return lines + [f"advice: {advice}" for advice in self.advice]
 
 
-def _row(shape: VideoShape, own: Sequence[Placed], samples: int) -> BucketRow:
-    crops = [one.crop for one in own]
-    count = sum(len(one.starts) for one in own)
+def _row(shape: VideoShape, clips: Sequence[Placed], samples: int) -> BucketRow:
+    crops = [clip.crop for clip in clips]
+    count = sum(len(clip.starts) for clip in clips)
     return BucketRow(
         shape,
-        clips=len(own),
+        clips=len(clips),
         samples=count,
         share=count / samples if samples else 0.0,
         mean_crop=sum(crops) / len(crops) if crops else 0.0,
         worst_crop=max(crops, default=0.0),
-        upscaled=sum(one.upscale > ENLARGEMENT for one in own),
+        upscaled=sum(clip.upscale > ENLARGEMENT for clip in clips),
         pixels=shape.volume,
     )
 
 
-def _of_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> list[str]:
+def _advice_on_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> list[str]:
     if len(dropped) < MANY * clips or not dropped:
         return []
     remedies = {
@@ -122,12 +123,12 @@ def _of_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> list[str]
         "cropped": "more buckets.aspect_ratios would keep those cropped",
         "upscaled": "lower buckets.resolutions would keep those enlarged",
     }
-    counts = Counter(one.code for _, one in dropped)
+    counts = Counter(clip.code for _, clip in dropped)
     worst = max(sorted(counts), key=lambda code: counts[code])
     return [f"{_part(len(dropped), clips)} are left out: {remedies[worst]}"]
 
 
-def _of_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
+def _advice_on_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
     used = [row for row in rows if row.samples]
     small = [row for row in used if row.samples < group]
     advice = []
@@ -148,17 +149,17 @@ def _of_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
     return advice
 
 
-def _of_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape]) -> list[str]:
+def _advice_on_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape]) -> list[str]:
     total, advice = len(placed), []
-    enlarged = sum(one.upscale > ENLARGEMENT for one in placed)
+    enlarged = sum(clip.upscale > ENLARGEMENT for clip in placed)
     if enlarged and enlarged >= MANY * total:
-        worst = max(one.upscale for one in placed)
+        worst = max(clip.upscale for clip in placed)
         advice.append(
             f"{_part(enlarged, total)} are enlarged, up to {worst:.1f} times: lower "
             "data.height and data.width, or add a lower one to buckets.resolutions"
         )
-    portrait = sum(one.source.height > one.source.width for one in placed)
-    landscape = sum(one.source.height < one.source.width for one in placed)
+    portrait = sum(clip.source.height > clip.source.width for clip in placed)
+    landscape = sum(clip.source.height < clip.source.width for clip in placed)
     for count, word, missing in (
         (portrait, "portrait", all(shape.height <= shape.width for shape in buckets)),
         (landscape, "landscape", all(shape.height >= shape.width for shape in buckets)),
@@ -168,9 +169,9 @@ def _of_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape]) -> lis
                 f"{_part(count, total)} are {word} and no bucket is: add {word} "
                 "buckets.aspect_ratios"
             )
-    cut = [one for one in placed if one.crop > HEAVY_CROP]
+    cut = [clip for clip in placed if clip.crop > HEAVY_CROP]
     if cut and len(cut) >= MANY * total:
-        common = Counter(_ratio(one.source) for one in cut)
+        common = Counter(_ratio(clip.source) for clip in cut)
         (ratio, count), *_ = sorted(common.items(), key=lambda item: (-item[1], item[0]))
         advice.append(
             f"{_part(len(cut), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
@@ -179,17 +180,18 @@ def _of_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape]) -> lis
     return advice
 
 
-def _of_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
-    """Clips of which less than half is ever seen."""
+def _advice_on_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
+    """Return advice if many clips are so long that less than half of them is ever seen."""
     if data.fps is None:
         return []
     held = used = long = 0
-    for one in placed:
-        if one.source.seconds is None or one.shape.frames == 1:
+    for clip in placed:
+        if clip.source.seconds is None or clip.shape.frames == 1:
             continue
-        holds = int(one.source.seconds * data.fps / one.shape.frames + 1e-6)
-        long += holds >= 2 * len(one.starts)
-        held, used = held + max(holds, len(one.starts)), used + len(one.starts)
+        # The small addend keeps a whole number of windows whole in float arithmetic.
+        holds = int(clip.source.seconds * data.fps / clip.shape.frames + 1e-6)
+        long += holds >= 2 * len(clip.starts)
+        held, used = held + max(holds, len(clip.starts)), used + len(clip.starts)
     if not long or long < MANY * len(placed):
         return []
     return [
@@ -199,8 +201,9 @@ def _of_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
 
 
 def _ratio(source: VideoHeader) -> str:
-    """Width to height, in small numbers."""
+    """Return the nearest ratio of width to height in small numbers, as in 16:9."""
     short, long = sorted((source.width, source.height))
+    # Denominators of usual ratios go up to 9, as in 16:9.
     near = Fraction(long, short).limit_denominator(9)
     is_wide = source.width == long
     return (
@@ -222,6 +225,6 @@ def _epochs(number: float) -> str:
     return f"{number:.1f} epochs" if number < 10 else f"{number:.0f} epochs"
 
 
-def _few(words: Sequence[str]) -> str:
-    more = len(words) - _SHOWN
-    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _few(texts: Sequence[str]) -> str:
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
-"""Shapes that samples are grouped by, and which of them each clip goes to.
+"""Buckets: the shapes that samples are grouped by, and which of them each clip goes to.
 
-Pixels and seconds. All of it is a function of the recipe and of what a file says of itself: nothing is decoded.
+Units are pixels and seconds. Everything is a function of the recipe and of media headers: nothing is decoded.
 """
 
 import math
@@ -13,9 +13,9 @@ from dit_lora.data.video import VideoHeader
 from dit_lora.data_config import DataConfig, VideoShape
 from dit_lora.errors import DitLoraError, listed
 
-# Sides come in steps, so areas and ratios are met to this much, and the budget may be passed by it.
+# Sides come in steps, so areas and ratios are met within this share, and the budget may be passed by it.
 TOLERANCE = 0.05
-# What rounding a side may enlarge; less than this is no enlargement.
+# Rounding a side may enlarge a picture by this factor, which does not count as enlargement.
 ENLARGEMENT = 1 + TOLERANCE / 2
 
 
@@ -25,7 +25,7 @@ class Placed:
 
     shape: VideoShape
     starts: tuple[float, ...]
-    """Seconds at which its samples begin; the first is 0."""
+    """Seconds at which the clip's samples begin; the first is 0."""
     crop: float
     """Share of the picture that is lost."""
     upscale: float
@@ -35,14 +35,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Why a clip goes to no bucket: `too_short`, `cropped` or `upscaled`, and in words."""
+    """The reason why a clip goes to no bucket: `too_short`, `cropped` or `upscaled`, and a message."""
 
     code: str
     words: str
 
 
 def window_id(clip_id: str, start: float) -> str:
-    """The name of a clip's sample that begins at `start` seconds; that at 0 has the clip's own."""
+    """Return the name of a clip's sample that begins at `start` seconds; that at 0 has the clip's own name."""
     return f"{clip_id}@{round(start, 3):.12g}s" if start else clip_id
 
 
@@ -52,13 +52,13 @@ def buckets_of(
     fits: Callable[[VideoShape], str | None],
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[VideoShape, ...]:
-    """The shapes of a recipe, smallest first: of `data.buckets`, or the one of a recipe without.
+    """Return the shapes of a recipe, smallest first: those of `data.buckets`, or the one of a recipe without.
 
-    Each aspect ratio, resolution and number of frames within the budget of data.frames x data.height x
-    data.width. Sides are multiples of `side_step`, chosen among all near ones for the area and the ratio that
-    were asked for, and may pass the budget by `TOLERANCE`. Data's own shape, upright or on its side, stands for
-    the ratio that it has. `fits` says why a shape cannot be trained; `say` is told of those, and if none is
-    left they are a `DitLoraError`.
+    There is one for each aspect ratio, resolution and number of frames within the budget of data.frames x
+    data.height x data.width. Sides are multiples of `side_step`, chosen among all near ones for the area
+    and the ratio that were asked for, and may pass the budget by `TOLERANCE`. The recipe's own height and
+    width, upright or on their side, stand for the ratio that they have. `fits` returns why a shape cannot
+    be trained; `say` is told of those. Raises `DitLoraError` if no shape is left.
     """
     if data.buckets is None:
         shapes = {VideoShape.of(data)}
@@ -87,11 +87,12 @@ def buckets_of(
 
 
 def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:
-    """The bucket of a clip, and its windows.
+    """Choose the bucket of a clip, and its windows.
 
-    The most frames that it surely has at `data.fps`; of those, the highest resolution that does not enlarge
-    it (by more than rounding does), or the one that does least; of that, the shape that crops least. An image has one frame. With `data.buckets`, a
-    clip that loses or is enlarged more than it allows is dropped.
+    The clip gets the most frames that it surely has at `data.fps`; of those, the highest resolution that
+    does not enlarge it (by more than rounding does), or the one that enlarges it least; of that, the shape
+    that crops least. An image has one frame. With `data.buckets`, a clip that would lose, or be enlarged,
+    more than it allows is dropped.
     """
     frames = _frames(source, buckets, data.fps)
     if frames is None:
@@ -100,15 +101,15 @@ def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) 
 
 
 def _resolutions(data: DataConfig) -> tuple[float, ...]:
-    """Sides of squares."""
-    given = data.buckets.resolutions if data.buckets else None
-    return tuple(sorted({*given})) if given else (math.sqrt(data.height * data.width),)
+    """Return the sides, in pixels, of squares with each resolution's area, ascending."""
+    asked = data.buckets.resolutions if data.buckets else None
+    return tuple(sorted({*asked})) if asked else (math.sqrt(data.height * data.width),)
 
 
 def _sides(
     data: DataConfig, frames: int, resolution: float, ratio: str, step: int
 ) -> tuple[int, int] | None:
-    """The height and width nearest to a resolution and a ratio; None where the budget has no room for them."""
+    """Return the height and width nearest to a resolution and a ratio; None where the budget has no room for them."""
     budget = VideoShape.of(data).volume * (1 + TOLERANCE)
     aspect = Fraction(ratio.replace(":", "/"))
     if resolution**2 * frames > budget:
@@ -116,11 +117,13 @@ def _sides(
 
     def error(sides: tuple[int, int]) -> float:
         height, width = sides
+        # Both errors are logarithms, so that twice and half as much weigh the same.
         area = math.log(height * width / resolution**2)
         return math.hypot(area, math.log(width / height / aspect))
 
-    own = [(data.height, data.width), (data.width, data.height)]
-    for sides in own:
+    # Data's own shape is taken as it is if it is near enough, so that it is a bucket to the pixel.
+    as_configured = [(data.height, data.width), (data.width, data.height)]
+    for sides in as_configured:
         if error(sides) < TOLERANCE and data.height % step == data.width % step == 0:
             return sides
     height = math.sqrt(resolution**2 / aspect)
@@ -139,14 +142,15 @@ def _multiples(side: float, step: int) -> list[int]:
 
 
 def _frames(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> int | None:
-    """The most that it can give of what the buckets ask for."""
+    """Return the largest number of frames of all buckets that the clip can give; None if there is none."""
     asked = sorted({shape.frames for shape in buckets}, reverse=True)
     if source.is_image:
         return 1 if 1 in asked else None
     sure = next((frames for frames in asked if _gives(source, 0.0, frames, fps)), None)
     if sure is not None:
         return sure
-    # Some files leave the last frame's time out of their length: decoding must tell.
+    # Some files leave the last frame's time out of their length, so one frame more may be there:
+    # decoding tells.
     return asked[-1] if _gives(source, 0.0, asked[-1], fps, spare=1) else None
 
 
@@ -159,10 +163,10 @@ def _gives(
 def _count(
     source: VideoHeader, start: float, frames: int, fps: float | None, spare: float = 0
 ) -> int:
-    """How many of `frames` it has from `start` on, if it is `spare` frames longer than it says."""
+    """Count how many of `frames` the clip has from `start` on, if it is `spare` frames longer than its header says."""
     if source.seconds is None or source.fps is None:
         return frames
-    # The last frame stands for the times up to half its own after it.
+    # A time is served by the nearest frame, so the last frame serves times up to half its duration after it.
     end = source.seconds + (spare - 0.5) / source.fps
     return Wanted(frames, fps or 1.0, start).until(end)
 
@@ -179,10 +183,10 @@ def _shortage(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | N
 
 
 def _cost(source: VideoHeader, shape: VideoShape) -> tuple[float, float]:
-    """(share lost, enlargement) of a picture that is scaled to cover a shape and cut at the centre."""
+    """Return (share lost, enlargement) of a picture that is scaled to cover a shape and cropped at the centre."""
     scale = max(shape.height / source.height, shape.width / source.width)
-    kept = shape.height * shape.width / (source.height * source.width * scale**2)
-    return max(0.0, 1 - kept), max(1.0, scale)
+    remaining = shape.height * shape.width / (source.height * source.width * scale**2)
+    return max(0.0, 1 - remaining), max(1.0, scale)
 
 
 def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:
@@ -195,10 +199,13 @@ def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -
     levels: dict[float, list[tuple[float, float, VideoShape]]] = {}
     for cost in allowed or costs:
         levels.setdefault(_level(cost[2], resolutions), []).append(cost)
-    # The shape of its own ratio speaks for each resolution.
-    speakers = {level: min(some) for level, some in levels.items()}
+    # The shape with the clip's own aspect ratio, which crops least, stands for each resolution.
+    speakers = {level: min(costs_of_level) for level, costs_of_level in levels.items()}
     unenlarged = [level for level, cost in speakers.items() if cost[1] <= ENLARGEMENT]
-    level = max(unenlarged, default=None) or min(speakers, key=lambda one: (speakers[one][1], one))
+    # The highest resolution without enlargement, else the one that enlarges least.
+    level = max(unenlarged, default=None) or min(
+        speakers, key=lambda candidate: (speakers[candidate][1], candidate)
+    )
     crop, upscale, best = speakers[level]
     if allowed:
         return Placed(best, _starts(source, best.frames, data), crop, upscale, source)
@@ -211,13 +218,14 @@ def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -
 
 
 def _level(shape: VideoShape, resolutions: Sequence[float]) -> float:
-    """Which of the resolutions a shape was made for."""
+    """Return the resolution that a shape was made for: the nearest on a logarithmic scale."""
     side = math.sqrt(shape.height * shape.width)
-    return min(resolutions, key=lambda one: abs(math.log(side / one)))
+    return min(resolutions, key=lambda resolution: abs(math.log(side / resolution)))
 
 
 def _starts(source: VideoHeader, frames: int, data: DataConfig) -> tuple[float, ...]:
-    if data.fps is None or None in (source.seconds, source.fps):  # unknown: one window
+    # A header without length or rate, or a recipe without fps, cannot tell where a second window begins.
+    if data.fps is None or None in (source.seconds, source.fps):
         return (0.0,)
     stride = data.window_stride or frames / data.fps
     starts = [0.0]

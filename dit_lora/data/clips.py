@@ -1,4 +1,4 @@
-"""A clip with its caption, and what a reader of sources found: clips that can be used, and what is wrong."""
+"""Clips with their captions: the result of reading a source, with its problems."""
 
 from dataclasses import dataclass
 
@@ -13,21 +13,21 @@ class Clip:
     id: str
     media: Media
     caption: str
-    """Of a folder a class, the class's name."""
+    """Text that describes the clip; for folders with one subfolder per class, the class name."""
     image: Media | None = None
-    """Its first image, where the data has one of its own."""
+    """The clip's first image, where the data has one of its own."""
     times: float = 1.0
-    """How often it comes in an epoch: 2.5 is twice, and a third time in half of the epochs."""
+    """Number of times that the clip comes in an epoch: 2.5 is twice, and a third time in half of the epochs."""
     loss_weight: float = 1.0
-    """What its loss is multiplied by."""
+    """Factor of the clip's loss."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a sample cannot be used."""
+    """One reason why a sample cannot be used."""
 
     file: str
-    """The sample's id; of a fault in a table or a tar, that file's."""
+    """The sample's id, or the name of the table or tar that has a fault."""
     code: str
     """One of the audit's codes, such as `missing` or `caption_empty`."""
     words: str
@@ -35,15 +35,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Scan:
-    """What the sources hold."""
+    """Contents of the sources."""
 
     clips: list[Clip]
-    """Those without a problem."""
+    """Clips without a problem."""
     problems: list[Problem]
 
 
 class Gathered:
-    """What one source holds, as its reader finds it."""
+    """Collector of one source's clips and problems, for its reader."""
 
     def __init__(self, caption: str | None) -> None:
         self._caption = caption
@@ -60,31 +60,33 @@ class Gathered:
         image: Media | None = None,
         no_caption: Fault = ("caption_missing", "it has no caption"),
     ) -> None:
-        """One sample; it is a problem if its id is there already, or if its caption cannot be trained on.
+        """Add one sample; it is a problem if its id is there already, or if its caption cannot be trained on.
 
-        The source's own caption is in place of every other. `no_caption` are code and words where it is None.
+        The source's own caption is in place of every other. `no_caption` is the code and message where
+        `caption` is None.
         """
         if id in self._clips:
             self.refuse(id, "duplicate_clip", "listed twice")
         text = self._caption if self._caption is not None else _text(caption)
-        wrong = _wrong(text, caption, no_caption)
-        if wrong is not None:
-            self.refuse(id, *wrong)
+        fault = _wrong(text, caption, no_caption)
+        if fault is not None:
+            self.refuse(id, *fault)
+        # A refused clip is stored too, so that a second one of its id is found; `scan` leaves it out.
         self._clips[id] = Clip(id, media, text or "", image)
 
     def refuse(self, file: str, code: str, words: str) -> None:
-        """The same problem of the same file is kept once."""
+        """Keep a problem, once for each file and code; the sample of that id is left out of the scan."""
         self._refused.add(file)
         self._problems.setdefault((file, code), Problem(file, code, words))
 
     def scan(self) -> Scan:
-        """In the order found."""
-        clips = [clip for id, clip in self._clips.items() if id not in self._refused]
+        """Return clips and problems in the order in which they were added."""
+        clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._refused]
         return Scan(clips, list(self._problems.values()))
 
 
 def _wrong(text: str | None, caption: object, no_caption: Fault) -> Fault | None:
-    """Why a caption, which is `text` as far as it is one, cannot be used."""
+    """Return why a caption cannot be used; `text` is the caption as text, or None if it is none."""
     if text is not None:
         return caption_fault(text)
     kind = type(caption).__name__
@@ -93,7 +95,7 @@ def _wrong(text: str | None, caption: object, no_caption: Fault) -> Fault | None
 
 
 def _text(caption: object) -> str | None:
-    """A label may be a number."""
+    """Return a caption as text, a number as its digits; None for other types. Labels may be numbers."""
     if isinstance(caption, str):
         return caption.strip()
     return str(caption) if isinstance(caption, int | float) else None

@@ -1,6 +1,6 @@
-"""Hugging Face datasets with a column of videos or images, read in place from their Arrow files.
+"""Reader of Hugging Face datasets with a column of videos or images, in place from their Arrow files.
 
-Needs the `datasets` package, which is no dependency of ours: `pip install 'dit-lora[datasets]'`.
+It needs the `datasets` package, which is no dependency of ours: `pip install 'dit-lora[datasets]'`.
 """
 
 import io
@@ -27,14 +27,14 @@ from dit_lora.data_config import SourceConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.remedies import HUB, hub_name
 
-# What `save_to_disk` writes: a dataset, or one a split.
+# `save_to_disk` writes the first for a dataset, the second for a dictionary of splits.
 _SAVED = ("state.json", "dataset_dict.json")
 _SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 
 @dataclass(frozen=True)
 class DatasetCell:
-    """The encoded bytes in one row of a dataset, left where they are until they are asked for."""
+    """Encoded bytes in one cell of a dataset, which stay there until they are asked for."""
 
     name: str
     place: str
@@ -42,9 +42,9 @@ class DatasetCell:
     row: int
     column: str
     size: int
-    """Bytes."""
+    """Number of bytes."""
     written: int
-    """When the dataset's files last changed, in nanoseconds; 0 for one in memory."""
+    """Nanoseconds at which the dataset's files last changed; 0 for a dataset in memory."""
     rows: Any = field(compare=False, repr=False)
     """The dataset, with nothing decoded. It is pickled by the paths of its files."""
 
@@ -63,18 +63,18 @@ def is_saved_dataset(root: Path) -> bool:
 
 
 def name_on_hub(source: SourceConfig) -> str | None:
-    """The `owner/dataset` that a source means; None of what is here, looks like it, or is to be generated."""
+    """Return the `owner/dataset` that a source names; None if it is local, looks local, or is to be generated."""
     return None if source.generate is not None else hub_name(source.path)
 
 
 def read_dataset(source: SourceConfig) -> Scan:
-    """The clips of the split `train`, or of the only one; nothing is decoded or copied.
+    """Read the clips of the split `train`, or of the only split; nothing is decoded or copied.
 
-    A ClassLabel gives its class's name. Raises `DitLoraError` if there is no column of media or of captions.
+    A ClassLabel column gives the class's name. Raises `DitLoraError` if there is no column of media or of captions.
     """
     rows = _load(source.path)
     media, image, caption = _columns(source, rows)
-    found = Gathered(source.caption)
+    gathered = Gathered(source.caption)
     from_hub = name_on_hub(source) is not None
     cells = _cells(source.path, rows, media, from_hub)
     images = _cells(source.path, rows, image, from_hub) if image else repeat(_Cell(""), len(rows))
@@ -83,21 +83,21 @@ def read_dataset(source: SourceConfig) -> Scan:
         captions = _stored(rows, rows.data.column(caption)).to_pylist()
     names = getattr(rows.features[caption], "names", None) if caption else None
     for row, (cell, first, text) in enumerate(zip(cells, images, captions, strict=True)):
-        id = f"{row:08d}{cell.suffix}"
+        sample_id = f"{row:08d}{cell.suffix}"
         if cell.fault is not None:
-            found.refuse(id, *cell.fault)
+            gathered.refuse(sample_id, *cell.fault)
         if first.fault is not None and first.media is not None:
-            found.refuse(id, first.fault[0], f"its first image: {first.fault[1]}")
+            gathered.refuse(sample_id, first.fault[0], f"its first image: {first.fault[1]}")
         if names is not None and isinstance(text, int):
             if 0 <= text < len(names):
                 text = names[text]
             else:
-                found.refuse(
-                    id, "label_unknown", f"its label {text} is none of {len(names)} classes"
+                gathered.refuse(
+                    sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes"
                 )
         if cell.media is not None:
-            found.add(id, cell.media, text, image=first.media)
-    return found.scan()
+            gathered.add(sample_id, cell.media, text, image=first.media)
+    return gathered.scan()
 
 
 def _load(path: str) -> Any:
@@ -111,7 +111,7 @@ def _load(path: str) -> Any:
         ) from error
     root = Path(path).expanduser()
     try:
-        found = (
+        loaded = (
             datasets.load_from_disk(root)
             if root.is_dir()
             else datasets.load_dataset(path.removeprefix(HUB))
@@ -123,19 +123,19 @@ def _load(path: str) -> Any:
             if not root.is_dir()
             else f"the dataset in {path} cannot be read: {reason}"
         ) from error
-    if not isinstance(found, dict):
-        return found
-    splits = list(found)
+    if not isinstance(loaded, dict):
+        return loaded
+    splits = list(loaded)
     if "train" not in splits and len(splits) != 1:
         raise DitLoraError(
             f"{path} has the splits {', '.join(splits)}, none called train; save the one "
             "to train on with save_to_disk"
         )
-    return found["train" if "train" in splits else splits[0]]
+    return loaded["train" if "train" in splits else splits[0]]
 
 
 def _columns(source: SourceConfig, rows: Any) -> tuple[str, str | None, str | None]:
-    """The columns of the media, of its first image and of the caption."""
+    """Return the columns of media, first image and caption; raise `DitLoraError` if one is missing."""
     from datasets import ClassLabel, Image, Value, Video
 
     features = rows.features
@@ -150,6 +150,7 @@ def _columns(source: SourceConfig, rows: Any) -> tuple[str, str | None, str | No
     ]
     captions = caption_columns(source)
     wanted = [name for name in captions if name in (*labels, *texts)]
+    # Classes are taken whatever their column's name, unless one was asked for.
     if not wanted and source.caption_column is None:
         wanted = labels
     lacks = []
@@ -171,8 +172,8 @@ def _columns(source: SourceConfig, rows: Any) -> tuple[str, str | None, str | No
 
 
 def _stored(rows: Any, column: Any) -> Any:
-    """A column of the table behind the dataset in the order of the rows, which `select` or `shuffle` changed."""
-    # No public name: asking the dataset itself for a column would read all the bytes in it.
+    """Return a column of the table behind the dataset in the order of the rows, which `select` or `shuffle` changed."""
+    # `_indices` has no public name, and asking the dataset itself for a column would read all the bytes in it.
     return column if rows._indices is None else column.take(rows._indices.column(0))
 
 
@@ -180,16 +181,17 @@ def _stored(rows: Any, column: Any) -> Any:
 class _Cell:
     suffix: str
     media: Media | None = None
-    """None where the row holds nothing."""
+    """The cell's media; None where it holds nothing that can be read."""
     fault: tuple[str, str] | None = None
-    """Code and words."""
+    """Code and message of what is wrong, if anything is."""
 
 
 def _cells(path: str, rows: Any, column: str, from_hub: bool) -> Iterator[_Cell]:
-    """The media of a column; reads sizes and names, and of those without a name the first bytes."""
+    """Yield the media of a column; only sizes and names are read, and the first bytes of a cell without a name."""
     from pyarrow import compute
 
     encoded = rows.select_columns([column])
+    # Undecoded, a cell is its bytes and its path.
     encoded = encoded.cast_column(column, type(rows.features[column])(decode=False))
     content = compute.struct_field(rows.data.column(column), "bytes")
     names = compute.struct_field(rows.data.column(column), "path")
@@ -198,27 +200,30 @@ def _cells(path: str, rows: Any, column: str, from_hub: bool) -> Iterator[_Cell]
     written = max((file.stat().st_mtime_ns for file in files), default=0)
     sizes = _stored(rows, compute.binary_length(content)).to_pylist()
     for row, (size, name) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
-        end: str | None = os.path.splitext(name or "")[1].lower()
+        suffix: str | None = os.path.splitext(name or "")[1].lower()
         if size is None:
-            there = _elsewhere(name, end or "", from_hub) if name else None
-            yield there or _Cell("", None, ("missing", "no bytes"))
+            elsewhere = _elsewhere(name, suffix or "", from_hub) if name else None
+            yield elsewhere or _Cell("", None, ("missing", "no bytes"))
             continue
         too_large = too_many_bytes(size)
         if too_large is not None:
             yield _Cell("", None, too_large)
             continue
-        if end not in _SUFFIXES:
+        if suffix not in _SUFFIXES:
+            # A slice of the Arrow buffer copies no more of the cell than its first bytes.
             head = content[place[row]].as_buffer()[:64].to_pybytes()
-            end = sniffed_suffix(head)
-            if end is None:
-                words = f"its bytes are no video or image of a format known here: {head[:8]!r} ..."
-                fault = ("not_media", words) if size else ("empty_file", "it has no bytes")
+            suffix = sniffed_suffix(head)
+            if suffix is None:
+                message = (
+                    f"its bytes are no video or image of a format known here: {head[:8]!r} ..."
+                )
+                fault = ("not_media", message) if size else ("empty_file", "it has no bytes")
                 yield _Cell("", None, fault)
                 continue
         yield _Cell(
-            end,
+            suffix,
             DatasetCell(
-                f"{path}:{column}/{row:08d}{end}",
+                f"{path}:{column}/{row:08d}{suffix}",
                 f"{rows._fingerprint}:{column}:{row}",  # no public name for it either
                 row,
                 column,
@@ -230,11 +235,11 @@ def _cells(path: str, rows: Any, column: str, from_hub: bool) -> Iterator[_Cell]
 
 
 def _elsewhere(name: str, end: str, from_hub: bool) -> _Cell:
-    """A row that holds the path of a file: of a dataset from the Hub, one that came with it."""
+    """Return the file whose path a row holds; a dataset from the Hub may only name files that came with it."""
     media = MediaFile(Path(name))
     if from_hub and not _is_downloaded(name):
-        words = f"{name} is none of the files that were downloaded with it"
-        return _Cell(end, media, ("unsafe_path", words))
+        message = f"{name} is none of the files that were downloaded with it"
+        return _Cell(end, media, ("unsafe_path", message))
     fault = None if media.exists() else ("missing", f"no such file: {name}")
     return _Cell(end, media, fault)
 

@@ -1,8 +1,9 @@
 """The frames of a video nearest to given times, with no more decoding than the answer needs.
 
-The answer is defined by decoding from the beginning. Two things make it cheaper: decoding starts at the key frame
-before the first wanted time, and stops when the last wanted frame is certain. Where the file gives reason to doubt
-that the answer stays the same (a search that lands elsewhere, errors), it is decoded from the beginning instead.
+The answer is defined by decoding from the beginning. Two things make it cheaper: decoding starts at the key
+frame before the first wanted time, and stops when the last wanted frame is certain. Where the file gives
+reason to doubt that the answer stays the same (a search that lands elsewhere, errors), it is decoded from
+the beginning instead.
 """
 
 import math
@@ -21,17 +22,20 @@ from dit_lora.data.media import Media
 from dit_lora.data.opened import FrameLimit, open_media, oversize
 
 _MOST_THREADS = 4
-"""Each thread decodes one frame ahead, in vain for the last ones."""
+"""The most threads of a decoder: each decodes one frame ahead, in vain for the last ones."""
 
 _TAIL = 1.0
-"""Seconds that the last frame stands for where times come from the length that a file says it has: its sound may be
-longer than its pictures."""
+"""Least number of seconds that the last frame stands for, where times come from the length that a file says it has.
 
-_Packet: TypeAlias = "av.Packet[av.VideoStream]"  # at run time, no generic class
+Its sound may be longer than its pictures.
+"""
+
+# PyAV's class is generic for type checkers only.
+_Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 
 class _DoubtError(ValueError):
-    """Decoding from the beginning might give something else."""
+    """Error of a quick search whose result might differ from that of decoding from the beginning."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,19 @@ class Wanted:
     start: float = 0.0
 
     def until(self, seconds: float) -> int:
-        """How many come before `seconds`."""
+        """Return how many of the times are not after `seconds`."""
         # The small shift lets a time on the border belong to the earlier frame in spite of rounding.
         passed = math.floor((seconds - self.start) * self.fps + 1e-6) + 1
         return max(0, min(self.count, passed))
 
     def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
-        """Seconds from the last frame on that it is the nearest in; `interval` lies between it and the one before."""
+        """Return the seconds for which the last frame is the nearest; `interval` lies between it and the one before."""
         return interval / 2
 
     def from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """The frames, and how many times each is the nearest to; decodes from the key frame before the first on."""
+        """Decode from the key frame before the first time; yield the nearest frames, each with its number of times."""
         origin = _origin(container, stream)
         target = _tick(stream, origin + self.start)
         return _pick(_forwards(_from_key_frame(container, stream, origin, target)), self)
@@ -63,7 +67,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Instants:
-    """Any times, in order, in seconds since the first frame."""
+    """Any times, ascending, in seconds since the first frame."""
 
     seconds: tuple[float, ...]
 
@@ -73,27 +77,31 @@ class Instants:
 
     @property
     def start(self) -> float:
-        """The last time: with none after the first frame, there is nothing to search for."""
+        """The last time: if it is not after the first frame, there is nothing to search for."""
         return self.seconds[-1]
 
     def until(self, seconds: float) -> int:
-        """How many come before `seconds`."""
+        """Return how many of the times are not after `seconds`."""
         return bisect_right(self.seconds, seconds + 1e-6)
 
     def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
-        """Seconds from the last frame on that it stands for: as long as it is shown, and at least `_TAIL`."""
+        """Return the seconds that the last frame stands for: as long as it is shown, and at least `_TAIL`."""
         shown = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
         return max(interval, shown, _TAIL)
 
     def from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
-        """As `Wanted`'s; what lies between the last time after one key frame and the next key frame is passed over."""
+        """Decode from the key frame before each group of times; yield what `Wanted.from_key_frames` yields.
+
+        Frames between the last time after one key frame and the next key frame are passed over.
+        """
         origin = _origin(container, stream)
 
         def head(seconds: float) -> int:
             return _search(container, stream, _tick(stream, origin + seconds))[0]
 
+        # Times after one key frame are decoded together.
         groups = [
             (target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=head)
         ]
@@ -109,24 +117,24 @@ class Nearest:
     frame: av.VideoFrame
     times: int
     stretch: float
-    """Width of a stored pixel to its height."""
+    """Ratio of a stored pixel's width to its height."""
 
 
 def nearest_frames(
     media: Media, wanted: Wanted | Instants, *, quick: bool = True
 ) -> Iterator[Nearest]:
-    """In order; fewer times than wanted if the video ends before.
+    """Yield the nearest frames in the order of the times; they serve fewer times if the video ends before the last.
 
-    A `quick` one may raise `ValueError` or `av.error.FFmpegError` after the first frames where one that is not
-    gives them all.
+    With `quick`, it may raise `ValueError` or `av.error.FFmpegError` after some frames, where decoding from
+    the beginning gives them all.
     """
     with open_media(media) as container:
         stream = video_stream(container)
-        # What one process may use: DataLoader's workers and torchrun's ranks have one thread each.
+        # DataLoader's workers and torchrun's ranks have one torch thread each, so the decoder keeps to as many.
         stream.codec_context.thread_count = min(torch.get_num_threads(), _MOST_THREADS)
         stream.codec_context.thread_type = "AUTO"
         stretch = float(stream.sample_aspect_ratio or 1)
-        # AVI stores no times; those guessed of H.264 run backwards.
+        # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards.
         guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
         if quick and wanted.start > 0 and not guessed:
             chosen = wanted.from_key_frames(container, stream)
@@ -137,7 +145,7 @@ def nearest_frames(
 
 
 def video_stream(container: av.container.InputContainer) -> av.VideoStream:
-    """Its first one that is no cover picture; raises `ValueError` if there is none that can be decoded."""
+    """Return the first video stream that is no cover picture; raise `ValueError` if none can be decoded."""
     for stream in container.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             if stream.codec_context is None:
@@ -150,10 +158,10 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream:
 
 
 def first_rotation(container: av.container.InputContainer, stream: av.VideoStream) -> int:
-    """Degrees counter-clockwise by which the first frame is to be turned; decodes that one only."""
+    """Return by how many degrees, counter-clockwise, the first frame is to be turned; decodes that frame only."""
     stream.codec_context.thread_count = 1
     for packet in container.demux(stream):
-        # Flushed, the decoder does not wait for the frames that may be shown before.
+        # Flushing keeps the decoder from waiting for frames that might be shown before.
         for frame in (*packet.decode(), *stream.decode(None)):
             return frame.rotation
     return 0
@@ -162,7 +170,7 @@ def first_rotation(container: av.container.InputContainer, stream: av.VideoStrea
 def _pick(
     frames: Iterable[tuple[float, av.VideoFrame]], wanted: Wanted | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
-    """Those of the frames that are nearest to wanted times, each with their number."""
+    """Yield the frames that are nearest to wanted times, each with its number of times."""
     taken, interval, limit = 0, 0.0, FrameLimit()
     shown: av.VideoFrame | None = None
     shown_at = 0.0
@@ -170,10 +178,13 @@ def _pick(
         limit.take()
         if shown is not None:
             interval = seconds - shown_at
+            # A frame is the nearest until half-way to the next one, so it can be yielded once that
+            # one is known.
             times = wanted.until(shown_at + interval / 2) - taken
             if times > 0:
                 yield shown, times
                 taken += times
+        # All times are served, so the rest is not decoded.
         if taken == wanted.count:
             return
         shown, shown_at = frame, seconds
@@ -184,7 +195,7 @@ def _pick(
 
 
 def _timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFrame]]:
-    """Each frame with its seconds since the first one."""
+    """Yield each frame with its seconds since the first one."""
     start: float | None = None
     for frame in frames:
         seconds = _seconds(frame)
@@ -212,7 +223,7 @@ def _seconds(frame: av.VideoFrame) -> float:
 
 
 def _origin(container: av.container.InputContainer, stream: av.VideoStream) -> float:
-    """The time of the first frame, in seconds of the stream."""
+    """Return the time of the first frame, in seconds of the stream."""
     first = next(container.decode(stream), None)
     if first is None:
         raise _DoubtError("no first frame")
@@ -220,17 +231,17 @@ def _origin(container: av.container.InputContainer, stream: av.VideoStream) -> f
 
 
 def _tick(stream: av.VideoStream, seconds: float) -> int:
-    """The time in ticks of the stream."""
+    """Return a time in ticks of the stream."""
     if stream.time_base is None:
         raise _DoubtError("no time base")
-    # Rounding must not put it just before a key frame.
+    # Rounding must not put the time just before a key frame that is at it.
     return math.floor(seconds / stream.time_base + 1e-3)
 
 
 def _from_key_frame(
     container: av.container.InputContainer, stream: av.VideoStream, origin: float, target: int
 ) -> Iterator[tuple[float, av.VideoFrame]]:
-    """Each frame from the last key frame not after `target` on, with its seconds since `origin`."""
+    """Yield each frame from the last key frame not after `target` on, with its seconds since `origin`."""
     head, packets = _search(container, stream, target)
     count = 0
     for frame in chain.from_iterable(packet.decode() for packet in packets):
@@ -247,7 +258,7 @@ def _from_key_frame(
 def _search(
     container: av.container.InputContainer, stream: av.VideoStream, target: int
 ) -> tuple[int, Iterator[_Packet]]:
-    """The packets from the last key frame not after `target` on, and that one's time, in ticks of the stream."""
+    """Return the time, in ticks, of the last key frame not after `target`, and the packets from that frame on."""
     aim = target
     for _ in range(3):
         container.seek(aim, stream=stream)
@@ -257,6 +268,6 @@ def _search(
             break
         if head.pts <= target:
             return head.pts, chain([head], packets)
-        # MP4's are found by when they are decoded, which is before they are shown.
+        # MP4 is searched by times of decoding, which are before the times of showing.
         aim = (head.pts if head.dts is None else head.dts) - 1
     raise _DoubtError("the search for the key frame failed")

@@ -23,32 +23,34 @@ class Digests:
             try:
                 self._known = parse_json(memo.read_text(encoding="utf-8"))
             except ValueError:
-                self._known = {}  # torn by a killed run; digests are computed anew
+                # A killed run tore the memo; digests are computed anew.
+                self._known = {}
 
     def media(self, media: Media) -> str:
-        """Hex SHA-256 of the bytes of a video or image; raises `OSError`."""
+        """Return the hex SHA-256 of the bytes of a video or image; raises `OSError`."""
         place, stamp = media.place, list(media.stamp())
-        known = self._known.get(place)
-        if known is None or known[:-1] != stamp:
+        entry = self._known.get(place)
+        # An entry of the memo is the file's stamp and, last, the digest.
+        if entry is None or entry[:-1] != stamp:
             source = media.source()
             with source.open("rb") if isinstance(source, Path) else source as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            known = self._known[place] = [*stamp, digest]
+            entry = self._known[place] = [*stamp, digest]
             self._changed = True
-        return known[-1]
+        return entry[-1]
 
     def file(self, path: Path) -> str:
-        """Hex SHA-256 of the bytes of one file."""
+        """Return the hex SHA-256 of the bytes of one file."""
         return self.media(MediaFile(path))
 
     def component(self, folder: Path) -> str:
-        """One digest for a checkpoint component: names and contents of its configs and weights."""
+        """Return one digest for a checkpoint component: names and contents of its configs and weights."""
         files = [p for p in sorted(folder.rglob("*")) if p.suffix in _COMPONENT_SUFFIXES]
         lines = [f"{path.relative_to(folder).as_posix()} {self.file(path)}" for path in files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def save(self) -> None:
-        """Keep the memo for the next run."""
+        """Write the memo for the next run."""
         if self._changed:
             write_whole(self._memo, json.dumps(self._known))
             self._changed = False

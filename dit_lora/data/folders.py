@@ -1,4 +1,4 @@
-"""A folder of clips or images: with a table, a list, a .txt each, one folder a class, or tars."""
+"""Reader of folders of clips or images: with a table, a list, a .txt each, one folder a class, or tars."""
 
 import os
 import re
@@ -19,9 +19,9 @@ _MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 
 def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
-    """The clips of a folder by its layout; the first layout found is read.
+    """Read the clips of a folder; the first layout that it has, in the order of `_read_layout`, decides.
 
-    Raises `DitLoraError` if it holds none; a folder that is yet to be generated is empty without it.
+    Raises `DitLoraError` if the folder holds no sample. A folder that is yet to be generated may be missing or empty.
     """
     if source.generate is not None:
         return _plain(_Listing(root), source)
@@ -30,23 +30,24 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
             f"no folder {source.path}; put your clips there, or name their folder in data.path; "
             f"to try things on: dit-lora shapes {source.path}{hub_hint(source.path)}"
         )
-    layout, found = _read_layout(root, source, memo)
-    if not found.clips and not found.problems:
+    layout, scanned = _read_layout(root, source, memo)
+    if not scanned.clips and not scanned.problems:
         raise DitLoraError(
             f"no clips in {root} (read as {layout}); it takes metadata.jsonl, metadata.csv, "
             "metadata.parquet, prompts.txt with videos.txt, clips or images each with a .txt of the same name, "
             "one folder a class, or .tar files of WebDataset"
         )
-    return found
+    return scanned
 
 
 def media_in(root: Path) -> list[str]:
-    """Videos and images below a folder, in the order of their names, without what is hidden."""
+    """Return the videos and images below a folder, hidden ones left out, in the order of their paths."""
     return _Listing(root).media
 
 
 def class_name(folder: str) -> str:
-    """A class folder's name as words."""
+    """Return a class folder's name as separate words."""
+    # Borders of CamelCase, with acronyms whole: `PlayTVGame` is `Play TV Game`.
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", folder)
     return " ".join(spaced.replace("_", " ").split())
 
@@ -75,6 +76,8 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
     media = listing.media
     if source.caption is not None:
         return "media with one caption", _plain(listing, source)
+    # One .txt anywhere says that captions are written out, so a folder's name is taken only where
+    # there is none.
     has_text = any(f"{os.path.splitext(name)[0]}.txt" in listing.texts for name in media)
     if media and not has_text and all("/" in name for name in media):
         return "one folder a class", _class_folders(listing)
@@ -83,29 +86,29 @@ def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[s
 
 @dataclass
 class _Listing:
-    """What is below a folder, by paths relative to it; what is hidden is left out, links are followed."""
+    """Listing of the files below a folder by relative path; hidden ones are left out, links are followed."""
 
     root: Path
     media: list[str] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     tars: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
-    """Those in the root."""
+    """Names of the folders directly in the root."""
     broken: set[str] = field(default_factory=set)
     """Links to files that are not there."""
 
     def __post_init__(self) -> None:
         for name in self._files(str(self.root), "", (os.path.realpath(self.root),)):
-            end = os.path.splitext(name)[1].lower()
-            if end in _MEDIA:
+            suffix = os.path.splitext(name)[1].lower()
+            if suffix in _MEDIA:
                 self.media.append(name)
-            elif end == ".txt":
+            elif suffix == ".txt":
                 self.texts.add(name)
-            elif end == ".tar" or name.lower().endswith(PACKED_SUFFIXES):
+            elif suffix == ".tar" or name.lower().endswith(PACKED_SUFFIXES):
                 self.tars.append(name)
 
     def _files(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
-        # Kinds come with the names: a system call a file would be most of the time.
+        # scandir tells a name's kind without a further system call, which would be most of the time.
         try:
             with os.scandir(folder) as scanned:
                 entries = sorted(scanned, key=lambda entry: entry.name)
@@ -120,7 +123,8 @@ class _Listing:
                 if not prefix:
                     self.folders.append(entry.name)
                 real = os.path.realpath(entry.path)
-                if real not in above:  # else a link to a folder that it is in
+                # A link to a folder that it lies in would be walked for ever.
+                if real not in above:
                     yield from self._files(entry.path, f"{prefix}{entry.name}/", (*above, real))
                 continue
             if entry.is_symlink() and not os.path.exists(entry.path):
@@ -129,7 +133,7 @@ class _Listing:
 
 
 def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
-    """CogVideo's layout: line n of prompts.txt is the caption of line n of videos.txt."""
+    """Read CogVideo's layout: line n of prompts.txt is the caption of line n of videos.txt."""
     missing = [path.name for path in (prompts, videos) if not path.is_file()]
     if missing:
         raise DitLoraError(
@@ -142,60 +146,64 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
             f"{prompts.parent}: prompts.txt has {len(captions)} lines and videos.txt {len(names)}; "
             "line n of one belongs to line n of the other"
         )
-    found = Gathered(source.caption)
-    folder = ListedFiles(prompts.parent, source, found)
+    gathered = Gathered(source.caption)
+    folder = ListedFiles(prompts.parent, source, gathered)
     for number, (name, caption) in enumerate(zip(names, captions, strict=True), start=1):
         if name.strip():
             folder.add(name.strip(), caption)
         else:
-            found.refuse(f"{videos.name} line {number}", "missing", "it names no file")
-    return found.scan()
+            gathered.refuse(f"{videos.name} line {number}", "missing", "it names no file")
+    return gathered.scan()
 
 
 def _plain(listing: _Listing, source: SourceConfig) -> Scan:
-    found = _found(listing, source.caption)
+    gathered = _gather_broken(listing, source.caption)
     for name in listing.media:
-        found.add(name, MediaFile(listing.root / name), None)
-    return found.scan()
+        gathered.add(name, MediaFile(listing.root / name), None)
+    return gathered.scan()
 
 
-def _found(listing: _Listing, caption: str | None = None) -> Gathered:
-    found = Gathered(caption)
+def _gather_broken(listing: _Listing, caption: str | None = None) -> Gathered:
+    """Return a `Gathered` that holds the listing's broken links as problems."""
+    gathered = Gathered(caption)
     for name in listing.media if listing.broken else ():
         if name in listing.broken:
-            found.refuse(name, "missing", "no such file: it is a broken link")
-    return found
+            gathered.refuse(name, "missing", "no such file: it is a broken link")
+    return gathered
 
 
 def _text_files(listing: _Listing) -> Scan:
-    found, root = _found(listing), listing.root
+    gathered, root = _gather_broken(listing), listing.root
     for name in listing.media:
         beside = f"{name.rpartition('.')[0]}.txt"
-        text, wrong = None, ("caption_missing", f"it has no caption: there is no {beside}")
+        text, fault = None, ("caption_missing", f"it has no caption: there is no {beside}")
         if beside in listing.texts:
             try:
                 with open(os.path.join(root, beside), "rb", buffering=0) as file:
+                    # One byte more than the limit tells that a file is longer, without reading all of it.
                     data = file.read(MOST_BYTES + 1)
                 if len(data) > MOST_BYTES:
-                    wrong = too_long(f"more than {MOST_BYTES:,} bytes")
+                    fault = too_long(f"more than {MOST_BYTES:,} bytes")
                 else:
                     text = " ".join(data.decode("utf-8-sig").split())
             except (OSError, UnicodeDecodeError) as error:
-                wrong = ("caption_not_text", f"{beside} cannot be read as UTF-8 text: {error}")
-        found.add(name, MediaFile(root / name), text, no_caption=wrong)
-    return found.scan()
+                fault = ("caption_not_text", f"{beside} cannot be read as UTF-8 text: {error}")
+        gathered.add(name, MediaFile(root / name), text, no_caption=fault)
+    return gathered.scan()
 
 
 def _class_folders(listing: _Listing) -> Scan:
-    """UCF101's and CIFAR's layout: `class/clip.avi`. `BoxingPunchingBag` and `boxing_punching_bag` are
-    read as words."""
-    found = _found(listing)
+    """Read UCF101's and CIFAR's layout, `class/clip.avi`.
+
+    The caption is the class's name in words: `BoxingPunchingBag` and `boxing_punching_bag` are equal.
+    """
+    gathered = _gather_broken(listing)
     names = {folder: class_name(folder) for folder in listing.folders}
     for name in listing.media:
-        found.add(name, MediaFile(listing.root / name), names[name.partition("/")[0]])
+        gathered.add(name, MediaFile(listing.root / name), names[name.partition("/")[0]])
     for empty in sorted(names.keys() - {name.partition("/")[0] for name in listing.media}):
-        found.refuse(empty, "missing", "this class folder holds no video and no image")
-    return found.scan()
+        gathered.refuse(empty, "missing", "this class folder holds no video and no image")
+    return gathered.scan()
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What media files say of themselves, remembered by size and time of change."""
+"""Headers of media files, remembered by size and time of change."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,11 +16,11 @@ _VERSION = 1  # raised when a header would be read otherwise
 _THREADS = 8  # opening a file waits for the disk
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
-"""A progress bar around what is worked through, as tqdm is."""
+"""A progress bar around a sequence that is worked through, as tqdm is."""
 
 
 class Headers:
-    """Headers of media; a file is opened again only if its size or time of change differs."""
+    """Reader of media headers; a file is opened again only if its size or time of change differs."""
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
@@ -34,26 +34,29 @@ class Headers:
                 self._known = stored["headers"]
 
     def read(self, media: Sequence[Media], progress: Progress) -> list[VideoHeader | ClipError]:
-        """The header of each, or why it has none."""
-        found: list[VideoHeader | ClipError | None] = [self._remembered(one) for one in media]
-        unread = [index for index, header in enumerate(found) if header is None]
+        """Return the header of each medium, or the error that says why it has none."""
+        headers: list[VideoHeader | ClipError | None] = [
+            self._remembered(medium) for medium in media
+        ]
+        unread = [index for index, header in enumerate(headers) if header is None]
         with ThreadPoolExecutor(_THREADS) as pool:
-            headers: Iterator[VideoHeader | ClipError] = pool.map(
+            freshly_read: Iterator[VideoHeader | ClipError] = pool.map(
                 lambda index: _read(media[index]), unread
             )
+            # `map` keeps the order of `unread`, so the bar and the results advance together.
             for index in progress(unread) if unread else ():
-                found[index] = self._keep(media[index], next(headers))
-        return [header for header in found if header is not None]
+                headers[index] = self._keep(media[index], next(freshly_read))
+        return [header for header in headers if header is not None]
 
     def save(self) -> None:
-        """Keep the memo for the next run."""
+        """Write the memo for the next run."""
         write_whole(self._memo, json.dumps({"version": _VERSION, "headers": self._known}))
 
     def _remembered(self, media: Media) -> VideoHeader | None:
-        known = self._known.get(media.place)
-        if known is None or known[0] != _stamp(media):
+        stored = self._known.get(media.place)
+        if stored is None or stored[0] != _stamp(media):
             return None
-        return VideoHeader(**known[1])
+        return VideoHeader(**stored[1])
 
     def _keep(self, media: Media, header: VideoHeader | ClipError) -> VideoHeader | ClipError:
         if isinstance(header, VideoHeader):

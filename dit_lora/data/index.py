@@ -1,4 +1,4 @@
-"""Where the entries of a folder of shards are: a few arrays, whatever their number."""
+"""Index of the entries of a folder of shards: a few arrays, whatever their number."""
 
 import os
 import time
@@ -10,7 +10,7 @@ import xxhash
 
 from dit_lora.data.shards import DEAD, SUFFIX, Layout, ShardError, read_header
 
-# A folder's time of change is that of a clock tick, or of a file server: two changes can share it.
+# A folder's time of change has the resolution of a clock tick or of a file server, so two changes can share it.
 _SAME_TIME_NS = 2_000_000_000
 
 _ROW = np.dtype(
@@ -20,7 +20,7 @@ _NONE = (-1, -1)
 
 
 class Index:
-    """The entries that can be used: whole, not set aside, and one for each key.
+    """Index of the entries that can be used: whole, not set aside, and one for each key.
 
     Headers are read once. A shard is looked at again only if it was torn and has changed, or where it is named.
     """
@@ -45,14 +45,14 @@ class Index:
         return len(self._live)
 
     def find_one(self, key: str) -> int:
-        """Row of an entry; -1 if it is not there."""
+        """Return the number of an entry; -1 if it is not there."""
         short = _short(key)
         at = int(self._keys.searchsorted(short))
-        # Without zeros at its end, as numpy gives it.
+        # numpy strips zeros from the end of a byte string.
         return at if at < len(self._keys) and self._keys[at] == short.rstrip(b"\0") else -1
 
     def find(self, keys: Sequence[str]) -> np.ndarray:
-        """Rows of entries, by number; -1 of those that are not there."""
+        """Return the numbers of entries; -1 for those that are not there."""
         wanted = np.array([_short(key) for key in keys], "S16")
         if not len(self._keys):
             return np.full(len(wanted), -1)
@@ -60,7 +60,7 @@ class Index:
         return np.where(self._keys[at] == wanted, at, -1)
 
     def row(self, number: int) -> tuple[int, int, Layout, bytes]:
-        """Shard, start, layout and digest of an entry."""
+        """Return shard, start, layout and digest of an entry."""
         _, digest, start, shard, layout = self._all[self._live[number]].item()
         return shard, start, self._layouts[layout], digest
 
@@ -68,17 +68,18 @@ class Index:
         return os.path.join(self.root, self._shards[shard])
 
     def is_as_read(self, shard: int) -> bool:
-        """Whether the shard's file is the one whose header was read."""
+        """Return True if the shard's file is the one whose header was read."""
         return _stamp(self.path(shard)) == self.stamps[shard] != _NONE
 
     def may_have_changed(self) -> bool:
-        """Whether files may have come or gone since the last look."""
+        """Return True if files may have come or gone since the last look."""
         changed, looked = self._folder
         now = _stamp(self.root)[1]
         return now != changed or (now != -1 and looked - now < _SAME_TIME_NS)
 
     def refresh(self, reread: Iterable[str] = ()) -> set[int]:
-        """Look at the folder; returns the shards that are gone, or have a new number as they were read again."""
+        """Look at the folder; return the shards that are gone, or have a new number because they were read again."""
+        # The time is taken before the listing, so that a change meanwhile is seen at the next look.
         looked, changed = time.time_ns(), _stamp(self.root)[1]
         files = os.listdir(self.root) if changed != -1 else []
         names = {name for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
@@ -86,6 +87,7 @@ class Index:
         old = {n for name, n in self._numbers.items() if name not in names or name in again}
         for number in old:
             del self._numbers[self._shards[number]]
+            # The number is never used again, so whoever kept it sees that the shard is gone.
             self._shards[number] = ""
         self._torn -= old
         new = [self._read(name) for name in sorted(names - self._numbers.keys())]
@@ -100,9 +102,10 @@ class Index:
         return old
 
     def _read(self, name: str) -> np.ndarray:
-        """The rows of a shard: of entries whose bytes are all there."""
+        """Read the rows of a shard: those of entries whose bytes are all there."""
         number = self._numbers[name] = len(self._shards)
         self._shards.append(name)
+        # No file has this stamp, so a shard that could not be read is never the one that was read.
         self.stamps.append(_NONE)
         rows = []
         try:
@@ -126,7 +129,8 @@ class Index:
         return np.array(rows, _ROW)
 
     def _choose(self) -> None:
-        """Of each key the first entry that was not set aside."""
+        """Choose for each key the first entry that was not set aside."""
+        # Stable, so that the entry of the shard that was read first stays the first of its key.
         order = np.argsort(self._all["key"], kind="stable")
         keys, shards = self._all["key"][order], self._all["shard"][order]
         alive = np.ones(len(keys), bool)
@@ -134,6 +138,7 @@ class Index:
             shard, _, key = name.removesuffix(DEAD).partition(".")
             number, short = self._numbers.get(f"{shard}{SUFFIX}"), _short(key)
             if number is not None:
+                # Only the copy in that shard is set aside; other copies of the key stay.
                 begin, end = np.searchsorted(keys, short), np.searchsorted(keys, short, "right")
                 alive[begin:end] &= shards[begin:end] != number
         order, keys = order[alive], keys[alive]
@@ -143,12 +148,12 @@ class Index:
 
 
 def _short(key: str) -> bytes:
-    """128 bits that stand for a key."""
+    """Return 128 bits that stand for a key."""
     return xxhash.xxh3_128_digest(key.encode())
 
 
 def _stamp(path: Path | str) -> tuple[int, int]:
-    """Size and time of change in ns; -1 both if it is not there."""
+    """Return size and time of change in nanoseconds; both are -1 if there is no such file."""
     try:
         state = os.stat(path)
     except OSError:

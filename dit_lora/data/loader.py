@@ -1,4 +1,4 @@
-"""Batches of cached clips, in an order that is a function of the seed and the position alone."""
+"""Loader of batches of cached clips, in an order that is a function of the seed and the position alone."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ class Entry:
     video_key: str
     text_key: str
     mirror_key: str | None = None
-    """Of its mirror image, where `data.flip` asks for one."""
+    """Key of the mirror image's entry, where `data.flip` asks for one."""
     shape: VideoShape | None = None
-    """Its bucket; None where all samples have one shape."""
+    """The entry's bucket; None where all samples have one shape."""
     times: float = 1.0
-    """How often it comes in an epoch."""
+    """Number of times that the entry comes in an epoch."""
     loss_weight: float = 1.0
-    """What its loss is multiplied by."""
+    """Factor of the sample's loss."""
 
     def video_key_of(self, draw: int) -> str:
-        """The sample's, or its mirror image's in half of the draws."""
+        """Return the key of the sample, or in half of the draws that of its mirror image."""
         if self.mirror_key is None:
             return self.video_key
         mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
@@ -44,12 +44,12 @@ class Entry:
 
 
 class Encodings(Protocol):
-    """Encoded clips, or captions, by key: a `TensorCache`, or what encodes when it is asked."""
+    """Encoded clips, or captions, by key: a `TensorCache`, or an encoder that is asked for each."""
 
     def first_spec(self, keys: Sequence[str]) -> Spec: ...
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
-        """The tensors and what is wrong with them; NaN of shape `spec` where there are none."""
+        """Return the tensors and what is wrong with them; tensors that are missing are NaN of shape `spec`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class EncodedClips:
     texts: Encodings
 
     def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
-        """Which entry is at each position of a run whose steps take `group` samples."""
+        """Return the order in which a run, whose steps take `group` samples, reads the entries."""
         return Order(
             [entry.id for entry in self.entries],
             seed=seed,
@@ -100,12 +100,16 @@ class EncodedClips:
 
     @cached_property
     def empty_text(self) -> tuple[dict[str, torch.Tensor], str | None]:
-        """What dropout puts in place, and its fault. Read once: gone bad later, it would be the fault of every sample."""
+        """The caption that dropout puts in place, and what is wrong with it.
+
+        It is read once: if it went bad later, every sample would be blamed.
+        """
         tensors, fault = self.texts.read(self.empty_text_key, self.text_spec)
-        return {name: tensor.clone() for name, tensor in tensors.items()}, fault  # off the file
+        # A view would keep its whole shard mapped as long as the run lasts.
+        return {name: tensor.clone() for name, tensor in tensors.items()}, fault
 
     def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
-        """One sample as a batch of one; what is wrong with it is in `faults`."""
+        """Return one sample as a batch of one; `faults` says what is wrong with it."""
         spec = self.video_specs[entry.shape]
         video, video_fault = self.videos.read(entry.video_key_of(draw), spec)
         is_empty = text_key == self.empty_text_key
@@ -124,15 +128,15 @@ class EncodedClips:
         )
 
     def one_of_each_kind(self) -> Sequence[Entry]:
-        """None: every sample uses the whole model."""
+        """Return no entry, because every sample uses the whole model."""
         return ()
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Nothing: what encoders give does not decide a forward's shapes."""
+        """Return nothing, because a forward's shapes do not depend on the values that encoders give."""
         return {}
 
     def sample(self, entry: Entry, draw: int) -> "Batch":
-        """One sample with its own caption, as a batch of one; what is wrong with it is in `faults`."""
+        """Return one sample with its own caption, as a batch of one; `faults` says what is wrong with it."""
         return self.read(entry, entry.text_key, draw)
 
     def dataset(self, how: Reading) -> "ClipDataset":
@@ -145,7 +149,7 @@ class EncodedClips:
         )
 
     def loader(self, how: Reading) -> Iterable["Batch"]:
-        """The micro-batches of the sampler's positions, in its order."""
+        """Return the micro-batches of the sampler's positions, in its order."""
         return build_loader(
             self.dataset(how),
             how.sampler,
@@ -158,13 +162,13 @@ class EncodedClips:
         """Return None: text reaches the model as embeddings."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Set aside what is bad of these samples on disk, if anything is there."""
+        """Set aside what is bad of these samples on disk; without a cache nothing is there, and no path is returned."""
         return []
 
 
 @dataclass(frozen=True)
 class CachedClips(EncodedClips):
-    """A training set that was encoded before."""
+    """A training set that was encoded in advance."""
 
     videos: TensorCache
     texts: TensorCache
@@ -173,7 +177,7 @@ class CachedClips(EncodedClips):
         """Return None: text reaches the model as embeddings."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Mark what is bad of these samples' entries, so that the next start builds them anew."""
+        """Mark the bad entries of these samples, so that the next start encodes them anew; return the marks' paths."""
         wanted = {*samples}
         bad = [entry for entry in self.entries if entry.id in wanted]
         keys = {
@@ -183,9 +187,11 @@ class CachedClips(EncodedClips):
             if key
         }
         videos = [(self.videos, key, spec) for key, spec in keys.items()]
-        texts = [(self.texts, key, self.text_spec) for key in {e.text_key: None for e in bad}]
+        text_keys = dict.fromkeys(entry.text_key for entry in bad)
+        texts = [(self.texts, key, self.text_spec) for key in text_keys]
         aside = []
         for cache, key, spec in [*videos, *texts]:
+            # The clip or the caption may be to blame, so only what is bad now is set aside.
             if cache.path(key).exists() and cache.read(key, spec)[1]:
                 aside.append(cache.set_aside(key))
         return aside
@@ -208,13 +214,13 @@ class ClipDataset(OrderedDataset):
     ) -> None:
         self.clips = clips
         self.seed = seed
-        # Read now: in a worker process an error would have no one to tell.
+        # Read now: an error in a worker process would reach nobody.
         _ = clips.largest, clips.empty_text, clips.has_loss_weights
         self.order = clips.order(seed=seed, quarantine=quarantine, group=group)
         self.pick = Picker(clips.entries, self.order, seed, caption_dropout, clips.empty_text_key)
 
     def clip_at(self, position: int) -> tuple[int, Entry]:
-        """Epoch and clip. Every epoch is a permutation of its own; a batch may span two epochs."""
+        """Return the epoch and the clip at a position; a batch may span two epochs."""
         epoch, index = self.order.at(position)
         return epoch, self.clips.entries[index]
 
@@ -225,7 +231,7 @@ class ClipDataset(OrderedDataset):
 
 @dataclass(frozen=True)
 class Pick:
-    """What a run takes at one position."""
+    """The sample that a run takes at one position."""
 
     entry: Entry
     text_key: str
@@ -234,7 +240,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Picker:
-    """Which sample comes at each position of a run, and whether its caption is dropped."""
+    """Picker of the sample at each position of a run; it also draws whether the caption is dropped."""
 
     entries: tuple[Entry, ...]
     order: Order
@@ -246,6 +252,7 @@ class Picker:
         epoch, copy, index = self.order.draw_at(position)
         entry = self.entries[index]
         draw = draw_number(entry.id, epoch, copy)
+        # The draw number alone decides, so every worker and a resumed run drop the same captions.
         share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
         text_key = self.empty_text_key if share < self.caption_dropout else entry.text_key
         return Pick(entry, text_key, draw)

@@ -1,4 +1,4 @@
-"""Where the bytes of a video or image are: a file of its own, or a member of a tar."""
+"""Media: a video or image is a file of its own, or a member of a tar."""
 
 import errno
 import io
@@ -21,6 +21,7 @@ _MAGIC = {
 
 MOST_BYTES = 2**31
 """The most bytes of a member of a tar or a cell of a dataset, which is read into memory whole."""
+# Errors of disks, networks and exhausted resources; not every system has all of them.
 _OF_THE_MACHINE = {
     getattr(errno, name)
     for name in (
@@ -36,10 +37,11 @@ Stamp = tuple[int, ...]
 
 
 class UnreadableError(DitLoraError):
-    """The machine cannot read what is there, or has lost who reads it: no fault of a sample."""
+    """Error of a machine that cannot read what is there, or has lost who reads it: no fault of a sample."""
 
     def __init__(self, message: str) -> None:
-        # A DataLoader raises it again with the worker's traceback as its message, which ends with these words.
+        # A DataLoader raises the error again with the worker's traceback as message, which ends
+        # with the original one.
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
@@ -54,24 +56,24 @@ class Media(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it; its suffix says what it should be."""
+        """Name of the medium in messages; its suffix says which format it should be."""
 
     @property
     def place(self) -> str:
-        """Where it is, without ambiguity on this machine."""
+        """Place of the medium, without ambiguity on this machine."""
 
     def source(self) -> Path | io.BytesIO:
-        """What PyAV and Pillow open: a path, or its bytes. Raises `OSError`."""
+        """Return what PyAV and Pillow can open: a path, or the bytes. Raises `OSError`."""
 
     def stamp(self) -> Stamp:
-        """Raises `OSError` if it is not there."""
+        """Return the stamp; raises `OSError` if the medium is not there."""
 
     def exists(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A file."""
+    """A video or image that is a file."""
 
     path: Path
 
@@ -81,11 +83,12 @@ class MediaFile:
 
     @property
     def place(self) -> str:
-        # Links are not followed, which takes ten times as long: the stamp knows the file behind them.
+        # Following links takes ten times as long, and the stamp tells which file is behind them.
         return os.path.abspath(self.path)
 
     def source(self) -> Path:
-        # Absolute: FFmpeg reads what stands before a colon, as in `concat:a.mp4`, as a protocol.
+        # The path is absolute, since FFmpeg takes what stands before a colon, as in `concat:a.mp4`,
+        # for a protocol.
         return self.path.absolute()
 
     def stamp(self) -> Stamp:
@@ -93,7 +96,8 @@ class MediaFile:
         return status.st_size, status.st_mtime_ns, status.st_ino
 
     def exists(self) -> bool:
-        return os.path.isfile(self.path)  # also of a name that no file system takes
+        # isfile is False too for a name that no file system takes, where `Path.stat` raises.
+        return os.path.isfile(self.path)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class TarMember:
     tar: Path
     member: str
     offset: int
-    """Of its first byte in the tar."""
+    """Offset of the member's first byte in the tar."""
     size: int
 
     @property
@@ -128,9 +132,9 @@ class TarMember:
 
 
 def below(folder: Path, name: str) -> str | None:
-    """The path below a folder that a list in it means by a name; None if it leads out, by `..` or as an absolute one.
+    """Return the path below `folder` that a list in it means by `name`; None if `..` or an absolute path leads out.
 
-    By the name alone: links in the folder are its owner's, and are followed.
+    Only the name is judged: links in the folder are its owner's, and are followed.
     """
     whole = os.path.join(os.path.abspath(folder), "")
     path = os.path.normpath(os.path.join(whole, name))
@@ -138,11 +142,11 @@ def below(folder: Path, name: str) -> str | None:
 
 
 def too_many_bytes(size: int) -> tuple[str, str] | None:
-    """Code and words, if a member or cell of this size is not read; None if it is."""
+    """Return code and message if a member or cell of this size is not read; None if it is."""
     if size <= MOST_BYTES:
         return None
-    words = f"it has {size:,} bytes, and {MOST_BYTES:,} are read into memory at most; give it as a file of its own"
-    return "too_large", words
+    message = f"it has {size:,} bytes, and {MOST_BYTES:,} are read into memory at most; give it as a file of its own"
+    return "too_large", message
 
 
 def as_media(media: Media | Path) -> Media:
@@ -150,7 +154,7 @@ def as_media(media: Media | Path) -> Media:
 
 
 def read_bytes(media: Media) -> bytes:
-    """All of its bytes; raises `DitLoraError` if they cannot be read."""
+    """Return all bytes of a medium; raises `DitLoraError` if they cannot be read."""
     try:
         source = media.source()
         if isinstance(source, Path):
@@ -174,28 +178,32 @@ def require_readable(media: Media) -> None:
 
 
 def sniffed_suffix(head: bytes) -> str | None:
-    """The suffix that a file with these first 64 bytes should have; None if they are of no format known here."""
+    """Return the suffix that a file with these first 64 bytes should have; None if the format is not known here."""
     if head[:4] == b"RIFF":
         return {b"WEBP": ".webp", b"AVI ": ".avi"}.get(head[8:12])
-    if head[4:8] == b"ftyp":  # ISO 14496-12; AVIF and HEIC are images in the same container
+    # `ftyp` names the brand (ISO 14496-12); AVIF and HEIC are images in the same container.
+    if head[4:8] == b"ftyp":
         brand = head[8:12]
         if brand in (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1"):
             return None
         return ".mov" if brand == b"qt  " else ".mp4"
-    if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":  # QuickTime's, before ftyp
+    # QuickTime files from before ftyp.
+    if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":
         return ".mov"
+    # Two letters are little to go by, so BMP's reserved zeros are asked for too.
     if head[:2] == b"BM" and head[6:10] == bytes(4):
         return ".bmp"
+    # EBML: WebM says so in its DocType, and the rest is Matroska.
     if head[:4] == b"\x1aE\xdf\xa3":
         return ".webm" if b"webm" in head else ".mkv"
     return next((end for magic, end in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def suffix(media: Media) -> str:
-    """Lower case, with its dot."""
+    """Return the suffix of a medium's name in lower case, with its dot."""
     return Path(media.name).suffix.lower()
 
 
 def is_image(media: Media | Path) -> bool:
-    """By its name."""
+    """Return True if the medium's name is that of an image."""
     return suffix(as_media(media)) in IMAGE_SUFFIXES

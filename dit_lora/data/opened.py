@@ -1,4 +1,4 @@
-"""The one place where FFmpeg and Pillow are given a file: with what they may open beside it, and limits of size.
+"""The one place where FFmpeg and Pillow open a file: with limits of size and of what may be opened beside it.
 
 Nothing here needs torch, so that the audit's processes start quickly.
 """
@@ -13,10 +13,16 @@ from PIL import Image
 from dit_lora.data.media import Media
 
 MOST_PIXELS = 2 * 89_478_485
-"""The most pixels of one picture. Pillow takes a larger image for a decompression bomb (`Image.MAX_IMAGE_PIXELS`, twice), and a
-video's frame is one no less."""
+"""The most pixels of one picture.
+
+Pillow takes a larger image for a decompression bomb (`Image.MAX_IMAGE_PIXELS`, twice), and a video's frame
+is one no less.
+"""
 MOST_FRAMES = 1_000_000
-"""The most frames of one video: eleven hours at 25 a second. A few megabytes can promise more than can be decoded in a day."""
+"""The most frames of one video: eleven hours at 25 a second.
+
+A few megabytes can promise more than can be decoded in a day.
+"""
 
 # Formats whose files hold all that they show. The others that FFmpeg knows may be texts that name what to open:
 # playlists (HLS, DASH, concat), session descriptions (SDP), patterns of file names, filter graphs, devices.
@@ -30,7 +36,7 @@ _IMAGES = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000
 
 
 def open_media(media: Media) -> av.container.InputContainer:
-    """The container, which opens nothing but this file: no other, no address, no device.
+    """Open a container that opens nothing but this file: no other, no address, no device.
 
     Metadata may be in any encoding. Decoders refuse pictures above `MOST_PIXELS`. Raises `OSError` or
     `av.error.FFmpegError`.
@@ -42,6 +48,7 @@ def open_media(media: Media) -> av.container.InputContainer:
         "max_pixels": str(MOST_PIXELS),
     }
     container = av.open(source, "r", options=options, metadata_errors="replace")
+    # Options of the container do not reach its decoders.
     for stream in container.streams.video:
         if stream.codec_context is not None:
             stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
@@ -49,14 +56,14 @@ def open_media(media: Media) -> av.container.InputContainer:
 
 
 def oversize(height: int, width: int) -> str | None:
-    """Why pictures of this size are not decoded; None if they are."""
+    """Return why pictures of this size are not decoded; None if they are."""
     if height * width <= MOST_PIXELS:
         return None
     return f"its header promises pictures of {width} x {height}, and {MOST_PIXELS:,} pixels are decoded at most"
 
 
 class FrameLimit:
-    """Counts the frames that come out of a video, up to `MOST_FRAMES`."""
+    """Counter of the frames that come out of a video, up to `MOST_FRAMES`."""
 
     def __init__(self) -> None:
         self._left = MOST_FRAMES
@@ -70,15 +77,17 @@ class FrameLimit:
 
 @contextmanager
 def open_picture(media: Media) -> Iterator[Image.Image]:
-    """An image of the formats that are read, nothing of it decoded yet.
+    """Open an image of one of the accepted formats, nothing of it decoded yet.
 
     Raises `OSError`, `Image.DecompressionBombError` above `MOST_PIXELS`, or what Pillow's readers raise at
     damaged headers.
     """
     Image.init()
-    known = [name for name in _IMAGES if name in Image.OPEN]  # AVIF is optional
-    with Image.open(media.source(), formats=known) as image:
-        too_large = oversize(image.height, image.width)  # Pillow's own limit can be switched off
+    # AVIF is an optional part of Pillow.
+    formats = [name for name in _IMAGES if name in Image.OPEN]
+    with Image.open(media.source(), formats=formats) as image:
+        # Pillow's own limit can be switched off.
+        too_large = oversize(image.height, image.width)
         if too_large:
             raise Image.DecompressionBombError(too_large)
         yield image

@@ -1,4 +1,4 @@
-"""One picture, of an image or a video's frame: upright, in square pixels, scaled to cover and cropped at the centre.
+"""Single pictures of images and videos: upright, in square pixels, scaled to cover, cropped at the centre.
 
 Shapes: H and W pixels.
 """
@@ -35,21 +35,22 @@ DAMAGED = (
 )
 
 _ORIENTATION = 0x0112
-"""EXIF's tag; 5 to 8 turn the picture by a quarter."""
+"""EXIF's tag of the orientation; values 5 to 8 turn the picture by a quarter."""
 
 
 def read_image(media: Media, height: int, width: int) -> np.ndarray:
-    """uint8 (H, W, 3), upright; transparent parts are white. Raises one of `DAMAGED`."""
+    """Return an image as uint8 (H, W, 3), upright, transparent parts white. Raises one of `DAMAGED`."""
     return cover(open_image(media), 1.0, height, width)
 
 
 def open_image(media: Media) -> Image.Image:
-    """The decoded picture in RGB, upright; transparent parts are white. Raises one of `DAMAGED`."""
+    """Return the decoded picture in RGB, upright, transparent parts white. Raises one of `DAMAGED`."""
     with open_picture(media) as opened:
         opened.load()
         _require_whole(media, opened)
         image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would cut at 255
+        # Modes I and I;16 hold 16 bits a pixel, which Pillow would cut at 255; 65535 / 255 is 257.
+        if image.mode.startswith("I"):
             levels = np.asarray(image, np.float32) / 257
             image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -67,21 +68,21 @@ def _require_whole(media: Media, image: Image.Image) -> None:
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Height and width of the upright image, from its header. Raises one of `DAMAGED`."""
+    """Return height and width in pixels of the upright image, from its header. Raises one of `DAMAGED`."""
     with open_picture(media) as image:
-        # A PNG's may come after its pixels, and Pillow would decode them all to look.
-        known = image.format != "PNG" or "exif" in image.info
-        turned = known and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+        # A PNG's EXIF chunk may come after its pixels, and Pillow would decode them all to look for it.
+        has_exif_read = image.format != "PNG" or "exif" in image.info
+        turned = has_exif_read and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
         return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np.ndarray:
-    """uint8 (H, W, 3) of a frame whose stored pixels are shown `stretch` times as wide as high."""
+    """Return uint8 (H, W, 3) of a frame whose stored pixels are shown `stretch` times as wide as high."""
     return cover(*upright(frame, stretch), height, width)
 
 
 def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
-    """The picture of a frame, turned as its file says, and its own `stretch`."""
+    """Return a frame's picture, turned as its file says, with the `stretch` of the turned picture."""
     image = Image.fromarray(frame.to_ndarray(format="rgb24"))
     if frame.rotation % 180:
         stretch = 1 / stretch
@@ -91,7 +92,7 @@ def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
 
 
 def cover(image: Image.Image, stretch: float, height: int, width: int) -> np.ndarray:
-    """uint8 (H, W, 3): scaled by Lanczos, cropped at the centre."""
+    """Return uint8 (H, W, 3) of an image, scaled by Lanczos to cover the shape and cropped at the centre."""
     # In square pixels the picture is `stretch` times as wide as it is stored.
     scale = max(width / (image.width * stretch), height / image.height)
     kept_width, kept_height = width / scale / stretch, height / scale
@@ -101,10 +102,10 @@ def cover(image: Image.Image, stretch: float, height: int, width: int) -> np.nda
 
 
 def planes(pictures: Sequence[np.ndarray]) -> np.ndarray:
-    """uint8 (F, 3, H, W) of pictures (H, W, 3)."""
+    """Stack pictures (H, W, 3) to uint8 (F, 3, H, W)."""
     # Plane by plane takes an eighth of the time of transposing them all.
-    found = np.empty((len(pictures), 3, *pictures[0].shape[:2]), np.uint8)
-    for frame, picture in zip(found, pictures, strict=True):
+    stacked = np.empty((len(pictures), 3, *pictures[0].shape[:2]), np.uint8)
+    for frame, picture in zip(stacked, pictures, strict=True):
         for channel in range(3):
             frame[channel] = picture[..., channel]
-    return found
+    return stacked

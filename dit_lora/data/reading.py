@@ -1,4 +1,4 @@
-"""What a run reads its micro-batches by: what goes wrong with the machine is said where data is asked for."""
+"""Reading of micro-batches: failures of the machine or a worker are raised where data is asked for."""
 
 import re
 import signal
@@ -17,24 +17,24 @@ from dit_lora.numerics.streams import generator
 
 T = TypeVar("T")
 _LOST = re.compile("DataLoader worker|Pin memory thread")
-"""What torch says of them when they have died."""
+"""Beginning of torch's message when a worker or the pinning thread has died."""
 
 
 class WatchedLoader(DataLoader):
-    """A `DataLoader` that says that a worker died where data is asked for, and nowhere else."""
+    """A `DataLoader` that reports a dead worker where data is asked for, and nowhere else."""
 
     def __iter__(self) -> Any:
         before = signal.getsignal(signal.SIGCHLD)
         iterator = super().__iter__()
-        # Its handler raises in the middle of whatever runs, be it an optimizer's step. Who waits for data looks
-        # after the workers every five seconds.
+        # torch's handler raises in the middle of whatever runs, be it an optimizer's step. It is
+        # not needed: whoever waits for data looks after the workers every five seconds.
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGCHLD, before)
         return iterator
 
 
 class Reader(Generic[T]):
-    """The micro-batches of a rank, one after another; it remembers the last, to stand for one that cannot be read."""
+    """Reader of a rank's micro-batches, one after another; the last one stands for one that cannot be read."""
 
     def __init__(self) -> None:
         self._batches: Iterable[T] = ()
@@ -43,12 +43,13 @@ class Reader(Generic[T]):
         self._why = ""
 
     def begin(self, batches: Iterable[T]) -> None:
-        """Go on with these."""
+        """Go on with these micro-batches."""
         self._batches, self._stream, self._why = batches, None, ""
 
     def next(self) -> tuple[T, str]:
-        """The next one, or the last one again and why; raises `UnreadableError` where there is no last one."""
-        if not self._why:  # nothing comes of what has failed
+        """Return the next one, or the last one again and why; raises `UnreadableError` where there is no last one."""
+        # A stream that has failed gives nothing more.
+        if not self._why:
             try:
                 self._last = self._read()
             except UnreadableError as error:
@@ -64,8 +65,9 @@ class Reader(Generic[T]):
                 self._stream = iter(self._batches)
             return next(self._stream)
         except (OSError, EOFError) as error:
+            # A worker died while a batch of it was on the way.
             if _is_of_connection(error):
-                raise _lost(error) from error  # a batch was on its way from a worker that died
+                raise _lost(error) from error
             raise UnreadableError(f"data cannot be read: {_words(error)}") from error
         except RuntimeError as error:
             if not _LOST.match(str(error)):
@@ -74,33 +76,36 @@ class Reader(Generic[T]):
 
 
 def _is_of_connection(error: OSError | EOFError) -> bool:
-    """Whether the connection to a worker broke: what a worker met itself arrives with its traceback, and a file's
-    error has the file's name."""
+    """Return True if the connection to a worker broke.
+
+    An error within a worker arrives with its traceback ("Caught ..."), and a file's error has the file's name.
+    """
     if "Caught " in str(error) or getattr(error, "filename", None) is not None:
         return False
     return isinstance(error, ConnectionError | EOFError | FileNotFoundError)
 
 
 def _words(error: OSError | EOFError) -> str:
-    said = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
+    message = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
     name = getattr(error, "filename", None)
-    return said if name is None else f"{said}: {name}"
+    return message if name is None else f"{message}: {name}"
 
 
 def _lost(error: Exception) -> UnreadableError:
-    said = str(error).partition("\n")[0]
-    if not _LOST.match(said):  # the connection to it broke before torch saw that it had died
-        said = getattr(error, "strerror", None) or said or type(error).__name__
-        said = f"DataLoader worker, in the middle of a batch ({said})"
+    message = str(error).partition("\n")[0]
+    # The connection to the worker broke before torch saw that it had died.
+    if not _LOST.match(message):
+        message = getattr(error, "strerror", None) or message or type(error).__name__
+        message = f"DataLoader worker, in the middle of a batch ({message})"
     return UnreadableError(
-        f"a process that reads data has ended: {said}; was it killed for want of memory? Lower data.workers or "
+        f"a process that reads data has ended: {message}; was it killed for want of memory? Lower data.workers or "
         "data.prefetch"
     )
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a run reads its training set."""
+    """Settings by which a run reads its training set."""
 
     sampler: PositionSampler
     seed: int
@@ -121,9 +126,10 @@ def build_loader(
     source: Dataset | None = None,
     collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
-    """The sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.
+    """Return a loader of the sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.
 
-    What workers read is `source` where that is not the dataset itself.
+    Workers read `source` where that is not the dataset itself. Raises `ValueError` if the steps of the
+    order and of the sampler differ in size.
     """
     if dataset.order.buckets > 1 and dataset.order.group != sampler.group:
         raise ValueError(
@@ -134,8 +140,10 @@ def build_loader(
         batch_sampler=sampler,
         collate_fn=collate_fn,
         num_workers=workers,
+        # DataLoader refuses a prefetch factor without workers.
         prefetch_factor=prefetch if workers else None,
         pin_memory=pin_memory,
-        # A fixed generator: a loader that draws its base seed from the global one would disturb it.
+        # A loader without a generator draws its base seed from the global one, which would change
+        # the run's draws.
         generator=generator(dataset.seed, "workers"),
     )

@@ -1,4 +1,4 @@
-"""Which samples a rank reads at which position, of which any later position can be a start."""
+"""Sampler of a rank's positions in a run; reading can start at any step."""
 
 from collections.abc import Iterator
 
@@ -8,17 +8,18 @@ from dit_lora.data.order import Order
 
 
 class OrderedDataset(Dataset):
-    """Reads the sample at each position of a run."""
+    """Dataset that reads the sample at each position of a run."""
 
     order: Order
     seed: int
 
 
 class PositionSampler(Sampler[list[int]]):
-    """The positions of each micro-batch of one rank, from the step after `start_step` on.
+    """Sampler of the positions of each micro-batch of one rank, from the step after `start_step` on.
 
-    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size. Micro-steps
-    and ranks share them out in order, so the samples of a step do not depend on how it is split.
+    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size.
+    Micro-steps and ranks share them out in order, so the samples of a step do not depend on how it is
+    split.
     """
 
     def __init__(
@@ -32,13 +33,10 @@ class PositionSampler(Sampler[list[int]]):
         ranks: int,
     ) -> None:
         self.steps = range(start_step, steps)
-        self.batch_size, self.accumulate, self.rank, self.ranks = (
-            batch_size,
-            accumulate,
-            rank,
-            ranks,
-        )
-
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.rank = rank
+        self.ranks = ranks
         self.group = accumulate * ranks * batch_size
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ def write_shapes(
 ) -> list[Path]:
     """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction.
 
-    With one frame: png files, each with a .txt of the same name, as Sana's trainer reads them.
+    With one frame, writes png files, each with a .txt of the same name, as Sana's trainer reads them.
     """
     out.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
@@ -30,7 +30,8 @@ def write_shapes(
         stem = out / f"{index:02d}_{colour}_{shape}"
         if frames == 1:
             paths.append(write_sample(stem, video, None))
-            where = "left" if rightwards else "right"  # where the movement starts
+            # A single frame shows the place where the movement would start.
+            where = "left" if rightwards else "right"
             text = f"a {colour} {shape} at the {where} of a dark background"
             stem.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
             continue
@@ -47,9 +48,9 @@ def write_shapes(
 def write_class_folders(
     out: Path, *, images: int, height: int, width: int, frames: int = 1, fps: float = 8.0
 ) -> list[Path]:
-    """Write `images` png files in one folder a class, such as red_disc; a class's images differ in place.
+    """Write `images` png files in one folder a class, such as red_disc; a class's images differ in the shape's place.
 
-    Of more frames: mp4 clips, in which the shape moves.
+    With more than one frame, writes mp4 clips in which the shape moves.
     """
     classes = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     paths = []
@@ -67,7 +68,7 @@ def write_class_folders(
 def render(
     shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
 ) -> torch.Tensor:
-    """uint8 (frames, height, width, 3)."""
+    """Return a clip of a moving shape, uint8 (frames, height, width, 3)."""
     y = torch.arange(height).view(-1, 1) - height / 2
     radius = height / 4
     video = torch.tensor(_BACKGROUND, dtype=torch.uint8).repeat(frames, height, width, 1)

@@ -41,10 +41,11 @@ _DTYPES = {  # by safetensors' names
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FACTS = "facts"
-# Values that are looked at at a time: they stay in a core's cache.
+# Number of values that are checked at a time: they stay in a core's cache.
 _PIECE = 2**18
-_SPARE = memoryview(bytearray(2**20))  # for what is read and not looked at
-# Where an entry may start for its tensors to be used where they are; no type is wider.
+# Target of reads whose bytes are not looked at.
+_SPARE = memoryview(bytearray(2**20))
+# Entries that start at multiples of the widest type are used where they are.
 _ALIGNED = 8
 
 Spec = dict[str, tuple[torch.Size, torch.dtype]]
@@ -52,7 +53,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ShardError(DitLoraError):
-    """A shard whose header cannot be read, or that lacks what was asked for."""
+    """Error of a shard whose header cannot be read, or that lacks what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Layout:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each tensor ends, in bytes from the entry's start."""
+        """End of each tensor, in bytes from the entry's start."""
         ends, end = [], 0
         for _, dtype, shape in self.tensors:
             end += prod(shape) * _DTYPES[dtype].itemsize
@@ -76,7 +77,7 @@ class Layout:
 
     @cached_property
     def text(self) -> bytes:
-        """What stands for it in an entry's digest."""
+        """Text that stands for the layout in an entry's digest."""
         return json.dumps(self.tensors).encode()
 
     @cached_property
@@ -84,17 +85,17 @@ class Layout:
         return {name: (torch.Size(shape), _DTYPES[dtype]) for name, dtype, shape in self.tensors}
 
     def begin(self, name: str) -> int:
-        """Where a tensor begins, in bytes from the entry's start."""
-        number = [one for one, _, _ in self.tensors].index(name)
+        """Return where a tensor begins, in bytes from the entry's start."""
+        number = [tensor for tensor, _, _ in self.tensors].index(name)
         return self.ends[number - 1] if number else 0
 
     def split(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors, as views of an entry's bytes."""
-        found, begin = {}, 0
+        """Return the tensors as views of an entry's bytes."""
+        tensors, begin = {}, 0
         for (name, (shape, dtype)), end in zip(self.spec.items(), self.ends, strict=True):
-            found[name] = data[begin:end].view(dtype).view(shape)
+            tensors[name] = data[begin:end].view(dtype).view(shape)
             begin = end
-        return found
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Encoded:
     facts: Mapping[str, Any]
     layout: Layout
     parts: Sequence[Bytes]
-    """Its bytes, in order."""
+    """Bytes of the tensors, in the layout's order."""
     digest: bytes
 
     @classmethod
@@ -115,14 +116,14 @@ class Encoded:
     ) -> "Encoded":
         # Wide types first, so that each tensor is aligned to its own width.
         names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-        kept = [tensors[name].detach().cpu().contiguous() for name in names]
+        host = [tensors[name].detach().cpu().contiguous() for name in names]
         layout = Layout(
             tuple(
                 (name, _NAMES[tensor.dtype], tuple(tensor.shape))
-                for name, tensor in zip(names, kept, strict=True)
+                for name, tensor in zip(names, host, strict=True)
             )
         )
-        parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in kept]
+        parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host]
         return cls(key, sample, facts, layout, parts, digest(layout, parts))
 
 
@@ -133,13 +134,13 @@ class Stored:
     path: Path
     key: str
     start: int
-    """Of its bytes in the file."""
+    """Offset of the entry's bytes in the file."""
     layout: Layout
     digest: bytes
     line: str
-    """JSON of its sample and of the facts that it has alone."""
+    """JSON of the sample and of the facts that this entry has alone."""
     shared: str
-    """JSON of the facts that it shares with all entries of the shard."""
+    """JSON of the facts that all entries of the shard share."""
 
     @property
     def end(self) -> int:
@@ -155,24 +156,24 @@ class Stored:
 
     @property
     def tombstone(self) -> Path:
-        """The file that says that this entry is not to be used."""
+        """Path of the empty file that says that this entry is not to be used."""
         return tombstone(self.path, self.key)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What is in a shard, and what the file was when that was read."""
+    """Contents of a shard, and the state of its file when they were read."""
 
     entries: list[Stored]
     size: int
     stamp: int
-    """Time of the file's last change, in ns."""
+    """Time of the file's last change, in nanoseconds."""
     is_named: bool
-    """Whether the file's name is its header's digest."""
+    """True if the file's name is its header's digest."""
 
 
 def digest(layout: Layout, parts: Sequence[Bytes]) -> bytes:
-    """XXH3 of 128 bits over names, dtypes, shapes and bytes."""
+    """Return the XXH3 of 128 bits over names, dtypes, shapes and bytes."""
     total = xxhash.xxh3_128(layout.text)
     for part in parts:
         total.update(part.data)
@@ -184,7 +185,7 @@ def tombstone(shard: Path, key: str) -> Path:
 
 
 def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
-    """Write entries as one file by one rename, on the disk when this returns; raises `OSError`.
+    """Write entries as one file, whole and on the disk when this returns; raises `OSError`.
 
     A damaged file of the same name is replaced, and what was set aside of it counts again.
     """
@@ -205,15 +206,17 @@ def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
         error.filename = str(path)
         raise
     finally:
-        partial.unlink(missing_ok=True)  # after the rename there is none
+        # After the rename there is no such file.
+        partial.unlink(missing_ok=True)
     for entry in entries:
+        # The file was just written, so an old mark of the same name no longer holds.
         tombstone(path, entry.key).unlink(missing_ok=True)
     _sync_folder(folder)
     return path
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put names on the disk, not only contents."""
+    """Put the folder's names on the disk; fsync of a file writes its contents only."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -235,8 +238,8 @@ def _header(entries: Sequence[Encoded]) -> bytes:
     described: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for entry in entries:
-        own = {name: value for name, value in entry.facts.items() if name not in shared}
-        line = json.dumps([entry.sample, own], sort_keys=True)
+        unshared = {name: value for name, value in entry.facts.items() if name not in shared}
+        line = json.dumps([entry.sample, unshared], sort_keys=True)
         metadata[entry.key] = f"{entry.digest.hex()} {line}"
         begin = start
         for (name, dtype, shape), end in zip(entry.layout.tensors, entry.layout.ends, strict=True):
@@ -249,11 +252,12 @@ def _header(entries: Sequence[Encoded]) -> bytes:
             begin = start + end
         start += entry.layout.nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # as safetensors does
+    # Padded to 8 bytes, as safetensors does.
+    return text + b" " * (-len(text) % 8)
 
 
 def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
-    """The entries that a shard's header describes, torn or not; raises `ShardError` or `OSError`.
+    """Read the entries that a shard's header describes, torn or not; raises `ShardError` or `OSError`.
 
     `layouts` holds those that were met, so that equal ones are one object. An entry that is described
     wrongly is left out.
@@ -276,6 +280,7 @@ def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
         try:
             start, layout = _placed(tensors, layouts)
             line = metadata[key]
+            # The line is 32 hexadecimal digits, a space and JSON.
             checksum = bytes.fromhex(line[:32])
         except (ValueError, KeyError, TypeError):
             continue
@@ -293,18 +298,19 @@ def _by_entry(described: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
 
 
 def _placed(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, Layout]) -> tuple[int, Layout]:
-    """Where an entry's bytes start after the header, and how they are laid out; raises `ValueError`."""
-    known = tuple((name, one["dtype"], tuple(one["shape"])) for name, one in tensors)
-    layout = layouts.get(known)
+    """Return the start of an entry's bytes after the header, and their layout; raise `ValueError` if they are wrong."""
+    described = tuple((name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors)
+    layout = layouts.get(described)
     if layout is None:
-        if any(type(side) is not int or side < 0 for _, _, shape in known for side in shape):
+        # JSON may hold `true`, which is an int to isinstance.
+        if any(type(side) is not int or side < 0 for _, _, shape in described for side in shape):
             raise ValueError
-        layout = layouts[known] = Layout(known)
+        layout = layouts[described] = Layout(described)
     start = begin = tensors[0][1]["data_offsets"][0]
     if type(start) is not int or start < 0:
         raise ValueError
-    for (_, one), end in zip(tensors, layout.ends, strict=True):
-        if one["data_offsets"] != [begin, start + end]:
+    for (_, tensor), end in zip(tensors, layout.ends, strict=True):
+        if tensor["data_offsets"] != [begin, start + end]:
             raise ValueError
         begin = start + end
     return start, layout
@@ -316,7 +322,7 @@ class OpenShard:
     def __init__(self, path: Path | str) -> None:
         self._handle = os.open(path, os.O_RDONLY)
         try:
-            # A private map: what is written into a tensor is never written to the file.
+            # The map is private: what is written into a tensor is never written to the file.
             self._map = mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY)
         except ValueError as error:
             raise ShardError(f"{path} is empty") from error
@@ -326,7 +332,7 @@ class OpenShard:
             close(self._handle)
 
     def stamp(self) -> tuple[int, int]:
-        """Size and time of change in ns; -1 both once it was replaced or removed."""
+        """Return size and time of change in nanoseconds; both are -1 once the file was replaced or removed."""
         state = os.fstat(self._handle)
         return (state.st_size, state.st_mtime_ns) if state.st_nlink else (-1, -1)
 
@@ -334,14 +340,14 @@ class OpenShard:
         return len(self._map)
 
     def read(self, start: int, layout: Layout) -> tuple[torch.Tensor, bytes]:
-        """An entry's bytes, which keep the map alive, and their digest; raises `ShardError` if some are not there."""
+        """Return an entry's bytes, which keep the map alive, and their digest; raise `ShardError` if any is missing."""
         data = self.view(start, layout)
         return data, digest(layout, [data.numpy()] if len(data) else [])
 
     def view(self, start: int, layout: Layout) -> torch.Tensor:
-        """The bytes alone."""
+        """Return an entry's bytes, which keep the map alive; raise `ShardError` if some are missing."""
         size = layout.nbytes
-        # Asked each time: to touch a page beyond the end of a file that was cut is to be killed.
+        # The size is asked each time: touching a page beyond the end of a file that was cut kills the process.
         if start + size > min(len(self._map), os.fstat(self._handle).st_size):
             raise ShardError("the file ends before the entry does")
         if size == 0:
@@ -351,14 +357,14 @@ class OpenShard:
         return data if start % _ALIGNED == 0 else data.clone()
 
     def _touch(self, start: int, size: int) -> None:
-        """Read what is about to be used; raises `OSError`: a mapped page that the disk does not give kills the process."""
+        """Read the bytes that are about to be used; raises `OSError` where an unreadable mapped page would kill."""
         end = start + size
         for begin in range(start, end, len(_SPARE)):
             os.preadv(self._handle, [_SPARE[: end - begin]], begin)
 
 
 def in_range(tensor: torch.Tensor, limit: float) -> bool:
-    """Whether every value of a tensor in host memory is finite and within +-limit.
+    """Return True if every value of a tensor in host memory is finite and within +-limit.
 
     Without its sign, a float's bits are ordered as its magnitude, NaN and Inf last: one pass over integers.
     """
@@ -368,17 +374,18 @@ def in_range(tensor: torch.Tensor, limit: float) -> bool:
     unsigned = np.dtype(f"u{width}")
     edge = torch.tensor(limit, dtype=tensor.dtype)
     allowed = int(edge.view(-1).view(torch.uint8).numpy().view(unsigned)[0])
+    # The limit may have been rounded up to the dtype; the next smaller value is within it.
     if edge.double() > limit:
         allowed -= 1
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().view(unsigned)
-    sign = unsigned.type(2 ** (8 * width - 1) - 1)
+    magnitude = unsigned.type(2 ** (8 * width - 1) - 1)
     return all(
-        int((bits[begin : begin + _PIECE] & sign).max()) <= allowed
+        int((bits[begin : begin + _PIECE] & magnitude).max()) <= allowed
         for begin in range(0, bits.size, _PIECE)
     )
 
 
 def shards_in(folder: Path) -> Iterator[Path]:
-    """The shards of a folder, in the order of their names; none if there is no folder."""
+    """Yield the shards of a folder in the order of their names; none if there is no folder."""
     if folder.is_dir():
         yield from sorted(folder.glob(f"[!.]*{SUFFIX}"))

@@ -1,4 +1,4 @@
-"""Where clips, images and captions come from: folders, tables, tars and datasets; one list of `Clip`."""
+"""Reader of clips, images and captions from folders, tables, tars and datasets, as one list of `Clip`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,46 +16,48 @@ from dit_lora.terminal import one_line
 __all__ = ["Clip", "Problem", "Scan", "class_name", "class_names", "read_clips", "scan"]
 
 Found = TypeVar("Found")
-"""What the reader of a source gives."""
+"""The result of a source's reader."""
 
 
 def scan(data: DataConfig, cache: Path | None = None) -> Scan:
-    """Every clip of the sources, and everything that is wrong with a sample; of media, no byte is read.
+    """Return every clip of the sources and every problem of a sample; no byte of media is read.
 
-    In `cache`, the indices of tars are kept. Of `data.sources`, ids begin with the source's name, which those appended later do not change. Raises
-    `DitLoraError`, with what is wrong of every source, if one cannot be read at all.
+    The folder `cache` keeps the indices of tars. Where there are `data.sources`, ids begin with the
+    source's name, which sources appended later do not change. Raises `DitLoraError` that lists every source
+    that cannot be read at all.
     """
     sources = data.all_sources
     scans = read_sources(data, lambda source: _read(source, cache / "tars" if cache else None))
     if not data.sources:
         return scans[0]
-    found, times = Scan([], []), times_of(sources, [len(one.clips) for one in scans])
-    for source, one, name, often in zip(sources, scans, names_of(sources), times, strict=True):
-        found.clips.extend(
+    merged, times = Scan([], []), times_of(sources, [len(scanned.clips) for scanned in scans])
+    for source, scanned, name, often in zip(sources, scans, names_of(sources), times, strict=True):
+        merged.clips.extend(
             Clip(name + clip.id, clip.media, clip.caption, clip.image, often, source.loss_weight)
-            for clip in one.clips
+            for clip in scanned.clips
         )
-        found.problems.extend(Problem(name + p.file, p.code, p.words) for p in one.problems)
-    return found
+        merged.problems.extend(Problem(name + p.file, p.code, p.words) for p in scanned.problems)
+    return merged
 
 
 def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
-    """Every clip of the sources; raises one `DitLoraError` that lists all that `scan` finds wrong."""
-    found = scan(data, cache)
-    if found.problems:
+    """Return every clip of the sources; raises one `DitLoraError` that lists all problems that `scan` finds."""
+    scanned = scan(data, cache)
+    if scanned.problems:
         where = data.path or "data.sources"
-        wrong = [one_line(f"{problem.file}: {problem.words}") for problem in found.problems]
-        raise DitLoraError(listed(f"{where}: correct or remove these samples", wrong))
-    return found.clips
+        problems = [one_line(f"{problem.file}: {problem.words}") for problem in scanned.problems]
+        raise DitLoraError(listed(f"{where}: correct or remove these samples", problems))
+    return scanned.clips
 
 
 def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
-    """The classes that a model needs, sorted: `data.classes`, else those of the data."""
+    """Return the classes that a model needs, sorted: `data.classes`, else those of the data."""
     if data.classes is not None:
         return sorted(set(data.classes))
     names = {source.caption for source in data.all_sources if source.caption is not None}
     others = tuple(source for source in data.all_sources if source.caption is None)
-    if others:  # a source with one caption need not be read, nor be there yet
+    # A source with one caption need not be read: it may still have to be generated.
+    if others:
         rest = data.model_copy(update={"sources": others}) if data.sources else data
         skips = data.rejects == "skip"
         clips = scan(rest, cache).clips if skips else read_clips(rest, cache)
@@ -78,22 +80,22 @@ def _read(source: SourceConfig, memo: Path | None) -> Scan:
 
 
 def read_sources(data: DataConfig, read: Callable[[SourceConfig], Found]) -> list[Found]:
-    """What `read` finds in each of the sources; raises one `DitLoraError` for all that it cannot read."""
-    found, faults = [], []
+    """Return the result of `read` for each source; raises one `DitLoraError` for all that it cannot read."""
+    results, faults = [], []
     for number, source in enumerate(data.all_sources):
         try:
-            found.append(read(source))
+            results.append(read(source))
         except DitLoraError as error:
             where = f"data.sources[{number}]" if data.sources else "data.path"
             faults.append(f"{where}: {error}")
     if faults:
         several = listed("these sources cannot be read", faults)
         raise DitLoraError(faults[0] if len(faults) == 1 else several)
-    return found
+    return results
 
 
 def names_of(sources: Sequence[SourceConfig]) -> list[str]:
-    """What ids of each source begin with: its folder's or file's name, and a number where that is taken."""
+    """Return the beginning of each source's ids: its folder's or file's name, with a number where that is taken."""
     names: list[str] = []
     for source in sources:
         wanted = Path(source.path).expanduser().absolute().name
@@ -105,14 +107,15 @@ def names_of(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def times_of(sources: Sequence[SourceConfig], counts: Sequence[int]) -> list[float]:
-    """How often the samples of each source come in an epoch; the rarest once, where there are weights.
+    """Return how often the samples of each source come in an epoch.
 
-    `counts`: samples of each.
+    `counts` are the numbers of samples. With weights, the samples that come least come once.
     """
     shares = [
         (source.weight or 0.0) / max(1, count)
         for source, count in zip(sources, counts, strict=True)
     ]
+    # An empty source has no samples that could come least.
     least = min((share for share, count in zip(shares, counts, strict=True) if count), default=0.0)
     if not least:
         return [float(source.repeats) for source in sources]

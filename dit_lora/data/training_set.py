@@ -1,4 +1,4 @@
-"""What a run trains on, whatever it is made of: entries in an order, samples, and micro-batches."""
+"""Interface of what a run trains on, whatever it is made of: entries in an order, samples, and micro-batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,49 +24,49 @@ class AnyEntry(Protocol):
 
     @property
     def shape(self) -> Any:
-        """What it shares with the samples that it may be in a batch with; its `volume` is what memory grows with."""
+        """The key that samples of one batch share; memory grows with its `volume`."""
 
 
 class TrainingSet(Protocol):
-    """What a run trains on."""
+    """The samples that a run trains on."""
 
     @property
     def entries(self) -> Sequence[AnyEntry]: ...
 
     @property
     def largest(self) -> tuple[Any, Spec]:
-        """The shape with the largest volume, and the tensors of a sample of it."""
+        """The shape with the largest volume, and the tensors of a sample of that shape."""
 
     def one_of_each_kind(self) -> Sequence[AnyEntry]:
-        """Where samples use different parts of the model, such as its vision encoder: one entry of each kind."""
+        """Return one entry of each kind, where samples use different parts of the model, such as a vision encoder."""
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Integers of one sample of the largest shape on which a forward's shapes depend, such as token ids."""
+        """Return integers of one sample of the largest shape on which a forward's shapes depend, such as token ids."""
 
     def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
-        """Which entry is at each position of a run whose steps take `group` samples."""
+        """Return the order in which a run, whose steps take `group` samples, reads the entries."""
 
     def sample(self, entry: Any, draw: int) -> Batch:
-        """One sample as a batch of one, whole: nothing of it is dropped; what is wrong with it is in `faults`."""
+        """Return one sample, nothing of it dropped, as a batch of one; `faults` says what is wrong with it."""
 
     def loader(self, how: Reading) -> Iterable[Batch]:
-        """The micro-batches of the sampler's positions, in its order."""
+        """Return the micro-batches of the sampler's positions, in its order."""
 
     def token_problems(self, model: nn.Module) -> list[str] | None:
-        """Name each token of a sample that the model has no embedding of; None of samples without the model's tokens."""
+        """Name each token of a sample that the model has no embedding of; return None if samples hold no token ids."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
-        """Set aside what is bad of these samples on disk, if anything is there."""
+        """Set aside what is bad of these samples on disk; return the paths of the marks, none without a cache."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The training set, ready to be read, and digests of what makes a run this run."""
+    """The training set, ready to be read, and the digests by which a resumed run knows its data and model."""
 
     clips: TrainingSet
     data_digest: str
     transformer_digest: str
     rejected: Mapping[str, str] = field(default_factory=dict)
-    """Samples that are left out, by `data.rejects: skip`, and why."""
+    """Samples that `data.rejects: skip` leaves out, each with the reason."""
     report: BucketReport | None = None
-    """Which samples are in which bucket; None where there are no buckets."""
+    """Report of which samples are in which bucket; None where there are no buckets."""

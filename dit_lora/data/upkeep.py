@@ -1,4 +1,4 @@
-"""Look after a cache: check every byte of it, count what is in it, and give back the space of what is not used."""
+"""Upkeep of a cache: check every byte of it, count what is in it, and give back the space of what is not used."""
 
 import re
 from collections import Counter
@@ -29,9 +29,9 @@ from dit_lora.errors import DitLoraError
 from dit_lora.numerics.finite import describe_all, is_finite
 
 OnProgress = Callable[[int, int], None]
-"""Shards looked at, and how many there are."""
+"""Callback that is given the number of shards looked at, and of all."""
 
-# Before there were shards: a file an entry, in folders by the first two digits of its key.
+# Before there were shards, each entry was a file, in folders by the first two digits of its key.
 _OLD_FOLDER, _OLD_FILE = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{64}\.(safetensors|bad)")
 _GATE_SECONDS = 10.0
 _BAD = ("damaged", "non_finite", "out_of_range")
@@ -39,10 +39,10 @@ _BAD = ("damaged", "non_finite", "out_of_range")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a shard, or with one entry of it."""
+    """One problem of a shard, or of one entry of it."""
 
     kind: str
-    """`unreadable` file or header, entry `torn` off, `damaged` bytes, values `non_finite` or `out_of_range`."""
+    """Kind: `unreadable` file or header, entry `torn` off, `damaged` bytes, `non_finite` or `out_of_range` values."""
     path: Path
     key: str | None
     sample: str | None
@@ -55,62 +55,62 @@ class Problem:
 
 @dataclass
 class Verified:
-    """What `verify` found."""
+    """Result of `verify`."""
 
     entries: int = 0
-    """Copies of entries that were read and are good."""
+    """Number of copies of entries that were read and are good."""
     bytes: int = 0
-    """That were read."""
+    """Number of bytes that were read."""
     dead: int = 0
-    """Set aside before."""
+    """Number of entries that had been set aside before."""
     problems: list[Problem] = field(default_factory=list)
     set_aside: int = 0
-    """Bad entries that were set aside now, so that the next start builds them anew."""
+    """Number of bad entries that were set aside now, so that the next start builds them anew."""
     leftovers: list[Path] = field(default_factory=list)
     """Files of killed processes and of older versions; `prune` removes them."""
 
 
 @dataclass
 class Stats:
-    """What is in a cache."""
+    """Contents of a cache, in numbers."""
 
     entries: int = 0
-    """That can be used."""
+    """Number of entries that can be used."""
     bytes: int = 0
-    """Of those entries."""
+    """Bytes of the entries that can be used."""
     shards: int = 0
     file_bytes: int = 0
-    """Of all shards, with what cannot be used."""
+    """Bytes of all shards, with what cannot be used."""
     dead: int = 0
-    """Set aside."""
+    """Number of entries set aside."""
     duplicates: int = 0
     torn: int = 0
-    """Entries whose bytes are not all there."""
+    """Number of entries whose bytes are not all there."""
     unreadable: int = 0
-    """Shards whose header cannot be read."""
+    """Number of shards whose header cannot be read."""
     kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Entries and bytes by their tensors' names, dtypes and shapes; the most frequent first."""
+    """Numbers of entries and of bytes by the tensors' names, dtypes and shapes; the most frequent first."""
     leftovers: int = 0
 
 
 @dataclass
 class Pruned:
-    """What `prune` did."""
+    """Result of `prune`."""
 
     unwanted: int = 0
-    """Entries removed since they are not among those to keep."""
+    """Number of entries removed because they are not among those to keep."""
     dead: int = 0
     duplicates: int = 0
     torn: int = 0
     problems: list[Problem] = field(default_factory=list)
     """Damaged entries that were not carried over, and shards whose header could not be read."""
     removed: int = 0
-    """Shards removed."""
+    """Number of shards removed."""
     written: int = 0
-    """Shards written with what was kept of those."""
+    """Number of shards written with what was kept of those."""
     leftovers: int = 0
     freed: int = 0
-    """Bytes."""
+    """Bytes of what was removed, less those of what was written."""
 
 
 def verify(
@@ -120,35 +120,36 @@ def verify(
     on_progress: OnProgress = lambda done, shards: None,
 ) -> Verified:
     """Read every entry and check digest, finiteness and range; with `set_aside`, mark those that are bad."""
-    found = Verified(leftovers=_leftovers(cache))
+    verified = Verified(leftovers=_leftovers(cache))
     paths = list(shards_in(cache.root))
     for number, path in enumerate(paths):
         on_progress(number, len(paths))
-        header = _header(path, found.problems)
+        header = _header(path, verified.problems)
         for entry in header.entries if header else ():
             if entry.tombstone.exists():
-                found.dead += 1
+                verified.dead += 1
                 continue
             _, problem = _read(entry)
-            found.bytes += entry.layout.nbytes
+            verified.bytes += entry.layout.nbytes
             if problem is None:
-                found.entries += 1
+                verified.entries += 1
                 continue
-            found.problems.append(problem)
-            if set_aside and problem.kind in _BAD:  # what is torn counts as missing as it is
+            verified.problems.append(problem)
+            # A torn entry counts as missing without a mark.
+            if set_aside and problem.kind in _BAD:
                 entry.tombstone.touch()
-                found.set_aside += 1
+                verified.set_aside += 1
         if header and not header.is_named:
-            words = "its header is not what was written; entries may be missing from it"
-            found.problems.append(Problem("damaged", path, None, None, words))
+            message = "its header is not what was written; entries may be missing from it"
+            verified.problems.append(Problem("damaged", path, None, None, message))
     on_progress(len(paths), len(paths))
-    if found.set_aside:
+    if verified.set_aside:
         cache.refresh()
-    return found
+    return verified
 
 
 def stats(cache: TensorCache) -> Stats:
-    """Count what is in a cache, from its headers."""
+    """Count what is in a cache, from its shards' headers."""
     total, seen = Stats(leftovers=len(_leftovers(cache))), set[str]()
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -180,14 +181,16 @@ def prune(
     *,
     on_progress: OnProgress = lambda done, shards: None,
 ) -> Pruned:
-    """Remove entries that are not in `keep` (None: any may stay), set aside, torn or double, and leftovers.
+    """Remove entries that are not in `keep` (None keeps all), set aside, torn or double, and leftovers.
 
-    What is kept of a shard is written to a new one before the old is removed: a kill at any point leaves double
-    entries at worst. Who is reading goes on. Raises `DitLoraError` while a process fills the cache.
+    What is kept of a shard is written to a new one before the old is removed: a kill at any point leaves
+    double entries at worst. Processes that are reading go on. Raises `DitLoraError` while a process fills
+    the cache.
     """
     if not cache.root.is_dir():
         return Pruned()
     try:
+        # Within the gate no unit can be claimed, so one that is not held now stays free.
         with gate(cache, seconds=_GATE_SECONDS):
             busy = [lock for lock in unit_locks(cache) if is_held(lock)]
             if busy:
@@ -213,18 +216,23 @@ class _Pruning:
         self.copies: Counter[str] = Counter()
         self.seen: set[str] = set()
         self.pending: list[Encoded] = []
-        self.sources: list[Path] = []  # of what is pending
+        self.sources: list[Path] = []
+        """Shards that hold what is pending."""
         self.written: set[Path] = set()
 
     def run(self, on_progress: OnProgress) -> Pruned:
         headers = self._headers()
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
-            kept = [entry for entry in header.entries if self._stays(entry, header)]
-            if kept and len(kept) == len(header.entries):
+            staying = [entry for entry in header.entries if self._stays(entry, header)]
+            # A shard of which everything stays is not written anew.
+            if staying and len(staying) == len(header.entries):
                 continue
             self.sources.append(path)
-            self.pending += [one for entry in kept if (one := self._carried(entry))]
+            for entry in staying:
+                carried = self._carried(entry)
+                if carried is not None:
+                    self.pending.append(carried)
             size = sum(entry.layout.nbytes for entry in self.pending)
             if len(self.pending) >= PER_UNIT or size >= UNIT_BYTES:
                 self._flush()
@@ -237,18 +245,19 @@ class _Pruning:
         return self.done
 
     def _headers(self) -> dict[Path, Header]:
-        """Of every shard; without entries where a header is damaged. What cannot be opened is left alone."""
-        found = {}
+        """Read every shard's header; a damaged one has no entries, and a shard that cannot be opened is left alone."""
+        headers = {}
         for path in shards_in(self.cache.root):
             try:
-                found[path] = read_header(path)
+                headers[path] = read_header(path)
             except ShardError as error:
-                found[path] = Header([], 0, 0, is_named=False)
+                headers[path] = Header([], 0, 0, is_named=False)
                 self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
             except OSError as error:
                 self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
-        self.copies.update(entry.key for header in found.values() for entry in header.entries)
-        return found
+        # Counted before any entry is judged: a copy is read only if there are others.
+        self.copies.update(entry.key for header in headers.values() for entry in header.entries)
+        return headers
 
     def _stays(self, entry: Stored, header: Header) -> bool:
         if entry.end > header.size:
@@ -259,6 +268,7 @@ class _Pruning:
             self.done.unwanted += 1
         elif entry.key in self.seen:
             self.done.duplicates += 1
+        # Of several copies, a damaged one must not be the one that stays.
         elif self.copies[entry.key] > 1 and (problem := _read(entry)[1]):
             self.done.problems.append(problem)
         else:
@@ -267,7 +277,7 @@ class _Pruning:
         return False
 
     def _carried(self, entry: Stored) -> Encoded | None:
-        """The entry, to be written again as it is; None if it is damaged."""
+        """Return the entry, to be written again as it is; None if it is damaged."""
         data, problem = _read(entry)
         if problem:
             self.done.problems.append(problem)
@@ -276,7 +286,7 @@ class _Pruning:
         return Encoded(entry.key, entry.sample, entry.facts, entry.layout, parts, entry.digest)
 
     def _flush(self) -> None:
-        """Write what is pending, and only then remove where it came from."""
+        """Write the pending entries, and only then remove the shards that held them."""
         if self.pending:
             try:
                 path = write_shard(self.cache.root, self.pending)
@@ -289,7 +299,9 @@ class _Pruning:
             self.done.written += 1
             self.done.freed -= path.stat().st_size
         for path in self.sources:
-            if path not in self.written:  # by a pruning that was killed, and now again
+            # A shard's name is its header's digest: a pruning that was killed may have written the
+            # very same one.
+            if path not in self.written:
                 self.done.freed += path.stat().st_size
                 path.unlink()
                 self.done.removed += 1
@@ -305,24 +317,25 @@ def _header(path: Path, problems: list[Problem]) -> Header | None:
 
 
 def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
-    """An entry's bytes, and what is wrong with them or with the values."""
+    """Return an entry's bytes, and what is wrong with them or with the values."""
 
-    def problem(kind: str, words: str) -> Problem:
-        return Problem(kind, entry.path, entry.key, entry.sample, words)
+    def problem(kind: str, message: str) -> Problem:
+        return Problem(kind, entry.path, entry.key, entry.sample, message)
 
     data = torch.empty(0, dtype=torch.uint8)
     try:
-        data, found = OpenShard(entry.path).read(entry.start, entry.layout)
+        data, digest = OpenShard(entry.path).read(entry.start, entry.layout)
     except OSError as error:
         return data, problem("unreadable", str(error))
     except ShardError as error:
         return data, problem("torn", str(error))
     tensors = entry.layout.split(data)
+    # Bad values are named as such, be they written so or changed since.
     if not all(in_range(tensor, MAX_ABS) for tensor in tensors.values()):
         finite = all(is_finite(tensor) for tensor in tensors.values())
-        words = describe_all(tensors, MAX_ABS) or ""
-        return data, problem("out_of_range" if finite else "non_finite", words)
-    if found != entry.digest:
+        message = describe_all(tensors, MAX_ABS) or ""
+        return data, problem("out_of_range" if finite else "non_finite", message)
+    if digest != entry.digest:
         return data, problem("damaged", "it is not what was written (digest differs)")
     return data, None
 
@@ -335,7 +348,7 @@ def _kind(entry: Stored) -> str:
 
 
 def _leftovers(cache: TensorCache) -> list[Path]:
-    """Files that nothing needs. While units are in work, what belongs to those is not among them."""
+    """Return the files that nothing needs; while units are in work, theirs are not among them."""
     root = cache.root
     if not root.is_dir():
         return []
@@ -352,6 +365,7 @@ def _leftovers(cache: TensorCache) -> list[Path]:
         if _OLD_FILE.fullmatch(path.name) or path.name.endswith(PARTIAL)
     ]
     locks = unit_locks(cache)
+    # Partial files and notes may belong to the units in work.
     if any(is_held(lock) for lock in locks):
         return sorted([*orphans, *old])
     notes = (root / LOCKS).glob(f"*{FAILED}")

@@ -33,7 +33,7 @@ _H264 = {"crf": "17", "x264-params": "mbtree=0"}
 
 
 class ClipError(DitLoraError):
-    """A clip cannot give the frames asked for; the message names file and reason."""
+    """Error of a clip that cannot give the frames asked for; the message names file and reason."""
 
 
 def read_frames(
@@ -45,12 +45,12 @@ def read_frames(
     fps: float | None,
     start: float = 0.0,
 ) -> torch.Tensor:
-    """uint8 (F, 3, H, W): the frames nearest to start, start + 1/fps, start + 2/fps ... seconds since the clip's first.
+    """Return the frames nearest to start, start + 1/fps, ... seconds after the first, uint8 (F, 3, H, W).
 
-    An image is one frame. Without `fps`, of a clip one frame. Frames are scaled to cover height x width and cropped
-    at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as PyTorch has. Raises
-    `ClipError` if the file cannot be read as far as needed or is too short, `UnreadableError` where that is the
-    disk's fault.
+    An image is one frame; a clip without `fps` gives one. Frames are scaled to cover height x width and
+    cropped at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as
+    PyTorch has. Raises `ClipError` if the file cannot be read as far as needed or is too short,
+    `UnreadableError` where that is the disk's fault.
     """
     media, wanted = as_media(media), Wanted(frames, fps or 1.0, start)
     try:
@@ -83,17 +83,19 @@ def _read_clip(media: Media, wanted: Wanted, height: int, width: int) -> list[np
     try:
         return read(quick=True)
     except (av.error.FFmpegError, ValueError):
+        # Seeking failed or cannot be trusted in this file: decode from the beginning.
         return read(quick=False)
 
 
 def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
-    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns what was written."""
+    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written."""
     if len(video) > 1:
         whole = path.with_name(f"{path.name}.mp4")
         write_video(whole, video, fps or 8.0)
         return whole
     whole = path.with_name(f"{path.name}.png")
     whole.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target and renamed, so that nobody reads half a file.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     Image.fromarray(video[0].numpy()).save(partial, format="PNG")
     partial.replace(whole)
@@ -107,6 +109,7 @@ def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # NTSC's rates are multiples of 1000/1001.
     rate = Fraction(fps).limit_denominator(1001)
     with av.open(partial, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options=_H264)
@@ -120,21 +123,21 @@ def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """What a file says of itself; None where it does not say."""
+    """Header of a video or image; a field is None where the file does not say."""
 
     fps: float | None
     seconds: float | None
     frames: int | None
     height: int
-    """Pixels, as shown: upright, and square."""
+    """Height in pixels as shown: upright, and square."""
     width: int
     is_image: bool = False
 
 
 def read_header(media: Media | Path) -> VideoHeader:
-    """An image's header, or the first video stream's with its first frame's rotation, which PyAV has nowhere else.
+    """Read an image's header, or that of the first video stream with the rotation of its first frame.
 
-    Raises `ClipError` if there is none.
+    PyAV has the rotation nowhere but on a decoded frame. Raises `ClipError` if there is no header.
     """
     media = as_media(media)
     try:
@@ -144,6 +147,7 @@ def read_header(media: Media | Path) -> VideoHeader:
             return _header(container)
     except (av.error.FFmpegError, *DAMAGED) as error:
         require_readable(media)
+        # The disk was not at fault, or `require_readable` would have raised.
         kind = "an image" if is_image(media) else "a video"
         raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
 
@@ -156,21 +160,22 @@ def _header(container: av.container.InputContainer) -> VideoHeader:
     seconds = None
     if stream.duration and stream.time_base:
         seconds = float(stream.duration * stream.time_base)
-    elif container.duration:  # Matroska's; with sound, that of the longest stream
+    # Matroska has a duration of the file only; with sound, that is the longest stream's.
+    elif container.duration:
         seconds = container.duration / av.time_base
     fps = float(stream.average_rate) if stream.average_rate else None
     return VideoHeader(fps, seconds, stream.frames or None, height, width)
 
 
 def reason(error: Exception) -> str:
-    """FFmpeg's and the system's errors without their numbers, and what to do."""
+    """Return FFmpeg's or the system's message without its number, and what to do."""
     return f"{getattr(error, 'strerror', None) or error}; encode it anew or remove it"
 
 
 def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
-    """Why a clip with this header surely cannot give `frames` at `fps` from `start` on; None if decoding must tell.
+    """Return why this clip surely cannot give `frames` at `fps` from `start` on; None if decoding must tell.
 
-    Generous by one frame: some files leave the last frame's time out of their duration.
+    It is generous by one frame, because some files leave the last frame's time out of their duration.
     """
     if header.seconds is None or header.fps is None:
         return None

@@ -1,7 +1,7 @@
-"""OpenDiT's VDiT checkpoints, by name, to `VideoDiTTransformer3DModel`.
+"""Conversion of OpenDiT's VDiT checkpoints, by name, to `VideoDiTTransformer3DModel`.
 
-Names as OpenDiT v1.0.0 saves them (opendit/models/dit.py). Every tensor is placed, handed back, or checked
-against what it is computed from; one that is none of these is an error.
+Names are those that OpenDiT v1.0.0 saves (opendit/models/dit.py). Every tensor is placed, handed back, or
+checked against what it is computed from; one that is none of these is an error.
 """
 
 import re
@@ -34,7 +34,7 @@ _IN_BLOCK = {
     "mlp.fc1": "ff.net.0.proj",
     "mlp.fc2": "ff.net.2",
 }
-# What says the sizes of a model, and OpenDiT's heads by width: VDiT-S, -B, -L and -XL.
+# Shapes of these tensors tell a model's sizes; its width tells OpenDiT's heads: VDiT-S, -B, -L and -XL.
 _SIZED = (
     "x_embedder.proj.weight",
     "pos_embed_spatial",
@@ -50,67 +50,68 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class ConvertedOpenDiT:
-    """What an OpenDiT state dict holds."""
+    """Contents of an OpenDiT state dict."""
 
     transformer: Tensors
-    """For `load_state_dict` of the model that was asked for, strictly."""
+    """Tensors for a strict `load_state_dict` of the model that was asked for."""
     text_encoder: Tensors
     """CLIP's own tensors, by transformers' names; empty for a model of classes. OpenDiT never trains them."""
     recomputed: tuple[str, ...]
-    """Position tables, which the model computes: compared, and not kept."""
+    """Names of position tables, which the model computes: compared, and not kept."""
 
 
 def convert_opendit(
     state_dict: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> ConvertedOpenDiT:
-    """An OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`, dtypes kept.
+    """Convert an OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`, dtypes kept.
 
-    The fused qkv is split by rows: queries, keys, values. Raises one error that lists every tensor that
-    is unknown, missing, of another shape or not finite, or a position table of another video.
+    The fused qkv is split by rows: queries, keys, values. Raises one `DitLoraError` that lists every tensor
+    that is unknown, missing, of another shape or not finite, or a position table of another video.
     """
     with torch.device("meta"):
         model = VideoDiTTransformer3DModel.from_config(dict(config))
     placed: Tensors = {}
     clip: Tensors = {}
-    recomputed, wrong = [], []
+    recomputed, faults = [], []
     for name, tensor in state_dict.items():
         if name.startswith(CLIP_PREFIX):
+            # OpenDiT saves the frozen text encoder with its model.
             clip[name.removeprefix(CLIP_PREFIX)] = tensor
         elif name in ("pos_embed_spatial", "pos_embed_temporal"):
             recomputed.append(name)
-            wrong += _position_faults(name, tensor, model)
+            faults += _position_faults(name, tensor, model)
         else:
             parts = dict(_place(name, tensor))
-            wrong += [] if parts else [f"{name}: VDiT has no such tensor"]
+            faults += [] if parts else [f"{name}: VDiT has no such tensor"]
             placed |= parts
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    wrong += [f"{name}: missing" for name in expected if name not in placed]
-    wrong += [
+    faults += [f"{name}: missing" for name in expected if name not in placed]
+    faults += [
         f"{name}: {'not of this model' if name not in expected else 'shape'}; "
         f"got {tuple(tensor.shape)}, the config makes {tuple(expected.get(name, ()))}"
         for name, tensor in placed.items()
         if tensor.shape != expected.get(name)
     ]
-    wrong += [
-        f"{name}: {count} of {tensor.numel()} values are not finite"
-        for name, tensor in placed.items()
-        if (count := int((~tensor.isfinite()).sum()))
-    ]
-    if wrong:
-        raise DitLoraError(listed("this is not an OpenDiT VDiT of that config", wrong))
+    for name, tensor in placed.items():
+        count = int((~tensor.isfinite()).sum())
+        if count:
+            faults.append(f"{name}: {count} of {tensor.numel()} values are not finite")
+    if faults:
+        raise DitLoraError(listed("this is not an OpenDiT VDiT of that config", faults))
     return ConvertedOpenDiT(placed, clip, tuple(recomputed))
 
 
 def opendit_config(
     state_dict: Mapping[str, torch.Tensor], heads: int | None = None
 ) -> dict[str, Any]:
-    """The config that a VDiT state dict was made with, by its tensors' shapes.
+    """Return the config that a VDiT state dict was made with, by its tensors' shapes.
 
-    They do not say how many `heads` share the width: by default as many as OpenDiT's sizes (S, B, L, XL) have. Raises
-    `DitLoraError` if a tensor that says a size is missing, or if the width is none of those.
+    They do not say how many `heads` share the width: by default as many as OpenDiT's sizes (S, B, L, XL)
+    have. Raises `DitLoraError` if a tensor that tells a size is missing, or if the width is none of those.
     """
     lacks = [name for name in _SIZED if name not in state_dict]
-    lacks += [] if any(name in state_dict for name in _CONDITIONS) else [" or ".join(_CONDITIONS)]
+    if not any(name in state_dict for name in _CONDITIONS):
+        lacks.append(" or ".join(_CONDITIONS))
     if lacks:
         raise DitLoraError(
             listed(
@@ -120,12 +121,14 @@ def opendit_config(
             )
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    # (D, C, t, p, p), (1, N, D), (1, F, D), (M, D) and (t * p * p * C, D)
     kernel, spatial, temporal, fc1, out = (shapes[name] for name in _SIZED)
     if [len(shapes[name]) for name in _SIZED] != [5, 3, 3, 2, 2]:
-        given = [f"{name}: {shapes[name]}" for name in _SIZED]
+        received = [f"{name}: {shapes[name]}" for name in _SIZED]
         raise DitLoraError(
             listed(
-                "this is no state dict of OpenDiT's video model; got tensors of these shapes", given
+                "this is no state dict of OpenDiT's video model; got tensors of these shapes",
+                received,
             )
         )
     width, channels, patch_t, patch, _ = kernel
@@ -139,24 +142,26 @@ def opendit_config(
         raise DitLoraError(f"--heads {heads} does not divide its width of {width}")
     text, classes = (shapes.get(name) for name in _CONDITIONS)
     side = isqrt(spatial[1]) * patch
+    blocks = {match[1] for match in map(_BLOCK.fullmatch, shapes) if match}
     return {
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,
         "in_channels": channels,
         "out_channels": out[0] // (patch_t * patch * patch),
-        "num_layers": len({match[1] for name in shapes if (match := _BLOCK.fullmatch(name))}),
+        "num_layers": len(blocks),
         "mlp_ratio": fc1[0] / width,
         "sample_frames": temporal[1] * patch_t,
         "sample_height": side,
         "sample_width": side,
         "patch_size": patch,
         "patch_size_t": patch_t,
+        # The label table has one row more than there are classes, for the null class.
         **({"text_dim": text[1]} if text else {"num_classes": classes[0] - 1 if classes else 0}),
     }
 
 
 def _place(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our names and tensors of one of OpenDiT's; nothing for a name that is not its own."""
+    """Yield our names and tensors for one of OpenDiT's; nothing for a name that is none of its own."""
     module, _, kind = name.rpartition(".")
     if module in _OUTSIDE and kind in ("weight", "bias"):
         yield f"{_OUTSIDE[module]}.{kind}", tensor

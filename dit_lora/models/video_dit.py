@@ -47,7 +47,7 @@ class ModulatedNorm(nn.Module):
 
 
 class AdaLayerNorm(nn.Module):
-    """The condition (B, D) to `parts` vectors (B, D), of which the blocks take shifts, scales and gates."""
+    """Linear map of the condition (B, D) to `parts` vectors (B, D): the shifts, scales and gates of a block."""
 
     def __init__(self, width: int, parts: int) -> None:
         super().__init__()
@@ -63,6 +63,7 @@ class VideoDiTBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, head_dim: int, mlp_ratio: float) -> None:
         super().__init__()
+        # Shift, scale and gate, for attention and for the MLP.
         self.adaln = AdaLayerNorm(width, 6)
         self.norm1 = ModulatedNorm()
         self.attn = Attention(query_dim=width, heads=heads, dim_head=head_dim, bias=True)
@@ -79,7 +80,7 @@ class VideoDiTBlock(nn.Module):
 
 
 class VideoPatchEmbed(nn.Module):
-    """Patches of (frames, height, width) to tokens, frame after frame, row after row."""
+    """Embedding of patches of (frames, height, width) as tokens, frame after frame, row after row."""
 
     def __init__(self, in_channels: int, width: int, patch: tuple[int, int, int]) -> None:
         super().__init__()
@@ -88,16 +89,17 @@ class VideoPatchEmbed(nn.Module):
     def forward(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
         tokens = self.proj(latents_BCFHW)
         positions = sincos_positions(tokens.shape[1], *tokens.shape[2:], tokens.device)
+        # Positions are added in fp32, and the sum is rounded once.
         return (tokens.flatten(2).transpose(1, 2).float() + positions).to(tokens.dtype)
 
 
 class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
     """VDiT, conditioned on a class (`num_classes`) or on a pooled text vector (`text_dim`), one of the two.
 
-    `sample_*` is the latent shape it was made for; positions are plain sines of the token's indices, so other
-    shapes run too. With out_channels = 2 * in_channels the second half is the learned variance of iDDPM.
-    Class `num_classes` is the null class, of guidance and label dropout. Dropout is the trainer's: no draw
-    is made here.
+    `sample_*` is the latent shape it was made for; positions are plain sines of the token's indices, so
+    other shapes run too. With out_channels = 2 * in_channels the second half is the learned variance of
+    iDDPM. Class `num_classes` is the null class, of guidance and label dropout. Dropout is the trainer's:
+    no draw is made here.
     """
 
     _supports_gradient_checkpointing = True
@@ -138,6 +140,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         # Cosine first and frequencies 10000^(-i/128), as DiT; Diffusers' DiT divides by 127.
         self.time_proj = Timesteps(TIME_FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.time_embed = TimestepEmbedding(TIME_FREQUENCIES, width)
+        # One row more than there are classes, for the null class.
         self.class_embed = None if num_classes is None else nn.Embedding(num_classes + 1, width)
         self.text_embed = None if text_dim is None else nn.Linear(text_dim, width)
         self.transformer_blocks = nn.ModuleList(
@@ -151,7 +154,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """As DiT: Xavier, and zeros where a block adds to its input and where the output leaves."""
+        """Initialise as DiT: Xavier, and zeros where a block adds to its input and where the output leaves."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -161,6 +164,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
                 for part in (module.to_q, module.to_k, module.to_v):
                     # DiT draws the three as one matrix, whose fan-out is three times as large.
                     nn.init.xavier_uniform_(part.weight, gain=0.5**0.5)
+        # DiT initialises this convolution as the linear layer of a patch that it is.
         nn.init.xavier_uniform_(self.patch_embed.proj.weight.flatten(1))
         nn.init.zeros_(self.patch_embed.proj.bias)  # type: ignore[arg-type]
         if self.class_embed is not None:
@@ -168,6 +172,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         nn.init.normal_(self.time_embed.linear_1.weight, std=0.02)
         nn.init.normal_(self.time_embed.linear_2.weight, std=0.02)
         adaln = [module for module in self.modules() if isinstance(module, AdaLayerNorm)]
+        # adaLN-zero: with gates of zero every block begins as the identity.
         for zeroed in [*(module.linear for module in adaln), self.proj_out]:
             nn.init.zeros_(zeroed.weight)
             nn.init.zeros_(zeroed.bias)
@@ -180,9 +185,9 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         pooled_projections: torch.Tensor | None = None,
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[torch.Tensor]:
-        """`hidden_states` (B, C, F, H, W) and `timestep` (B,) to (B, out_channels, F, H, W).
+        """Predict (B, out_channels, F, H, W) from `hidden_states` (B, C, F, H, W) and `timestep` (B,).
 
-        `class_labels` int64 (B,), or `pooled_projections` (B, text_dim), whichever the model was made for.
+        `class_labels` int64 (B,), or `pooled_projections` (B, text_dim), whichever the model was made for, is given.
         """
         condition = self._condition(timestep, class_labels, pooled_projections)
         grid = self._grid(hidden_states)
@@ -202,21 +207,22 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         class_labels: torch.Tensor | None,
         pooled_projections: torch.Tensor | None,
     ) -> torch.Tensor:
+        # Timesteps gives fp32, whatever the model's dtype.
         frequencies = self.time_proj(timestep).to(self.time_embed.linear_1.weight.dtype)
         embedded = self.time_embed(frequencies)
-        given: dict[str, Any] = {
+        conditions: dict[str, Any] = {
             "class_labels": class_labels,
             "pooled_projections": pooled_projections,
         }
         wanted = "class_labels" if self.class_embed is not None else "pooled_projections"
-        if [name for name, value in given.items() if value is not None] != [wanted]:
+        if [name for name, value in conditions.items() if value is not None] != [wanted]:
             raise DitLoraError(f"this video DiT is conditioned on {wanted} and nothing else")
         embed = self.class_embed if self.class_embed is not None else self.text_embed
         assert embed is not None
-        return embedded + embed(given[wanted])
+        return embedded + embed(conditions[wanted])
 
     def _grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
-        """Patches in time, height and width."""
+        """Return the numbers of patches in time, height and width."""
         sizes = tuple(latents.shape[2:])
         if len(sizes) != 3 or any(
             size % step for size, step in zip(sizes, self.patch, strict=True)
@@ -239,18 +245,19 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
 def sincos_positions(
     width: int, frames: int, height: int, columns: int, device: torch.device
 ) -> torch.Tensor:
-    """Spatial plus temporal sines, fp32 (frames * height * columns, width).
+    """Return spatial plus temporal sines, fp32 (frames * height * columns, width).
 
-    Computed in fp64 from the token's indices, as OpenDiT's two tables of a square video. No buffer of the
-    model, so that no cast of the model rounds them.
+    They are computed in fp64 from the token's indices, as OpenDiT's two tables of a square video. They are
+    no buffer of the model, so that no cast of the model rounds them.
     """
+    # A table made in inference mode and cached could not be used in training.
     with torch.inference_mode(False):
         table = temporal_sines(width, frames)[:, None] + spatial_sines(width, height, columns)[None]
         return table.flatten(0, 1).float().to(device)
 
 
 def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
-    """fp64 (height * columns, width); the first half of the channels is the column's, as in MAE's tables."""
+    """Return fp64 (height * columns, width); the first half of the channels is the column's, as in MAE's tables."""
     row = torch.arange(height, dtype=torch.float64, device="cpu")
     column = torch.arange(columns, dtype=torch.float64, device="cpu")
     grid = torch.stack(torch.meshgrid(column, row, indexing="xy"))
@@ -258,6 +265,6 @@ def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
 
 
 def temporal_sines(width: int, frames: int) -> torch.Tensor:
-    """fp64 (frames, width)."""
+    """Return fp64 (frames, width)."""
     time = torch.arange(frames, dtype=torch.float64, device="cpu")
     return get_1d_sincos_pos_embed_from_grid(width, time)

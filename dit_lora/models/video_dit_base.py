@@ -26,7 +26,7 @@ from dit_lora.parsing import read_json
 from dit_lora.pretrained import load_pretrained
 
 VAE, TEXT_ENCODER = "stabilityai/sd-vae-ft-ema", "openai/clip-vit-base-patch32"
-"""OpenDiT's own."""
+"""Names on the Hub of the VAE and the text encoder that OpenDiT uses."""
 
 
 def write_base(
@@ -39,10 +39,11 @@ def write_base(
 ) -> Path:
     """Write `out`, which must not exist, as a `VideoDiTPipeline`; by default OpenDiT's VDiT-XL/1x2x2 of text.
 
-    `vae` and `text_encoder` are Hub ids or folders, OpenDiT's own by default; `text_encoder` None makes a model
-    of classes. `config` goes over the transformer's defaults. Without `state_dict`, of OpenDiT's names, there
-    are no transformer weights: `model.from_scratch` draws them. OpenDiT does not train CLIP, so its copy in
-    `state_dict` is not read. Raises `DitLoraError` with every tensor that is wrong or not finite.
+    `vae` and `text_encoder` are Hub ids or folders, OpenDiT's own by default; `text_encoder` None makes a
+    model of classes. `config` replaces the transformer's defaults. Without `state_dict`, of OpenDiT's
+    names, there are no transformer weights: `model.from_scratch` draws them. OpenDiT does not train CLIP,
+    so its copy in `state_dict` is not read. Raises `DitLoraError` with every tensor that is wrong or not
+    finite.
     """
     out = Path(out)
     if out.exists():
@@ -51,15 +52,16 @@ def write_base(
     if text_encoder is not None:
         encoder = load_pretrained(CLIPTextModel, text_encoder, use_safetensors=True)
         tokenizer = load_pretrained(CLIPTokenizer, text_encoder)
-    # How many classes there are is the data's to say.
+    # The data decides how many classes there are, so one stands for them.
     condition = {"text_dim": encoder.config.hidden_size} if encoder else {"num_classes": 1}
     with torch.device("meta"):
         model: Any = VideoDiTTransformer3DModel.from_config({**condition, **(config or {})})
     weights = convert_opendit(state_dict, model.config).transformer if state_dict else None
     pipeline: Any = VideoDiTPipeline(
+        # The transformer is written below, with weights or as a config alone.
         transformer=None,  # type: ignore[arg-type]
         vae=load_pretrained(AutoencoderKL, vae, use_safetensors=True),
-        # iDDPM's, as OpenDiT's create_diffusion has it.
+        # The scheduler is iDDPM's, as in OpenDiT's create_diffusion.
         scheduler=DDIMScheduler(
             beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
         ),
@@ -72,6 +74,7 @@ def write_base(
     else:
         model.load_state_dict(weights, strict=True, assign=True)
         model.save_pretrained(out / "transformer", safe_serialization=True)
+    # The pipeline was saved without its transformer, whose class its index must name.
     index = read_json(out / "model_index.json")
     index["transformer"] = [type(model).__module__, type(model).__name__]
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -86,7 +89,7 @@ def convert_checkpoint(
     vae: str | None = None,
     text_encoder: str | None = None,
 ) -> list[str]:
-    """Write `out` with the weights that OpenDiT v1.0.0 saved of its video model, and say what became of them.
+    """Write `out` with the weights that OpenDiT v1.0.0 saved of its video model; return lines of report.
 
     `weights` is its ema.pt, a file of safetensors, or a folder of shards. No code of a file is run. Raises
     `DitLoraError` if it is no such checkpoint.
@@ -113,7 +116,7 @@ def convert_checkpoint(
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, or of all files of a folder that hold weights."""
+    """Read the tensors of a file, or of all files of a folder that hold weights; raises `DitLoraError`."""
     if path.is_dir():
         files = [*sorted(path.glob("*.safetensors")), *sorted(path.glob("*.bin"))]
     else:
@@ -124,11 +127,11 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        found = _tensors(file)
-        twice = sorted(found.keys() & tensors.keys())
+        of_file = _tensors(file)
+        twice = sorted(of_file.keys() & tensors.keys())
         if twice:
             raise DitLoraError(listed(f"{file} has tensors that another file of it has too", twice))
-        tensors |= found
+        tensors |= of_file
     return tensors
 
 

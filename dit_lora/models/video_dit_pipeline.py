@@ -22,7 +22,10 @@ from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
 @dataclass
 class VideoDiTPipelineOutput(BaseOutput):
-    """`frames`: videos as `output_type` asks, of which "np" gives (B, frames, height, width, 3) in 0..1."""
+    """Result of the pipeline: `frames` are videos as `output_type` asks.
+
+    "np" gives (B, frames, height, width, 3) in 0..1.
+    """
 
     frames: Any
 
@@ -31,8 +34,8 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     """A video DiT, an image VAE (`AutoencoderKL`) and a DDIM or DDPM scheduler.
 
     A model of classes needs `id2label` (index as text to name); a model of text, CLIP's `text_encoder` and
-    `tokenizer`, or `pooled_projections` in each call. LoRA loading is Diffusers' own: of its mixins the
-    one of CogVideoX knows only of `transformer`.
+    `tokenizer`, or `pooled_projections` in each call. LoRA loading is Diffusers' own: of its mixins the one
+    of CogVideoX knows only of `transformer`.
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"  # type: ignore[assignment]
@@ -62,11 +65,15 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         )
         self.register_to_config(id2label=dict(id2label or {}))
         self.labels = {name: int(index) for index, name in dict(id2label or {}).items()}
+        # Each block of the VAE but the last halves height and width.
         self.vae_scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1) if vae else 8
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor)
 
     def get_label_ids(self, names: Sequence[str]) -> torch.Tensor:
-        """int64 (B,); "" is the null class. Raises with all names that there are."""
+        """Return class indices, int64 (B,); "" is the null class.
+
+        Raises `DitLoraError` with all names that there are.
+        """
         null = self.transformer.config.num_classes
         unknown = [name for name in names if name and name not in self.labels]
         if unknown:
@@ -75,7 +82,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
 
     @torch.no_grad()
     def encode_prompt(self, prompts: Sequence[str]) -> torch.Tensor:
-        """CLIP's pooled output, (B, D): that of the end token, so what is padded after it does not matter.
+        """Return CLIP's pooled output, (B, D): that of the end token, so what is padded after it does not matter.
 
         A tokenizer that names no limit has a nominal one of 1e30: CLIP's positions, 77, are the limit then.
         """
@@ -90,7 +97,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         return self.text_encoder(tokens.input_ids.to(self.text_encoder.device)).pooler_output
 
     def decode_latents(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
-        """Pixels (B, 3, frames, height, width), about -1..1; one frame at a time, as it was encoded."""
+        """Decode to pixels (B, 3, frames, height, width), about -1..1; one frame at a time, as it was encoded."""
         scaled = latents_BCFHW / self.vae.config.scaling_factor
         frames = [self.vae.decode(frame).sample for frame in scaled.unbind(2)]
         return torch.stack(frames, dim=2)
@@ -112,7 +119,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         output_type: str = "np",
         return_dict: bool = True,
     ) -> VideoDiTPipelineOutput | tuple[Any]:
-        """Videos for class names or texts in `prompt`, or for `class_labels` or `pooled_projections` (B, ...).
+        """Sample videos for class names or texts in `prompt`, or for `class_labels` or `pooled_projections` (B, ...).
 
         Frames, height and width are in pixels, by default those of the config. Above guidance scale 1, the
         null class or the empty text (`negative_pooled_projections` where given) is run beside: all latent
@@ -142,6 +149,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
                 output = _guided(
                     output, self._predict(inputs, step, empty), guidance_scale, config.in_channels
                 )
+            # A scheduler with a fixed variance takes the noise alone.
             if not _learns_variance(self.scheduler):
                 output = output[:, : config.in_channels]
             latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
@@ -159,6 +167,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         predicted = self.transformer(
             hidden_states=latents, timestep=timesteps, return_dict=False, **condition
         )[0]
+        # The scheduler steps in fp32.
         return predicted.float()
 
     def _conditions(
@@ -169,7 +178,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         negative_pooled_projections: torch.Tensor | None,
         guidance_scale: float,
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
-        """The transformer's arguments, and those of the null condition where there is guidance."""
+        """Return the transformer's arguments, and those of the null condition where there is guidance."""
         if sum(value is not None for value in (prompt, class_labels, pooled_projections)) != 1:
             raise DitLoraError("give one of prompt, class_labels and pooled_projections")
         prompts = [prompt] if isinstance(prompt, str) else prompt
@@ -188,18 +197,18 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
             raise DitLoraError(
                 "this pipeline is conditioned on text; give prompt or pooled_projections"
             )
-        given = {"pooled_projections": pooled.to(device, self.transformer.dtype)}
+        conditions = {"pooled_projections": pooled.to(device, self.transformer.dtype)}
         if guidance_scale <= 1:
-            return given, None
+            return conditions, None
         negative = negative_pooled_projections
         if negative is None:
             negative = self.encode_prompt([""])
         negative = negative.to(device, self.transformer.dtype).expand_as(pooled)
-        return given, {"pooled_projections": negative}
+        return conditions, {"pooled_projections": negative}
 
 
 def _guided(output: torch.Tensor, empty: torch.Tensor, scale: float, channels: int) -> torch.Tensor:
-    """Classifier-free guidance of the noise; a learned variance stays the conditional one."""
+    """Return noise with classifier-free guidance; a learned variance stays the conditional one."""
     noise = empty[:, :channels] + scale * (output[:, :channels] - empty[:, :channels])
     return torch.cat([noise, output[:, channels:]], dim=1)
 

@@ -1,1 +1,1 @@
-"""Every clip, caption and label judged before any GPU time is spent on them."""
+"""Audit: every clip, caption and label is judged before any GPU time is spent on it."""

@@ -1,4 +1,4 @@
-"""Captions judged: empty, longer than the text encoder reads, repeated, or holding what is no text."""
+"""Checks of captions: empty, longer than the text encoder reads, repeated, or holding what is no text."""
 
 import re
 import unicodedata
@@ -10,21 +10,23 @@ from dit_lora.data.caption_text import caption_fault, short
 from dit_lora.data.clips import Clip
 from dit_lora.data.folders import class_name
 
-# T5's, BERT's, CLIP's, Llama's and Gemma's: what captioning models leave behind.
+# Special tokens of T5, BERT, CLIP, Llama and Gemma, which captioning models leave behind.
 WELL_KNOWN = re.compile(
     r"</?s>|<(?:pad|unk|bos|eos|mask|image|video)>|<extra_id_\d+>|<\|\w{2,40}\|>"
     r"|<(?:start|end)_of_turn>|\[(?:PAD|CLS|SEP|UNK|MASK|INST)\]|\[/INST\]"
 )
+# Control characters other than tab, new line and return, and U+FFFD, which stands for bytes that were no text.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
 LONGEST = 300
-"""Tokens that the supported text encoder with the most room reads (Sana's)."""
-_BATCH = 1000  # a tokenizer's threads are busy with fewer, and its output stays small
+"""Number of tokens that the supported text encoder with the most room reads (Sana's)."""
+# Enough captions to keep a tokenizer's threads busy, and few enough that its output stays small.
+_BATCH = 1000
 _REMEDIES = {
     "caption_empty": "write a caption, or remove the clip",
     "caption_not_text": "write the caption anew as UTF-8",
     "caption_long": "shorten it, or remove the clip",
 }
-"""What is said of captions that are rejected, by code."""
+"""Remedies for captions that are rejected, by code."""
 
 
 def check_captions(
@@ -35,17 +37,18 @@ def check_captions(
     lengths: Mapping[str, int] | None = None,
     shared: Collection[str] = (),
 ) -> dict[str, list[Finding]]:
-    """Everything wrong with the captions, by sample id; samples without a finding are absent.
+    """Return every finding about the captions, by sample id; samples without a finding are absent.
 
-    `max_tokens` is what the text encoder reads, its own special tokens counted. Without a tokenizer, words are
-    counted, each of which is one token or more. `lengths` are `token_lengths` where the caller has them. A caption of `shared`, and a class's name on the clips of its folder, may repeat.
+    `max_tokens` is what the text encoder reads, its own special tokens counted. Without a tokenizer, words
+    are counted, each of which is one token or more. `lengths` is the result of `token_lengths` where the
+    caller has it. A caption of `shared`, and a class's name on the clips of its folder, may repeat.
     """
     reserved = _reserved_tokens(tokenizer)
     if lengths is None:
         lengths = token_lengths(clips, tokenizer)
     long = _cut_off(clips, lengths, tokenizer, max_tokens)
     repeated = _repeated(clips, shared)
-    found: dict[str, list[Finding]] = {}
+    by_id: dict[str, list[Finding]] = {}
     for clip in clips:
         fault = caption_fault(clip.caption)
         if fault is not None:
@@ -55,15 +58,16 @@ def check_captions(
             findings += long.get(clip.caption, ())
             findings += repeated.get(clip.id, ())
         if findings:
-            found[clip.id] = findings
-    return found
+            by_id[clip.id] = findings
+    return by_id
 
 
 def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int]:
-    """Tokens of each caption by its text, the tokenizer's own special tokens counted; {} without one."""
+    """Return each caption's number of tokens, the tokenizer's own special ones counted; {} without a tokenizer."""
     if tokenizer is None:
         return {}
     added = tokenizer.num_special_tokens_to_add()
+    # Captions that repeat are tokenised once.
     captions = list(dict.fromkeys(clip.caption for clip in clips))
     return {
         caption: len(ids) + added
@@ -72,10 +76,10 @@ def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int
 
 
 def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
-    """Of each caption alone, without special tokens and never cut."""
+    """Yield the token ids of each caption alone, without special tokens and never cut."""
     for start in range(0, len(captions), _BATCH):
         batch = captions[start : start + _BATCH]
-        # A lone surrogate is no text to a tokenizer.
+        # A tokenizer takes no lone surrogate.
         texts = [text.encode("utf-8", "replace").decode() for text in batch]
         yield from tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
@@ -88,15 +92,17 @@ def _cut_off(
     tokenizer: Any | None,
     max_tokens: int | None,
 ) -> dict[str, list[Finding]]:
-    """By caption, which words the text encoder does not read."""
+    """Return findings by caption that quote what the text encoder does not read."""
     captions = dict.fromkeys(clip.caption for clip in clips)
     if tokenizer is None:
         limit = max_tokens or LONGEST
-        many = {caption: words for caption in captions if len(words := caption.split()) > limit}
-        return {
-            caption: [_too_long(f"{len(words):,} words", limit, " ".join(words[limit:]))]
-            for caption, words in many.items()
-        }
+        cut: dict[str, list[Finding]] = {}
+        for caption in captions:
+            words = caption.split()
+            if len(words) > limit:
+                lost = " ".join(words[limit:])
+                cut[caption] = [_too_long(f"{len(words):,} words", limit, lost)]
+        return cut
     if max_tokens is None:
         return {}
     long = [caption for caption in captions if lengths[caption] > max_tokens]
@@ -110,45 +116,46 @@ def _cut_off(
 
 
 def _too_long(length: str, limit: int, lost: str) -> Finding:
-    words = (
+    message = (
         f"its caption has {length} and the text encoder reads {limit} tokens at most; "
         f"cut off is {short(lost)}"
     )
     remedy = "shorten it, or put what matters first"
-    return Finding("caption_long", words, "warn", remedy)
+    return Finding("caption_long", message, "warn", remedy)
 
 
 def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[Finding]]:
-    """By sample id, how many other clips have the same caption."""
+    """Return findings, by sample id, that say how many other clips have the same caption."""
     groups: dict[str, list[Clip]] = {}
     for clip in clips:
         groups.setdefault(" ".join(clip.caption.split()), []).append(clip)
-    meant = {" ".join(caption.split()) for caption in shared}
-    found: dict[str, list[Finding]] = {}
+    shared_texts = {" ".join(caption.split()) for caption in shared}
+    by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
         several = [clip for clip in group if not _is_class_of(clip, caption)]
+        # Two samples of one file, such as of two sources, are one clip.
         count = len({clip.media for clip in several})
-        if count < 2 or caption in meant:
+        if count < 2 or caption in shared_texts:
             continue
         for clip in several:
-            words = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
+            message = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
             remedy = "say what sets this clip apart"
-            found[clip.id] = [
-                Finding("caption_duplicate", f"{words}: {short(caption)}", "warn", remedy)
+            by_id[clip.id] = [
+                Finding("caption_duplicate", f"{message}: {short(caption)}", "warn", remedy)
             ]
-    return found
+    return by_id
 
 
 def _is_class_of(clip: Clip, caption: str) -> bool:
-    """Whether the caption is the name of a folder that the clip is in."""
+    """Return True if the caption is the name of a folder that the clip is in."""
     return any(class_name(folder) == caption for folder in clip.id.split("/")[:-1])
 
 
 def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
-    """What the tokenizer takes for one special token wherever it stands.
+    """Return a pattern of what the tokenizer takes for one special token wherever it stands.
 
-    Only those that look like it, `<pad>` or `[CLS]`: Gemma's table also has runs of new lines, and a CLIP
-    tokenizer pads with `!`.
+    It holds only tokens that look like one, `<pad>` or `[CLS]`: Gemma's table also has runs of new lines,
+    and a CLIP tokenizer pads with `!`.
     """
     if tokenizer is None:
         return None
@@ -156,6 +163,7 @@ def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
         *tokenizer.all_special_tokens,
         *(token.content for token in tokenizer.added_tokens_decoder.values()),
     }
+    # The longest come first, so that a token is not taken for its own beginning.
     marked = [
         token
         for token in sorted(tokens, key=len, reverse=True)
@@ -165,33 +173,33 @@ def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
 
 
 def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding]:
-    own = list(dict.fromkeys(reserved.findall(caption))) if reserved else []
+    reserved_here = list(dict.fromkeys(reserved.findall(caption))) if reserved else []
     remedy = "remove it from the caption"
-    if own:
-        words = f"its caption holds {', '.join(own)}: no text to the tokenizer, but a special token"
-        yield Finding("caption_reserved_token", words, "warn", remedy)
+    if reserved_here:
+        message = f"its caption holds {', '.join(reserved_here)}: no text to the tokenizer, but a special token"
+        yield Finding("caption_reserved_token", message, "warn", remedy)
         return
     foreign = list(dict.fromkeys(WELL_KNOWN.findall(caption)))
     if foreign:
-        words = f"its caption holds {', '.join(foreign)}: a special token of text models"
-        yield Finding("caption_reserved_token", words, "warn", remedy)
+        message = f"its caption holds {', '.join(foreign)}: a special token of text models"
+        yield Finding("caption_reserved_token", message, "warn", remedy)
 
 
 def _text(caption: str) -> Iterator[Finding]:
-    """What is no text in it."""
+    """Yield findings about parts of a caption that are no text."""
     code = "caption_not_text"
     odd = list(dict.fromkeys(_CONTROL.findall(caption)))
     if odd:
         names = ", ".join(f"U+{ord(char):04X}" for char in odd[:5])
-        words = f"its caption holds control or replacement characters ({names})"
-        yield Finding(code, words, "warn", "read the captions' source in its own encoding again")
+        message = f"its caption holds control or replacement characters ({names})"
+        yield Finding(code, message, "warn", "read the captions' source in its own encoding again")
     visible = sum(not char.isspace() for char in caption)
     if 2 * sum(map(str.isalnum, caption)) < visible and not _is_mostly_text(caption, visible):
-        words = f"most of its caption is neither letter nor digit: {short(caption)}"
-        yield Finding(code, words, "warn", "describe the clip in words")
+        message = f"most of its caption is neither letter nor digit: {short(caption)}"
+        yield Finding(code, message, "warn", "describe the clip in words")
 
 
 def _is_mostly_text(caption: str, visible: int) -> bool:
-    """With the marks that many scripts write beside their letters."""
+    """Return True if letters, digits and the marks that many scripts write beside their letters make at least half."""
     text = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
     return 2 * text >= visible

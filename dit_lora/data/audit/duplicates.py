@@ -14,45 +14,51 @@ from dit_lora.data.audit.signature import Signature
 # real clips encoded at crf 35, at half the size or frame rate, or a sixth brighter: up to 4 bits and 27 levels; smooth waves
 # at crf 30 to 40: up to 9 and 20. A disc and a square: 8 and 18 or more; other clips: 27 and 75 or more.
 _ALIKE = ((6, 28), (10, 14))
-_ROWS = 1024  # clips that are compared with all others at once
+# Clips that are compared with all others at once, which bounds the memory.
+_ROWS = 1024
 
 
 def exact_duplicates(digests: Mapping[str, str]) -> dict[str, Finding]:
-    """By id, in the order given: those with the same bytes as one before."""
+    """Return findings about clips with the same bytes as one before, by id, in the order given."""
     first: dict[str, str] = {}
-    found = {}
+    findings = {}
     for file, digest in digests.items():
+        # Copies are compared with the first file of their content, which stays.
         before = first.setdefault(digest, file)
         if before != file:
-            words = f"the same bytes as {before}"
+            message = f"the same bytes as {before}"
             remedy = "remove it; data.sources has repeats and weight"
-            found[file] = Finding("duplicate_clip", words, "warn", remedy)
-    return found
+            findings[file] = Finding("duplicate_clip", message, "warn", remedy)
+    return findings
 
 
 def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
-    """By id, in the order given: those that look like one before."""
+    """Return findings about clips that look like one before, by id, in the order given."""
     groups: dict[int, list[str]] = {}
+    # Clips have five moments and images one; only signatures of one length can be compared.
     for file, signature in signatures.items():
         groups.setdefault(len(signature.hashes), []).append(file)
-    found = {}
+    findings = {}
     for files in groups.values():
         for file, before in _alike(files, [signatures[file] for file in files]).items():
             remedy = "remove the worse of the two"
-            found[file] = Finding("near_duplicate_clip", f"it looks like {before}", "warn", remedy)
-    return found
+            findings[file] = Finding(
+                "near_duplicate_clip", f"it looks like {before}", "warn", remedy
+            )
+    return findings
 
 
 def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, str]:
-    """The first one before each that it is like."""
+    """Return, for each file that is like one before it, the first such file."""
     hashes = np.stack([signature.hashes for signature in signatures])
     moments = hashes.shape[1]
     colours = np.stack([signature.colours for signature in signatures]).astype(np.float32)
+    # Equal means make a brighter or darker copy alike.
     colours -= colours.mean((2, 3, 4), keepdims=True)
-    found: dict[str, str] = {}
+    originals: dict[str, str] = {}
     for start in range(0, len(files), _ROWS):
         rows = hashes[start : start + _ROWS]
-        # Moment by moment, so that memory stays at rows x N.
+        # Moments are taken one by one, so that memory stays at rows x N.
         differing = np.zeros((len(rows), min(start + _ROWS, len(files))), np.int32)
         for moment in range(moments):
             bits = rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment]
@@ -63,9 +69,9 @@ def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, s
             for other in np.flatnonzero(alike[:this]).tolist():
                 difference = np.abs(colours[this] - colours[other]).max()
                 if _are_alike(differing[row, other] / moments, difference):
-                    found[files[this]] = files[other]
+                    originals[files[this]] = files[other]
                     break
-    return found
+    return originals
 
 
 def _are_alike(bits: float, levels: float) -> bool:

@@ -1,4 +1,4 @@
-"""What the audit says of a sample: findings, and the verdict that the worst of them makes."""
+"""Findings of the audit about a sample, and the verdict that the worst of them makes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,28 +15,28 @@ class Finding:
     code: str
     """A short name that tools may rely on, for instance `too_short`."""
     words: str
-    """What was found, with the numbers."""
+    """The finding in words, with the numbers."""
     verdict: Verdict
     remedy: str = ""
-    """What to do about it; a command where there is one."""
+    """Advice on what to do; a command where there is one."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One sample of the data and what was found."""
+    """One sample of the data, judged."""
 
     file: str
     """The sample's id: its path below the data folder."""
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured: fps, frames, seconds, height, width, codec, pixel format ..."""
+    """Measured facts: fps, frames, seconds, height, width, codec, pixel format ..."""
     thumbnail: bytes | None = None
     """A JPEG of a few frames side by side."""
 
     @property
     def verdict(self) -> Verdict:
-        found = [VERDICTS.index(finding.verdict) for finding in self.findings]
-        return VERDICTS[max(found, default=0)]
+        ranks = [VERDICTS.index(finding.verdict) for finding in self.findings]
+        return VERDICTS[max(ranks, default=0)]
 
     @property
     def reasons(self) -> list[str]:

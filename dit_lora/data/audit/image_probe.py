@@ -1,4 +1,4 @@
-"""Measures one image, as training reads it."""
+"""Measurement of one image, as training reads it."""
 
 import io
 import warnings
@@ -15,24 +15,26 @@ from dit_lora.data.opened import MOST_PIXELS, open_picture
 from dit_lora.data.pictures import DAMAGED, image_size, read_image
 
 THUMBNAIL = 320
-"""Pixels across."""
-_EDGE = 160  # of one image's
+"""Width of a thumbnail in pixels."""
+# Width of a thumbnail that shows one image alone.
+_EDGE = 160
 
 _ORIENTATION = 0x0112
 
 Failures = list[tuple[str, str]]
-"""Codes and words."""
+"""Codes and messages."""
 
 
 def measure_image(
     media: Media, alive: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
-    """Why it cannot be used, what was measured, and a thumbnail."""
+    """Return why an image cannot be used, what was measured, and a thumbnail (JPEG)."""
     facts: dict[str, Any] = {}
     with warnings.catch_warnings():
-        # Of odd metadata and of large images, which are no fault.
+        # Pillow warns about odd metadata and large images, which are no fault.
         warnings.simplefilter("ignore")
         try:
+            # Opened by itself first, to tell a header that is not read from pixels that are not.
             with open_picture(media):
                 pass
         except DAMAGED as error:
@@ -47,13 +49,14 @@ def measure_image(
     pictures = Pictures()
     pictures.add(np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX)))
     pictures.add_levels(np.asarray(picture.convert("L")))
+    # An image has one time and lasts for none.
     facts |= {"frames": 1, **pictures.facts([0.0, 0.0])}
     picture.thumbnail((_EDGE, _EDGE))
     return [], facts, jpeg([np.asarray(picture)])
 
 
 def odd_mode(mode: str, bits: int) -> str | None:
-    """What is odd about a picture's mode (Pillow's) and bits; None if nothing is."""
+    """Return what is odd about a picture's mode (Pillow's) and bits a level; None if nothing is."""
     if bits > 8 or mode.startswith("I"):
         return "more than 8 bits a level"
     if mode in ("RGB", "RGBA", "L", "LA"):
@@ -62,7 +65,7 @@ def odd_mode(mode: str, bits: int) -> str | None:
 
 
 def jpeg(pictures: list[np.ndarray]) -> bytes:
-    """uint8 (H, W, 3) of one height each, side by side."""
+    """Encode uint8 (H, W, 3) of equal heights, side by side, as JPEG."""
     stream = io.BytesIO()
     Image.fromarray(np.concatenate(pictures, axis=1)).save(stream, "JPEG", quality=70)
     return stream.getvalue()
@@ -86,12 +89,13 @@ def _header(media: Media) -> dict[str, Any]:
 
 
 def _bits(media: Media, mode: str) -> int:
-    """Pillow reads a PNG's 16 bits of red, green and blue as 8 without a word (PNG, 11.2.1)."""
+    """Return the bits of a level in the file; Pillow reads a PNG's 16 bits of colour as 8 (PNG, 11.2.1)."""
     if mode.startswith("I") or mode == "F":
         return 16
     source = media.source()
     with source.open("rb") if isinstance(source, Path) else source as stream:
         head = stream.read(25)
+    # Byte 24 of a PNG is the bit depth of its IHDR.
     return head[24] if head.startswith(b"\x89PNG") else 8
 
 

@@ -1,4 +1,4 @@
-"""From what was measured of a file to what is wrong with it, for a given recipe or in general.
+"""Judgement of a file from what was measured of it, for a given recipe or in general.
 
 Levels are 0 to 255.
 """
@@ -21,7 +21,7 @@ from dit_lora.data_config import DataConfig, VideoShape
 if TYPE_CHECKING:
     import torch
 
-# What the brightest pixels of a black clip may be, but for 1 in 2,000: limited-range black read as full range is 16.
+# The brightest level of a black clip, but for 1 pixel in 2,000: limited-range black read as full range is 16.
 _BLACK_MOST = 32
 # One colour, encoded by x264 at crf 1 to 45, comes back within 1 level; noise of 2 levels each way as 5 at crf 18.
 _CONSTANT_LEVELS = 2
@@ -31,39 +31,47 @@ _FAINT_CONTRAST = 4.0
 _NARROW_RANGE = 96
 _FROZEN_SECONDS = 1.0
 _FROZEN_SHARE = 0.5
-_FROZEN_FRAMES = 3  # fewer may be two frames that are shown long
-_SIDE_STEP = 16  # that most models' sides are multiples of
-_SMALLEST = 16  # pixels; one token of an 8x VAE and a 2x2 patch
+# Fewer may be two frames that are shown long.
+_FROZEN_FRAMES = 3
+# Most models' sides are multiples of 16 pixels.
+_SIDE_STEP = 16
+# One token, in pixels, of an 8x VAE and a 2x2 patch.
+_SMALLEST = 16
 _MOST_CROPPED = 0.25
-_MOST_ENLARGED = 1.05  # players and cameras round sizes to multiples of 16
-_SQUARE = 0.02  # re-encoders leave 639:640
+# Players and cameras round sizes to multiples of 16.
+_MOST_ENLARGED = 1.05
+# Re-encoders leave aspects such as 639:640.
+_SQUARE = 0.02
 _COUNT_SLACK, _DURATION_SLACK = 0.02, 0.05
-_FPS_SLACK = 0.05  # 23.976 for 24
-_IRREGULAR_SHARE = 0.02  # of the intervals; a dropped frame now and then is usual
+# 23.976 stands for 24.
+_FPS_SLACK = 0.05
+# Share of the intervals; a dropped frame now and then is usual.
+_IRREGULAR_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a recipe asks of every sample."""
+    """Requirements of a recipe for every sample."""
 
     data: DataConfig
     shapes: tuple[VideoShape, ...]
 
     @classmethod
     def of(cls, data: DataConfig, shapes: Sequence[VideoShape] = ()) -> "Wanted":
-        """`shapes` are those that its model can train; by default all of its buckets."""
+        """Return a recipe's requirements; `shapes` are those that its model can train, by default all buckets."""
         return cls(data, tuple(shapes) or buckets_of(data, _SIDE_STEP, lambda _: None))
 
     @property
     def frames(self) -> int:
-        """The fewest that do."""
+        """The smallest number of frames that is enough."""
         return min(shape.frames for shape in self.shapes)
 
 
 def judge(media: Media, found: Probe, wanted: Wanted | None) -> list[Finding]:
-    """Everything wrong with a file; without `wanted`, in general."""
+    """Return everything wrong with a file; without `wanted`, in general."""
     facts = found.facts
     findings = [*found.faults, *_name(media, facts)]
+    # A file that could not be decoded has no pictures to judge.
     if found.faults or "frames" not in facts:
         return findings
     small = _too_small(facts)
@@ -75,15 +83,15 @@ def judge(media: Media, found: Probe, wanted: Wanted | None) -> list[Finding]:
         findings += [*_video_format(facts), *_header(facts), *_timing(facts)]
     findings += _pictures(facts, facts.get("seconds"))
     if wanted is None and not is_image(media) and facts["frames"] == 1:
-        words = "it is a video of one frame, in which nothing moves"
-        findings.append(_warn("too_short", words, "give it as an image, or remove it"))
+        message = "it is a video of one frame, in which nothing moves"
+        findings.append(_warn("too_short", message, "give it as an image, or remove it"))
     if wanted is not None:
         findings += [*_length(media, facts, wanted), *_shape(facts, wanted)]
     return findings
 
 
 def judge_frames(frames: "torch.Tensor") -> list[Finding]:
-    """What the pictures of a decoded sample show, by the same measures; uint8 (F, 3, H, W).
+    """Return what is wrong with the pictures of a decoded sample, uint8 (F, 3, H, W), by the same measures.
 
     An image is one frame. Nothing is known of the file or of times.
     """
@@ -93,6 +101,7 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
     for frame in frames:
         small = adaptive_avg_pool2d(frame.float(), SIDE).round().byte()
         pictures.add(small.permute(1, 2, 0).numpy())
+    # Levels of a few frames, at every other pixel, are enough for the contrast and the range.
     for frame in frames[:: max(1, len(frames) // 4)]:
         red, green, blue = frame[:, ::2, ::2].float()
         luma = 0.299 * red + 0.587 * green + 0.114 * blue
@@ -101,21 +110,21 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
 
 
 def _name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    own, content = suffix(media), facts.get("content")
+    end, content = suffix(media), facts.get("content")
     if content is None and "frames" in facts:
-        words = f"its content is {facts['container'].split(',')[0]}, and its name ends in {own}"
-        yield _warn("wrong_extension", words, "rename it, or convert it")
-    elif content is not None and is_other_kind(own, content):
-        words = f"its content is {content}, and its name ends in {own}"
-        yield _warn("wrong_extension", words, f"rename it to {content}")
+        message = f"its content is {facts['container'].split(',')[0]}, and its name ends in {end}"
+        yield _warn("wrong_extension", message, "rename it, or convert it")
+    elif content is not None and is_other_kind(end, content):
+        message = f"its content is {content}, and its name ends in {end}"
+        yield _warn("wrong_extension", message, f"rename it to {content}")
 
 
 def _too_small(facts: Mapping[str, Any]) -> Finding | None:
     height, width = shown_size(facts)
     if min(height, width) >= _SMALLEST:
         return None
-    words = f"{width:g} x {height:g} pixels; no side may be below {_SMALLEST}"
-    return Finding("too_small", words, "reject", "remove it")
+    message = f"{width:g} x {height:g} pixels; no side may be below {_SMALLEST}"
+    return Finding("too_small", message, "reject", "remove it")
 
 
 def _image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -125,24 +134,24 @@ def _image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     if facts["alpha"]:
         yield _warn("alpha", "its transparent parts become white", "put it before a background")
     if facts["orientation"] not in (0, 1):
-        words = f"turned as its EXIF orientation {facts['orientation']} says"
-        yield _warn("rotated", words, "check that it is upright")
+        message = f"turned as its EXIF orientation {facts['orientation']} says"
+        yield _warn("rotated", message, "check that it is upright")
     if facts["pictures"] > 1:
-        words = f"it holds {facts['pictures']} pictures, of which the first is used"
-        yield _warn("frame_count", words, "convert it to a video to train on all of them")
+        message = f"it holds {facts['pictures']} pictures, of which the first is used"
+        yield _warn("frame_count", message, "convert it to a video to train on all of them")
 
 
 def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     name = facts["pixel_format"]
     if facts["rotation"]:
-        words = f"a flag turns it by {facts['rotation']} degrees"
-        yield _warn("rotated", words, "check that it is upright")
+        message = f"a flag turns it by {facts['rotation']} degrees"
+        yield _warn("rotated", message, "check that it is upright")
     if facts["bits"] > 8:
-        words = f"{facts['bits']} bits ({name}) are read as 8"
-        yield _warn("ten_bit", words, "none, unless its gradients show bands")
+        message = f"{facts['bits']} bits ({name}) are read as 8"
+        yield _warn("ten_bit", message, "none, unless its gradients show bands")
     if facts["hdr"]:
-        words = f"{facts['hdr']} colours are read as those of BT.709, dull or wrong"
-        yield _warn("hdr", words, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
+        message = f"{facts['hdr']} colours are read as those of BT.709, dull or wrong"
+        yield _warn("hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
     if facts["alpha"]:
         yield _warn("alpha", "its transparency is dropped", "put it before a background")
     odd = [
@@ -151,70 +160,75 @@ def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
         # JPEG has no other range.
         ("full-range levels", facts["full_range"] and facts["codec"] != "mjpeg"),
     ]
-    named = ", ".join(words for words, is_so in odd if is_so)
+    named = ", ".join(message for message, is_so in odd if is_so)
     if named:
         yield _warn("odd_pixel_format", f"{name}: {named}", "check its colours")
     if facts["interlaced"]:
-        words = "two fields a frame: what moves looks like a comb"
-        yield _warn("interlaced", words, "ffmpeg -i IN -vf bwdif=send_frame OUT")
+        message = "two fields a frame: what moves looks like a comb"
+        yield _warn("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
     if abs(facts["pixel_aspect"] - 1) > _SQUARE:
-        words = f"its pixels are {facts['pixel_aspect']:.3g} times as wide as high; it is stretched"
-        yield _warn("non_square_pixels", words, "none, if a player shows it in the same shape")
+        message = (
+            f"its pixels are {facts['pixel_aspect']:.3g} times as wide as high; it is stretched"
+        )
+        yield _warn("non_square_pixels", message, "none, if a player shows it in the same shape")
     if facts["streams"] > 1:
-        words = f"{facts['streams']} video streams, of which the first is used"
-        yield _warn("several_streams", words, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
+        message = f"{facts['streams']} video streams, of which the first is used"
+        yield _warn("several_streams", message, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
 
 
 def _header(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    count, said = facts["frames"], facts["header_frames"]
-    if said and abs(said - count) > max(1, _COUNT_SLACK * said):
-        words = f"its header counts {said} frames, and {count} come out"
-        yield _warn("frame_count", words, "ffmpeg -i IN OUT writes a new header")
-    seconds, said = facts["seconds"], facts["header_seconds"]
+    count, stated = facts["frames"], facts["header_frames"]
+    if stated and abs(stated - count) > max(1, _COUNT_SLACK * stated):
+        message = f"its header counts {stated} frames, and {count} come out"
+        yield _warn("frame_count", message, "ffmpeg -i IN OUT writes a new header")
+    seconds, stated = facts["seconds"], facts["header_seconds"]
     # Matroska counts from 0, whenever the first frame is shown.
-    off = min(abs(said - seconds), abs(said - facts["header_start"] - seconds)) if said else 0.0
+    off = (
+        min(abs(stated - seconds), abs(stated - facts["header_start"] - seconds)) if stated else 0.0
+    )
     if off > max(2.5 / facts["fps"], _DURATION_SLACK * seconds):
-        words = f"its header says {said:.2f} s, and its frames last {seconds:.2f} s"
-        yield _warn("duration", words, "ffmpeg -i IN OUT writes a new header")
+        message = f"its header says {stated:.2f} s, and its frames last {seconds:.2f} s"
+        yield _warn("duration", message, "ffmpeg -i IN OUT writes a new header")
 
 
 def _timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
     remedy = "none: frames are chosen by their time; ffmpeg -i IN -r FPS OUT makes them even"
     if facts["backwards"]:
-        words = f"its time stamps run backwards {facts['backwards']} times"
-        yield _warn("variable_frame_rate", words, "encode it anew")
+        message = f"its time stamps run backwards {facts['backwards']} times"
+        yield _warn("variable_frame_rate", message, "encode it anew")
     elif facts["irregular"] > _IRREGULAR_SHARE:
         low, high = facts["shortest_interval"], facts["longest_interval"]
-        words = (
+        message = (
             f"{facts['irregular']:.0%} of its frames last longer or shorter than is usual in it: "
             f"from {1000 * low:.0f} to {1000 * high:.0f} ms"
         )
-        yield _warn("variable_frame_rate", words, remedy)
+        yield _warn("variable_frame_rate", message, remedy)
 
 
 def _pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Finding]:
-    """Without `seconds`, times are counted in frames."""
+    """Yield findings about what the pictures show; without `seconds`, times are counted in frames."""
     unit = "frames" if seconds is None else "s"
+    # Contrast, colour and motion of black pictures say nothing, so one finding is enough.
     if facts["black_share"] == 1 and facts["luma_max"] <= _BLACK_MOST:
         yield Finding("black", "every picture is black", "reject", "remove it")
         return
     if facts["levels"] <= _CONSTANT_LEVELS >= facts["luma_max"] - facts["luma_min"]:
-        words = f"one colour in every pixel (luma {facts['luma_mean']:.0f})"
-        yield Finding("constant", words, "reject", "remove it")
+        message = f"one colour in every pixel (luma {facts['luma_mean']:.0f})"
+        yield Finding("constant", message, "reject", "remove it")
         return
     if facts["black"]:
         start, length = facts["black"][0]
-        words = (
+        message = (
             f"{facts['black_share']:.0%} of it is black, first from {start:g} for {length:g} {unit}"
         )
-        yield _warn("black_frames", words, "cut them off")
+        yield _warn("black_frames", message, "cut them off")
     if facts["contrast"] < _FAINT_CONTRAST:
-        words = f"hardly anything is to be seen: the levels deviate by {facts['contrast']:.1f}"
-        yield _warn("near_constant", words, "remove it, unless it is meant")
+        message = f"hardly anything is to be seen: the levels deviate by {facts['contrast']:.1f}"
+        yield _warn("near_constant", message, "remove it, unless it is meant")
     low, high = facts["luma_min"], facts["luma_max"]
     if max(high - low, facts["levels"]) < _NARROW_RANGE:
-        words = f"its luma goes from {low} to {high} of 0 to 255, and no colour further"
-        yield _warn("low_range", words, "stretch its levels, unless it is meant")
+        message = f"its luma goes from {low} to {high} of 0 to 255, and no colour further"
+        yield _warn("low_range", message, "stretch its levels, unless it is meant")
     yield from _motion(facts, seconds, unit)
 
 
@@ -223,34 +237,37 @@ def _motion(facts: Mapping[str, Any], seconds: float | None, unit: str) -> Itera
     long = seconds is not None and still["seconds"] >= _FROZEN_SECONDS - 1e-3
     most = still["share"] >= _FROZEN_SHARE
     if still["frames"] >= _FROZEN_FRAMES and (long or most):
-        words = f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
-        yield _warn("frozen", words, "cut it off, or train on it as an image")
+        message = (
+            f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
+        )
+        yield _warn("frozen", message, "cut it off, or train on it as an image")
     cuts = facts["cuts"]
     if cuts:
         shown = ", ".join(f"{cut:g}" for cut in cuts[:5]) + (" ..." if len(cuts) > 5 else "")
-        words = f"it cuts to another shot at {shown} {unit}"
-        yield _warn("hard_cut", words, "split it there, and caption each part")
+        message = f"it cuts to another shot at {shown} {unit}"
+        yield _warn("hard_cut", message, "split it there, and caption each part")
 
 
 def _length(media: Media, facts: Mapping[str, Any], wanted: Wanted) -> Iterator[Finding]:
-    """As training counts: each frame serves for the times that it is nearest to."""
+    """Yield findings about the length, counted as training does: each frame serves the times that it is nearest to."""
     fps = wanted.data.fps or 1.0
     if is_image(media):
         gives = 1
     else:
         end = facts["last_at"] + facts["last_interval"] / 2
+        # The same count as `decode.Wanted.until`, from the frames' own times.
         gives = math.floor(end * fps + 1e-6) + 1
     if gives < wanted.frames:
-        words = f"{wanted.frames} frames at {fps:g} fps are asked for, and it gives {gives}"
+        message = f"{wanted.frames} frames at {fps:g} fps are asked for, and it gives {gives}"
         remedy = "lower data.frames, raise data.fps or remove it"
-        yield Finding("too_short", words, "reject", remedy)
+        yield Finding("too_short", message, "reject", remedy)
     if not is_image(media) and wanted.frames > 1 and facts["fps"] < (1 - _FPS_SLACK) * fps:
-        words = f"{facts['fps']:g} frames a second for data.fps {fps:g}: frames repeat"
-        yield _warn("fps_low", words, f"lower data.fps to {facts['fps']:g}, or remove it")
+        message = f"{facts['fps']:g} frames a second for data.fps {fps:g}: frames repeat"
+        yield _warn("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
 
 
 def _shape(facts: Mapping[str, Any], wanted: Wanted) -> Iterator[Finding]:
-    """For the bucket that it goes to."""
+    """Yield findings about the bucket that the clip goes to."""
     height, width = shown_size(facts)
     header = VideoHeader(
         fps=facts.get("fps"),
@@ -262,25 +279,26 @@ def _shape(facts: Mapping[str, Any], wanted: Wanted) -> Iterator[Finding]:
     )
     placed = place(header, wanted.shapes, wanted.data)
     if isinstance(placed, Dropped):
-        if placed.code != "too_short":  # which is judged by the frames
+        # A clip that is too short is judged by its frames, in `_length`.
+        if placed.code != "too_short":
             yield _warn(placed.code, f"it is left out: {placed.words}", "add a bucket of its shape")
         return
     size = f"{width:g} x {height:g} for {placed.shape.width} x {placed.shape.height} pixels"
     if placed.upscale > _MOST_ENLARGED:
-        words = f"{size}: it is enlarged {placed.upscale:.2f} times"
-        yield _warn("upscaled", words, "lower data.height and data.width, or remove it")
+        message = f"{size}: it is enlarged {placed.upscale:.2f} times"
+        yield _warn("upscaled", message, "lower data.height and data.width, or remove it")
     if placed.crop > _MOST_CROPPED:
-        words = f"{size}: {placed.crop:.0%} of the picture is cropped away"
-        yield _warn("cropped", words, "add a bucket of its shape, or remove it")
+        message = f"{size}: {placed.crop:.0%} of the picture is cropped away"
+        yield _warn("cropped", message, "add a bucket of its shape, or remove it")
 
 
 def shown_size(facts: Mapping[str, Any]) -> tuple[float, float]:
-    """Height and width in square pixels, upright."""
+    """Return height and width in square pixels, upright."""
     height, width = facts["height"], facts["width"] * facts.get("pixel_aspect", 1.0)
     if facts.get("rotation", 0) % 180:
         height, width = width, height
     return round(height, 1), round(width, 1)
 
 
-def _warn(code: str, words: str, remedy: str) -> Finding:
-    return Finding(code, words, "warn", remedy)
+def _warn(code: str, message: str, remedy: str) -> Finding:
+    return Finding(code, message, "warn", remedy)

@@ -1,7 +1,7 @@
-"""What the pictures of a clip show: brightness, contrast, motion, stillness, cuts.
+"""Measures of a clip's pictures: brightness, contrast, motion, stillness, cuts.
 
-Everything is told from pictures of 48 x 48 pixels, and from the levels of a few whole ones. Levels are 0 to 255.
-Shapes: N pictures.
+Everything is told from pictures of 48 x 48 pixels, and from the levels of a few whole ones. Levels are 0 to
+255. Shapes: N pictures.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dit_lora.data.audit.cuts import cut_positions
 from dit_lora.data.audit.signature import GRID, Signature
 
 SIDE = 48
-"""Pixels a side of the small pictures."""
+"""Number of pixels along a side of the small pictures."""
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 _BATCH = 64  # pictures measured at once
@@ -25,11 +25,12 @@ _BLACK_SHARE = 0.98
 # A picture stands still while it differs from the first one of its run by no more than this, in one of 48 x 48 areas
 # and on average: a still picture that x264 encodes at crf 30 differs by 8 levels and 1.2 from one keyframe to the next.
 _STILL_MOST, _STILL_MEAN = 8, 1.2
-_TAIL = 0.0005  # share of pixels at either end of the levels that may be anything
+# Share of the pixels at either end of the levels that may be anything.
+_TAIL = 0.0005
 
 
 class Pictures:
-    """Gathers what is measured of each picture in turn; memory grows by 0.7 KiB a picture."""
+    """Collects measures of each picture in turn; memory grows by 0.7 KiB a picture."""
 
     def __init__(self) -> None:
         self._waiting: list[np.ndarray] = []
@@ -47,13 +48,13 @@ class Pictures:
         self._contrasts: list[float] = []
 
     def add(self, small: np.ndarray) -> None:
-        """The next picture; uint8 (48, 48, 3)."""
+        """Add the next picture, uint8 (48, 48, 3)."""
         self._waiting.append(small)
         if len(self._waiting) == _BATCH:
             self._measure()
 
     def add_levels(self, luma: np.ndarray) -> None:
-        """Of some pictures, uint8 luma in full size."""
+        """Add the levels of a picture, uint8 luma in full size; a few pictures are enough."""
         counts = np.bincount(luma.ravel(), minlength=256)
         shares = counts / counts.sum()
         mean = (shares * np.arange(256)).sum()
@@ -75,15 +76,19 @@ class Pictures:
         self._grey.append(luma.reshape(count, half, 2, half, 2).mean((2, 4)).astype(np.uint8))
         blocks = rgb.reshape(count, GRID, cell, GRID, cell, 3).mean((2, 4))
         self._colours.append(blocks.astype(np.uint8))
+        # The first picture is compared with itself: its change is 0.
         before = rgb[:1] if self._last is None else self._last
         pairs = np.concatenate([before, rgb]).astype(np.int16)
         differences = np.abs(np.diff(pairs, axis=0))
-        self._changes.append(differences.mean((1, 2, 3)))  # the first picture's is 0
+        self._changes.append(differences.mean((1, 2, 3)))
         self._last = rgb[-1:]
         self._still += [self._stands_still(picture) for picture in rgb.astype(np.int16)]
 
     def _stands_still(self, picture: np.ndarray) -> bool:
-        """Measured from where the run began, so that slow motion is motion."""
+        """Return True if a picture is still that with which the current run began.
+
+        It is not compared with the one before it, so that slow motion is motion.
+        """
         if self._run is not None:
             difference = np.abs(picture - self._run)
             if difference.max() <= _STILL_MOST and difference.mean() <= _STILL_MEAN:
@@ -92,7 +97,7 @@ class Pictures:
         return False
 
     def facts(self, times: Sequence[float]) -> dict[str, Any]:
-        """What was measured; `times` are the pictures' seconds since the first, and the end of the last."""
+        """Return the measures; `times` are the pictures' seconds since the first, and the end of the last."""
         self._measure()
         change = np.concatenate(self._changes)
         grey = np.concatenate(self._grey)
@@ -115,14 +120,15 @@ class Pictures:
         }
 
     def _range(self) -> tuple[int, int]:
-        """The darkest and the brightest level, a few pixels left out."""
+        """Return the darkest and the brightest level, a few pixels left out."""
         reached = np.cumsum(self._levels) / self._levels.sum()
         low, high = np.searchsorted(reached, [_TAIL, 1 - _TAIL])
         return int(low), int(high)
 
 
 def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
-    """Where the flags are set: start and seconds of each stretch."""
+    """Return start and length, in seconds, of each stretch in which the flags are set."""
+    # Edges come in pairs: a stretch's first picture, and the one after its last.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     return [
         [round(float(times[first]), 3), round(float(times[end] - times[first]), 3)]
@@ -131,7 +137,7 @@ def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
 
 
 def _longest(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
-    """The longest stretch that shows one picture: its start, its seconds, its share of all, and its frames."""
+    """Return the longest stretch that shows one picture: start, seconds, share of the clip, and frames."""
     starts = np.append(np.flatnonzero(~still[1:]) + 1, len(still))
     starts = np.concatenate([[0], starts])
     seconds = np.diff(np.asarray(times)[starts])

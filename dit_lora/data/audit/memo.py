@@ -1,4 +1,4 @@
-"""What the audit measured of media, kept by their content: a second audit decodes only what is new."""
+"""Memo of the audit's measurements, keyed by the media's content: a second audit decodes only what is new."""
 
 import base64
 import json
@@ -14,17 +14,18 @@ from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
 AUDIT_VERSION = 2
-"""Raised when a probe would find or measure something else in the same bytes."""
+"""Version of the probes, raised when they would find or measure something else in the same bytes."""
 
 
 class AuditMemo:
-    """Probes by the media's digest; one JSON object a line. Verdicts are made of them anew for each recipe."""
+    """Probes by the media's digest; one JSON object a line. Each recipe's verdicts are made anew from them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: dict[str, str] = {}
         self._changed = False
         if path.is_file():
+            # A torn last line, or one of another version, is left out.
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                 key = _key_of(line)
                 if key is not None:
@@ -34,7 +35,7 @@ class AuditMemo:
         return len(self._lines)
 
     def get(self, media: Media, digest: str) -> Probe | None:
-        """What was measured of these bytes under such a name; None if it is not known."""
+        """Return the probe of these bytes under such a name; None if there is none."""
         line = self._lines.get(_key(media, digest))
         return _probe(parse_json(line)) if line else None
 
@@ -52,19 +53,20 @@ class AuditMemo:
         self._changed = True
 
     def save(self) -> None:
-        """Keep it for the next run."""
+        """Write the memo for the next run."""
         if self._changed:
             write_whole(self._path, "".join(f"{line}\n" for line in self._lines.values()))
             self._changed = False
 
 
 def _key(media: Media, digest: str) -> str:
-    """A name says only whether it is read as an image or as a video."""
+    """Return the key of a medium's bytes; its name only says whether they are read as an image or as a video."""
     return f"{AUDIT_VERSION}/{'image' if is_image(media) else 'video'}/{digest}"
 
 
 def _key_of(line: str) -> str | None:
-    """None if it is of another version, or torn."""
+    """Return the key that a line begins with; None if the line is of another version, or torn."""
+    # Lines are searched and parsed only when asked for, since most of a large memo is not needed.
     start = f'{{"key": "{AUDIT_VERSION}/'
     if not (line.startswith(start) and line.endswith("}")):
         return None

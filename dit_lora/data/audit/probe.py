@@ -1,4 +1,4 @@
-"""Decodes one video or image to its end and measures it; whatever the file is, what is wrong becomes findings.
+"""Probe of one video or image, decoded to its end and measured; whatever is wrong with the file becomes a finding.
 
 Nothing here needs torch, so that the audit's processes start quickly.
 """
@@ -23,16 +23,16 @@ ANEW = "fetch it again, or remove it"
 
 @dataclass(frozen=True)
 class Probe:
-    """What one file is and shows."""
+    """Facts about one file, and its faults."""
 
     faults: tuple[Finding, ...]
-    """Why it cannot be used, whatever for."""
+    """Reasons why the file cannot be used by any recipe."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Plain values: of the header, the frames, the time stamps and the pictures."""
+    """Plain values of the header, the frames, the time stamps and the pictures."""
     thumbnail: bytes | None = None
     """A JPEG of up to four frames side by side."""
     broke: bool = False
-    """Whether the decoder crashed or did not get on."""
+    """True if the decoder crashed or stopped making progress."""
 
 
 def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
@@ -51,27 +51,29 @@ def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
         return _rejected("unreadable", f"it cannot be read: {error.strerror or error}")
     if size == 0:
         return _rejected("empty_file", "the file has no bytes")
+    # A file that is no media never reaches a decoder, which might follow names in it.
     foreign = foreign_kind(head)
     if foreign:
         return _rejected("not_media", f"its content is {foreign}")
     measure = measure_image if is_image(media) else measure_video
     failures, facts, thumbnail = measure(media, alive)
     facts = {"bytes": size, "content": sniffed_suffix(head[:64]), **facts}
-    faults = [Finding(code, words, "reject", ANEW) for code, words in failures]
-    sound = any(code == "no_video_stream" for code, _ in failures)
-    if "frames" not in facts and not sound and not is_known(head):
+    faults = [Finding(code, message, "reject", ANEW) for code, message in failures]
+    has_no_video = any(code == "no_video_stream" for code, _ in failures)
+    if "frames" not in facts and not has_no_video and not is_known(head):
         return _rejected("not_media", "its bytes are of no video or image format known here")
+    # A file that ends early explains what decoding met; only faults of another kind are kept beside it.
     if lacks > 0:
         faults = [fault for fault in faults if fault.code in ("unreadable", "no_video_stream")]
-        words = f"the file ends early: {lacks} bytes of its {size + lacks} are missing"
-        faults.append(Finding("truncated", words, "reject", ANEW))
+        message = f"the file ends early: {lacks} bytes of its {size + lacks} are missing"
+        faults.append(Finding("truncated", message, "reject", ANEW))
     elif faults and not ends:
-        words = f"the image ends early, after {size} bytes"
-        faults = [Finding("truncated", words, "reject", ANEW)]
+        message = f"the image ends early, after {size} bytes"
+        faults = [Finding("truncated", message, "reject", ANEW)]
     elif is_image(media) and faults and facts["content"] in VIDEO_SUFFIXES:
-        words = f"it is a video ({facts['content']}) and named as an image"
+        message = f"it is a video ({facts['content']}) and named as an image"
         remedy = f"rename it to {facts['content']}"
-        faults = [Finding("unreadable", words, "reject", remedy)]
+        faults = [Finding("unreadable", message, "reject", remedy)]
     return Probe(tuple(faults), facts, thumbnail)
 
 
@@ -80,5 +82,5 @@ def _opened(media: Media) -> BinaryIO:
     return source.open("rb") if isinstance(source, Path) else source
 
 
-def _rejected(code: str, words: str, remedy: str = ANEW) -> Probe:
-    return Probe((Finding(code, words, "reject", remedy),))
+def _rejected(code: str, message: str, remedy: str = ANEW) -> Probe:
+    return Probe((Finding(code, message, "reject", remedy),))

@@ -1,4 +1,4 @@
-"""The audit of media: every clip and image decoded once, in parallel, and judged."""
+"""Audit of media: every clip and image is decoded once, in parallel, and judged."""
 
 import os
 import sys
@@ -22,7 +22,8 @@ from dit_lora.data.digest import Digests
 from dit_lora.data.media import Media
 from dit_lora.data_config import DataConfig, VideoShape
 
-_SAVED_EVERY = 20.0  # seconds; a kill loses no more
+# A killed audit loses the work of so many seconds at most.
+_SAVED_EVERY = 20.0
 
 _Known = dict[Media, Probe]
 
@@ -39,28 +40,30 @@ def audit_media(
 ) -> list[Judged]:
     """Judge the media of every clip, in the order given; a file that breaks the decoder costs itself alone.
 
-    Without `data`, nothing is asked of length and shape. `shapes` are the buckets that the model can train, by
-    default all of the recipe's. What `memo` knows is not decoded again; it is saved as the audit goes on, and when
-    it is interrupted. `workers` is the number of processes, by default one a core; `progress` shows a bar.
+    Without `data`, nothing is asked of length and shape. `shapes` are the buckets that the model can train,
+    by default all of the recipe's. What `memo` knows is not decoded again; it is saved as the audit goes
+    on, and when it is interrupted. `workers` is the number of processes, by default one a core; `progress`
+    shows a bar.
     """
     digests = digests or _forgetful()
-    media = list(dict.fromkeys(one for clip in clips for one in _media_of(clip)))
+    media = list(dict.fromkeys(medium for clip in clips for medium in _media_of(clip)))
     hashed: dict[Media, str] = {}
-    known: _Known = {}
+    probes: _Known = {}
     bar = tqdm(
         total=len(media), desc="auditing", unit="file", disable=not progress, dynamic_ncols=True
     )
     keeper = _Keeper(memo, hashed)
     try:
-        with bar, closing(_probed(media, known, hashed, memo, digests, workers)) as probed:
-            for one, found in probed:
-                keeper.keep(one, found)
-                known[one] = found
-                bar.update(len(known) - bar.n)
-            bar.update(len(known) - bar.n)
+        with bar, closing(_probed(media, probes, hashed, memo, digests, workers)) as probed:
+            for medium, probe in probed:
+                keeper.keep(medium, probe)
+                probes[medium] = probe
+                # Probes that the memo had are put into `known` without being yielded.
+                bar.update(len(probes) - bar.n)
+            bar.update(len(probes) - bar.n)
     finally:
         keeper.save()
-    return _judged(clips, known, hashed, Wanted.of(data, shapes) if data else None)
+    return _judged(clips, probes, hashed, Wanted.of(data, shapes) if data else None)
 
 
 def remembered(
@@ -71,28 +74,28 @@ def remembered(
     digests: Digests,
     shapes: Sequence[VideoShape] = (),
 ) -> list[Judged]:
-    """`audit_media` of those clips that the memo knows, decoding nothing."""
+    """Return `audit_media` of those clips that the memo knows, decoding nothing."""
     hashed: dict[Media, str] = {}
-    known: _Known = {}
-    for one in dict.fromkeys(one for clip in clips for one in _media_of(clip)):
-        found = _look_up(one, hashed, memo, digests)
-        if found is not None:
-            known[one] = found
-    there = [clip for clip in clips if all(one in known for one in _media_of(clip))]
-    return _judged(there, known, hashed, Wanted.of(data, shapes) if data else None)
+    probes: _Known = {}
+    for medium in dict.fromkeys(medium for clip in clips for medium in _media_of(clip)):
+        probe = _look_up(medium, hashed, memo, digests)
+        if probe is not None:
+            probes[medium] = probe
+    known_clips = [clip for clip in clips if all(medium in probes for medium in _media_of(clip))]
+    return _judged(known_clips, probes, hashed, Wanted.of(data, shapes) if data else None)
 
 
 class _Keeper:
-    """Puts what is new into the memo, and saves that now and then."""
+    """Puts new probes into the memo, and saves it now and then."""
 
     def __init__(self, memo: AuditMemo | None, hashed: dict[Media, str]) -> None:
         self._memo = memo
         self._hashed = hashed
         self._saved_at = time.monotonic()
 
-    def keep(self, media: Media, found: Probe) -> None:
+    def keep(self, media: Media, probe: Probe) -> None:
         if self._memo is not None and media in self._hashed:
-            self._memo.put(media, self._hashed[media], found)
+            self._memo.put(media, self._hashed[media], probe)
             if time.monotonic() - self._saved_at > _SAVED_EVERY:
                 self.save()
 
@@ -110,67 +113,69 @@ def _probed(
     digests: Digests,
     workers: int | None,
 ) -> Generator[tuple[Media, Probe]]:
-    """What is not known yet, probed; what is, put into `known` on the way."""
+    """Yield each medium that the memo lacks with its new probe; put the others into `known` on the way."""
 
     def jobs() -> Iterator[tuple[int, Media]]:
-        for number, one in enumerate(media):
-            found = _look_up(one, hashed, memo, digests)
-            # What is blamed on a file may have been the machine's memory or disk.
-            if found is None or found.broke:
-                yield number, one
+        for number, medium in enumerate(media):
+            probe = _look_up(medium, hashed, memo, digests)
+            # A crash that is blamed on the file may have been for want of memory, or the disk's.
+            if probe is None or probe.broke:
+                yield number, medium
             else:
-                known[one] = found
+                known[medium] = probe
 
     with closing(probe_all(jobs(), workers or _cores())) as probes:
-        for number, found in probes:
-            yield media[number], found
+        for number, probe in probes:
+            yield media[number], probe
 
 
 def _look_up(
     media: Media, hashed: dict[Media, str], memo: AuditMemo | None, digests: Digests
 ) -> Probe | None:
     try:
-        if not media.exists():  # a pipe would wait for a writer
+        # A pipe would wait for a writer.
+        if not media.exists():
             return None
         hashed[media] = digests.media(media)
     except OSError:
-        return None  # the probe says why
+        # The probe will say why.
+        return None
     return memo.get(media, hashed[media]) if memo else None
 
 
 def _judged(
-    clips: Sequence[Clip], known: _Known, hashed: dict[Media, str], wanted: Wanted | None
+    clips: Sequence[Clip], probes: _Known, hashed: dict[Media, str], wanted: Wanted | None
 ) -> list[Judged]:
-    judged = {clip.id: _judge_clip(clip, known, hashed, wanted) for clip in clips}
+    judged = {clip.id: _judge_clip(clip, probes, hashed, wanted) for clip in clips}
+    # Rejected files may have no pictures to compare.
     media = {clip.id: clip.media for clip in clips if judged[clip.id].verdict != "reject"}
-    same = exact_duplicates({file: hashed[one] for file, one in media.items()})
-    alike = near_duplicates(
-        {
-            file: Signature.parse(known[one].facts["hash"])
-            for file, one in media.items()
-            if file not in same
-        }
-    )
+    same = exact_duplicates({file: hashed[medium] for file, medium in media.items()})
+    signatures = {
+        file: Signature.parse(probes[medium].facts["hash"])
+        for file, medium in media.items()
+        if file not in same
+    }
+    alike = near_duplicates(signatures)
     for file, finding in {**same, **alike}.items():
         findings = (*judged[file].findings, finding)
         judged[file] = replace(judged[file], findings=findings)
-    thumbnails = {clip.id: known[clip.media].thumbnail for clip in clips}
+    thumbnails = {clip.id: probes[clip.media].thumbnail for clip in clips}
     return [
-        replace(one, thumbnail=thumbnails[file]) if one.verdict != "ok" else one
-        for file, one in judged.items()
+        replace(sample, thumbnail=thumbnails[file]) if sample.verdict != "ok" else sample
+        for file, sample in judged.items()
     ]
 
 
 def _judge_clip(
-    clip: Clip, known: _Known, hashed: dict[Media, str], wanted: Wanted | None
+    clip: Clip, probes: _Known, hashed: dict[Media, str], wanted: Wanted | None
 ) -> Judged:
-    findings = judge(clip.media, known[clip.media], wanted)
+    findings = judge(clip.media, probes[clip.media], wanted)
     if clip.image is not None:
         findings += [
             replace(finding, words=f"its first image: {finding.words}")
-            for finding in judge(clip.image, known[clip.image], None)
+            for finding in judge(clip.image, probes[clip.image], None)
         ]
-    facts = dict(known[clip.media].facts)
+    facts = dict(probes[clip.media].facts)
     if clip.media in hashed:
         facts["digest"] = hashed[clip.media]
     return Judged(clip.id, tuple(findings), facts)
@@ -185,7 +190,7 @@ def _forgetful() -> Digests:
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A clip's perceptual signature: equal for what looks equal, whatever codec, size or brightness.
+"""Perceptual signature of a clip: equal for what looks equal, whatever codec, size or brightness.
 
 Shapes: N pictures.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 GRID = 4
-"""Areas a side whose colours are compared."""
+"""Number of areas, along a side, whose colours are compared."""
 
 _MOMENTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of a clip's length
 _HASHED = 24  # pixels a side
@@ -17,7 +17,7 @@ _BITS = 64
 
 
 def _cosines() -> np.ndarray:
-    """The rows 0 to 7 of a DCT-II, (8, 24)."""
+    """Return the rows 0 to 7 of a DCT-II, (8, 24)."""
     k, x = np.arange(8)[:, None], np.arange(_HASHED)[None]
     return np.cos(np.pi * k * (2 * x + 1) / (2 * _HASHED))
 
@@ -27,16 +27,16 @@ _DCT = _cosines()
 
 @dataclass(frozen=True)
 class Signature:
-    """Of five moments of a clip, or of one image."""
+    """Signature of five moments of a clip, or of one image."""
 
     hashes: np.ndarray
-    """uint64 (moments): which of the 64 lowest frequencies are above their median (pHash)."""
+    """Hashes, uint64 (moments): which of the 64 lowest frequencies are above their median (pHash)."""
     colours: np.ndarray
-    """uint8 (moments, 4, 4, 3)."""
+    """Mean colours of the areas, uint8 (moments, 4, 4, 3)."""
 
     @classmethod
     def of(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
-        """From uint8 (N, 24, 24) and (N, 4, 4, 3), and the times of the N pictures and of the end."""
+        """Return the signature of uint8 (N, 24, 24) and (N, 4, 4, 3), with times of the N pictures and of the end."""
         starts = np.asarray(times[:-1])
         wanted = times[-1] * np.array(_MOMENTS) if len(grey) > 1 else np.zeros(1)
         chosen = np.clip(np.searchsorted(starts, wanted, side="right") - 1, 0, len(grey) - 1)
@@ -44,7 +44,8 @@ class Signature:
 
     @property
     def text(self) -> str:
-        """In hexadecimal: the hashes, a colon, the colours."""
+        """Hexadecimal text: the hashes, a colon, the colours."""
+        # Big-endian on every machine, since a memo may be read on another.
         return f"{self.hashes.astype('>u8').tobytes().hex()}:{self.colours.tobytes().hex()}"
 
     @classmethod
@@ -58,6 +59,7 @@ class Signature:
 
 def _hash(grey: np.ndarray) -> int:
     frequencies = (_DCT @ grey.astype(np.float64) @ _DCT.T).ravel()
-    frequencies[0] = 0.0  # brightness
+    # The lowest frequency is the brightness, in which copies may differ.
+    frequencies[0] = 0.0
     bits = frequencies > np.median(frequencies)
     return int(sum(1 << place for place in range(_BITS) if bits[place]))

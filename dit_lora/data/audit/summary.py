@@ -1,4 +1,4 @@
-"""What the audit found, put together: one verdict a sample, totals, a JSON file and a list of what to mend."""
+"""Summary of an audit: one verdict a sample, totals, a JSON file and a list of what to mend."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from dit_lora.data.audit.finding import VERDICTS, Finding, Judged
 from dit_lora.files import write_whole
 
 _COLUMNS = ("verdict", "file", "reason", "what to do")
-# Also what turns the direction of writing: a terminal that shows the list obeys it.
+# Control characters and those that turn the direction of writing: a terminal that shows the list obeys them.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -22,40 +22,40 @@ def merge(
     *parts: Mapping[str, Sequence[Finding]],
     facts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Judged]:
-    """Each sample once, in the order given, with the findings and facts of all parts; rejects come first in it.
+    """Return each sample once, in the order given, with all parts' facts and findings, the worst ones first.
 
     A sample that only `parts` know is added at the end. What two parts say in the same words stays once.
     """
     first: dict[str, Judged] = {}
     findings: dict[str, list[Finding]] = {}
-    known: dict[str, dict[str, Any]] = {}
-    for one in judged:
-        kept = first.setdefault(one.file, one)
-        if kept.thumbnail is None and one.thumbnail is not None:
-            first[one.file] = one
-        findings.setdefault(one.file, []).extend(one.findings)
-        known.setdefault(one.file, {}).update(one.facts)
+    merged_facts: dict[str, dict[str, Any]] = {}
+    for sample in judged:
+        earlier = first.setdefault(sample.file, sample)
+        if earlier.thumbnail is None and sample.thumbnail is not None:
+            first[sample.file] = sample
+        findings.setdefault(sample.file, []).extend(sample.findings)
+        merged_facts.setdefault(sample.file, {}).update(sample.facts)
     for part in parts:
-        for file, found in part.items():
-            findings.setdefault(file, []).extend(found)
+        for file, new in part.items():
+            findings.setdefault(file, []).extend(new)
     for file, more in (facts or {}).items():
         if file in findings:
-            known.setdefault(file, {}).update(more)
+            merged_facts.setdefault(file, {}).update(more)
     return [
         Judged(
             file,
-            _worst_first(found),
-            known.get(file, {}),
+            _worst_first(new),
+            merged_facts.get(file, {}),
             first[file].thumbnail if file in first else None,
         )
-        for file, found in findings.items()
+        for file, new in findings.items()
     ]
 
 
 def totals(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Numbers of samples: all, of each verdict, and by code, the most frequent first."""
-    verdicts = Counter(one.verdict for one in judged)
-    codes = Counter(code for one in judged for code in {f.code for f in one.findings})
+    """Return the numbers of samples: all, of each verdict, and by code, the most frequent first."""
+    verdicts = Counter(sample.verdict for sample in judged)
+    codes = Counter(code for sample in judged for code in {f.code for f in sample.findings})
     ordered = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
     return {
         "samples": len(judged),
@@ -71,23 +71,23 @@ def as_json(
     buckets: Mapping[str, Any] | None = None,
     encoded: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The whole audit as plain values, `samples` and `totals`; `notes`, `buckets` and `encoded` where there are.
+    """Return the whole audit as plain values: `samples`, `totals`, and `notes`, `buckets`, `encoded` if given.
 
     A number that is not finite becomes null, and what JSON does not know, such as a path, its text.
     """
     more = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     samples = [
         {
-            "file": one.file,
-            "verdict": one.verdict,
-            "reasons": one.reasons,
-            "codes": list(dict.fromkeys(finding.code for finding in one.findings)),
-            "facts": one.facts,
+            "file": sample.file,
+            "verdict": sample.verdict,
+            "reasons": sample.reasons,
+            "codes": list(dict.fromkeys(finding.code for finding in sample.findings)),
+            "facts": sample.facts,
         }
-        for one in judged
+        for sample in judged
     ]
-    kept = {name: value for name, value in more.items() if value}
-    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **kept})
+    optional = {name: value for name, value in more.items() if value}
+    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **optional})
     return plain
 
 
@@ -116,24 +116,25 @@ def write_fix_list(path: Path, judged: Sequence[Judged]) -> None:
         lines += [
             (
                 verdict,
-                one.file,
-                "; ".join(one.reasons),
-                "; ".join(dict.fromkeys(f.remedy for f in one.findings if f.remedy)),
+                sample.file,
+                "; ".join(sample.reasons),
+                "; ".join(dict.fromkeys(f.remedy for f in sample.findings if f.remedy)),
             )
-            for one in judged
-            if one.verdict == verdict
+            for sample in judged
+            if sample.verdict == verdict
         ]
     write_whole(path, "".join("\t".join(map(_cell, line)) + "\n" for line in lines))
 
 
 def _worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     unique = dict.fromkeys(findings)
+    # The sort is stable: within a verdict, findings stay in their order.
     return tuple(sorted(unique, key=lambda finding: -VERDICTS.index(finding.verdict)))
 
 
 def _cell(text: str) -> str:
     text = text.replace("\\", "\\\\")
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _dumps(value: Any) -> str:
@@ -141,12 +142,13 @@ def _dumps(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What strict JSON can hold."""
+    """Return a value that strict JSON can hold."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Real):  # a Fraction too, as which PyAV gives rates
+    # A Fraction is Real too, and PyAV gives rates as such.
+    if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}

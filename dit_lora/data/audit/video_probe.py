@@ -1,4 +1,4 @@
-"""Measures one video, decoding every frame once, in one thread."""
+"""Measurement of one video, in which every frame is decoded once, in one thread."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,21 +15,25 @@ from dit_lora.data.media import Media
 from dit_lora.data.opened import FrameLimit, open_media, oversize
 
 _SAMPLES = 8
-"""Frames, at most, whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""
+"""The most frames whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""
 _SHOWN = 4  # frames in a thumbnail
-_HIGHEST = 142  # pixels of a thumbnail: of 9:16 at a quarter of its width
-_MOST_ERRORS = 20  # then the rest is not worth decoding
-_DEVIATION = 0.25  # of the usual interval, more than any container's rounding of 24 to 60 fps
+# Height in pixels of a thumbnail: that of 9:16 at a quarter of its width.
+_HIGHEST = 142
+# A file with so many errors is not worth decoding further.
+_MOST_ERRORS = 20
+# Share of the usual interval; more than any container's rounding of 24 to 60 fps.
+_DEVIATION = 0.25
 _ERRORS = (av.error.FFmpegError, OSError, ValueError, MemoryError)
-_HDR_CURVES = {16: "PQ", 18: "HLG"}  # transfer characteristics of ITU-T H.273
-_BT2020 = 9  # its colour primaries
+# Transfer characteristics and colour primaries of ITU-T H.273.
+_HDR_CURVES = {16: "PQ", 18: "HLG"}
+_BT2020 = 9
 _FULL_RANGE = 2  # FFmpeg's AVCOL_RANGE_JPEG
 
 
 def measure_video(
     media: Media, alive: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
-    """Why it cannot be used, what was measured, and a thumbnail."""
+    """Return why a video cannot be used, what was measured, and a thumbnail (JPEG)."""
     facts: dict[str, Any] = {}
     try:
         with open_media(media) as container:
@@ -37,9 +41,9 @@ def measure_video(
             stream = _video_stream(container)
             if stream is None:
                 cover = bool(container.streams.video)
-                words = "its only picture is the sound's cover" if cover else "it has sound only"
-                known = words if cover or container.streams.audio else "it has no video stream"
-                return [("no_video_stream", known)], facts, None
+                message = "its only picture is the sound's cover" if cover else "it has sound only"
+                fault = message if cover or container.streams.audio else "it has no video stream"
+                return [("no_video_stream", fault)], facts, None
             if stream.codec_context is None:
                 return [("unreadable", "FFmpeg has no decoder for its video")], facts, None
             facts |= _header(container, stream)
@@ -60,7 +64,7 @@ def measure_video(
 
 
 def _video_stream(container: av.container.InputContainer) -> av.VideoStream | None:
-    """The first that is no cover picture."""
+    """Return the first video stream that is no cover picture."""
     streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     return streams[0] if streams else None
 
@@ -69,6 +73,7 @@ def _header(container: av.container.InputContainer, stream: av.VideoStream) -> d
     seconds: float | None = None
     if stream.duration and stream.time_base:
         seconds = float(stream.duration * stream.time_base)
+    # With sound, a container's duration is that of its longest stream.
     elif container.duration and not container.streams.audio:
         seconds = container.duration / av.time_base
     videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
@@ -82,18 +87,19 @@ def _header(container: av.container.InputContainer, stream: av.VideoStream) -> d
         "header_fps": float(stream.average_rate) if stream.average_rate else None,
         "streams": len(videos),
         "pixel_aspect": float(stream.sample_aspect_ratio or 1),
-        "alpha": stream.metadata.get("alpha_mode") == "1",  # VP8's and VP9's, in WebM
+        # VP8's and VP9's transparency in WebM is known from this tag only.
+        "alpha": stream.metadata.get("alpha_mode") == "1",
     }
 
 
 def _reason(error: Exception) -> str:
-    """FFmpeg's and the system's errors without their numbers."""
+    """Return FFmpeg's or the system's message without its number."""
     strerror = error.strerror if isinstance(error, av.error.FFmpegError | OSError) else None
     return strerror or str(error) or type(error).__name__
 
 
 class _Frames:
-    """Takes the frames of one video as they are decoded."""
+    """Collects measures of one video's frames as they are decoded."""
 
     def __init__(self, rate: float, pixel_aspect: float) -> None:
         self.times: list[float] = []
@@ -116,7 +122,8 @@ class _Frames:
         stream: av.VideoStream,
         alive: Callable[[], None],
     ) -> None:
-        """To the end of the file, over errors."""
+        """Decode to the end of the file, past errors, and say what they were."""
+        # One thread, because the audit runs a process on each core.
         stream.thread_type, stream.thread_count = "NONE", 1
         limit = FrameLimit()
         for frame in self._decoded(container, stream, alive):
@@ -137,6 +144,7 @@ class _Frames:
         packets = container.demux(stream)
         while len(self._errors) < _MOST_ERRORS:
             try:
+                # A container that fails has no more packets, but a decoder may go on after an error.
                 packet = next(packets, None)
             except _ERRORS as error:
                 self._errors.append((len(self.times), _reason(error)))
@@ -163,8 +171,10 @@ class _Frames:
         if number % self._stride:
             return
         luma = self._to_luma.reformat(frame, format="gray").to_ndarray()
+        # Every other pixel of a large frame tells its levels as well.
         self._pictures.add_levels(luma[::2, ::2] if luma.size > 4 * SIDE**2 else luma)
         self._thumbnails.append(self._scaled(self._to_thumbnail, frame, *self._shown_size(frame)))
+        # Half of the samples, twice as far apart, still cover the video evenly.
         if len(self._thumbnails) == _SAMPLES:
             self._thumbnails, self._stride = self._thumbnails[::2], 2 * self._stride
 
@@ -176,7 +186,7 @@ class _Frames:
         return scaled.to_ndarray()
 
     def _shown_size(self, frame: av.VideoFrame) -> tuple[int, int]:
-        """Of a thumbnail, before it is turned."""
+        """Return height and width of a thumbnail in pixels, before it is turned."""
         height, width = frame.height, frame.width * self._pixel_aspect
         across, down = (height, width) if self._rotation % 180 else (width, height)
         scale = min(THUMBNAIL / _SHOWN / across, _HIGHEST / down)
@@ -184,28 +194,28 @@ class _Frames:
 
     def _judge_errors(self) -> None:
         if self._damaged:
-            words = f"{len(self._damaged)} damaged frames, the first at {self._damaged[0]:.2f} s"
-            self.failures.append(("corrupt", words))
+            message = f"{len(self._damaged)} damaged frames, the first at {self._damaged[0]:.2f} s"
+            self.failures.append(("corrupt", message))
         elif self._errors:
             frame, reason = self._errors[0]
             count = len(self.times)
             if frame == count > 0:
-                words = f"decoding ends after {count} frames: {reason}"
-                self.failures.append(("truncated", words))
+                message = f"decoding ends after {count} frames: {reason}"
+                self.failures.append(("truncated", message))
             else:
                 self.failures.append(("corrupt", f"decoding fails after {frame} frames: {reason}"))
         if self._untimed:
-            words = f"{self._untimed} of {len(self.times)} frames have no time stamp"
-            self.failures.append(("no_time_stamps", words))
+            message = f"{self._untimed} of {len(self.times)} frames have no time stamp"
+            self.failures.append(("no_time_stamps", message))
 
     def facts(self) -> dict[str, Any]:
-        """Of what was decoded."""
+        """Return the measures of the decoded frames."""
         seconds = np.array(self.times) - self.times[0]
         intervals = np.diff(seconds)
         last = float(intervals[-1]) if len(intervals) else 0.0
         usual = float(np.median(intervals)) if len(intervals) else 1 / self._rate
         irregular = np.abs(intervals - usual) > _DEVIATION * usual
-        # For stretches of time; stamps that run backwards are told apart.
+        # Stretches of time need stamps that do not run backwards; `backwards` counts those that do.
         forward = np.maximum.accumulate(seconds)
         ends = [*forward.tolist(), float(forward[-1] + max(0.0, usual))]
         span = float(seconds[-1])

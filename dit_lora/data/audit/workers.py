@@ -18,17 +18,17 @@ from dit_lora.data.media import Media
 from dit_lora.errors import DitLoraError
 
 PATIENCE = 60.0
-"""Seconds without a packet decoded, of which a slow disk and an 8K frame take a few."""
+"""Seconds without a decoded packet after which a file is given up; a slow disk and an 8K frame take a few."""
 
 _ALIVE = None
-"""Sent in place of a result."""
+"""Sign of life, sent in place of a result."""
 _HEARTBEAT = 1.0  # seconds
 
 
 def probe_all(
     media: Iterator[tuple[int, Media]], workers: int, *, patience: float = PATIENCE
 ) -> Generator[tuple[int, Probe]]:
-    """The probe of each, by its number, in the order in which they are done; `media` is drawn from as they are.
+    """Yield the probe of each medium with its number, as they are done; `media` is drawn from as workers are free.
 
     Closing the iterator ends the processes.
     """
@@ -44,6 +44,7 @@ def probe_all(
             busy = [worker for worker in pool if worker.number is not None]
             if not busy:
                 return
+            # Wait for a result, but no longer than the first deadline.
             soonest = min(worker.deadline for worker in busy)
             timeout = max(0.0, soonest - time.monotonic())
             ready = set(wait([worker.pipe for worker in busy], timeout))
@@ -73,20 +74,22 @@ def _idle(pool: "list[_Worker]", workers: int) -> "_Worker | None":
 
 
 class _Worker:
-    """One process, and what it is at."""
+    """One process, and the medium that it is given."""
 
     def __init__(self) -> None:
-        # Not forked: torch's threads do not survive that.
+        # Spawned, not forked: torch's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self._process: BaseProcess = context.Process(target=_serve, args=(other,), daemon=True)
-        # Ctrl-C at the terminal is sent to every process; the main one ends the others.
-        resource_tracker.ensure_running()  # its start would unblock the signal again
+        # Ctrl-C at the terminal is sent to every process; the main one ends the others. The
+        # resource tracker is started first, because its start would unblock the signal again.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # While this side holds the worker's end open, the worker's death would not end the pipe.
         other.close()
         self.number: int | None = None
         self.deadline = 0.0
@@ -97,15 +100,17 @@ class _Worker:
         # A busy machine takes long to start a process, which is not the file's fault.
         limit = patience if self._started else max(patience, PATIENCE)
         self.number, self.deadline = number, time.monotonic() + limit
-        with suppress(BrokenPipeError):  # it died while it was idle: `receive` says so
+        # If the process died while it was idle, `receive` says so.
+        with suppress(BrokenPipeError):
             self.pipe.send(media)
 
     def receive(self, patience: float) -> tuple[int, Probe] | None:
-        """What it found, or None for a sign of life."""
+        """Return the number and the probe that came, or None for a sign of life; a crash becomes the file's fault."""
         try:
-            found = self.pipe.recv()
+            result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
+            # A process that ends before its first sign of life would do so for every file.
             if not self._started:
                 self.end()
                 raise DitLoraError(
@@ -114,17 +119,17 @@ class _Worker:
                 ) from None
             return self.fail("corrupt", f"the decoder crashed ({_cause(self._process.exitcode)})")
         self._started = True
-        if found is _ALIVE:
+        if result is _ALIVE:
             self.deadline = time.monotonic() + patience
             return None
         assert self.number is not None
-        done, self.number = (self.number, found), None
+        done, self.number = (self.number, result), None
         return done
 
-    def fail(self, code: str, words: str) -> tuple[int, Probe]:
+    def fail(self, code: str, message: str) -> tuple[int, Probe]:
         self.end()
         assert self.number is not None
-        return self.number, Probe((Finding(code, words, "reject", ANEW),), broke=True)
+        return self.number, Probe((Finding(code, message, "reject", ANEW),), broke=True)
 
     def end(self) -> None:
         self.usable = False
@@ -140,7 +145,8 @@ def _cause(code: int | None) -> str:
 
 
 def _serve(pipe: Connection) -> None:
-    """In the worker: probe what comes until the other end is closed."""
+    """Probe, in the worker's process, what comes until the other end is closed."""
+    # The first sign of life says that the process has started.
     heart = _Heart(pipe)
     heart.beat()
     while True:
@@ -149,13 +155,13 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         with _silent():
-            found = probe(media, heart.beat)
-        pipe.send(found)
+            result = probe(media, heart.beat)
+        pipe.send(result)
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Libraries that write to stderr by themselves, as libtiff does, would tear the progress bar."""
+    """Keep stderr closed: libraries that write to it by themselves, as libtiff does, would tear the progress bar."""
     sys.stderr.flush()
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -169,7 +175,7 @@ def _silent() -> Iterator[None]:
 
 @dataclass
 class _Heart:
-    """Tells that a file takes long, and not for ever."""
+    """Sends signs of life while a file takes long, at most one a second."""
 
     pipe: Connection
     last: float = -_HEARTBEAT

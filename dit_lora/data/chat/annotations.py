@@ -1,4 +1,4 @@
-"""Conversations from annotation files, and everything that is wrong with them."""
+"""Reader of conversations from annotation files, and of everything that is wrong with them."""
 
 import os
 import re
@@ -20,25 +20,30 @@ _NOT_READ = ("caption_column", "image_column", "caption", "generate")
 
 
 def read_conversations(data: DataConfig) -> Conversations:
-    """Every conversation of the sources without a problem, and every problem; of media, no byte is read.
+    """Return every conversation without a problem, and every problem; no byte of media is read.
 
-    An id is the medium's path below the root, `a.mp4`, and `a.mp4#2` for the second record about it; of text
-    `file.json#7`, the 7th record. Of `data.sources`, ids begin with the source's name. Of a problem, the words end
-    with the record's number. Raises `DitLoraError` if a file is no JSON or holds no record that can be used.
+    An id is the medium's path below the root, `a.mp4`, and `a.mp4#2` for the second record about it; for
+    text `file.json#7`, the 7th record. Where there are `data.sources`, ids begin with the source's name. A
+    problem's words end with the record's number. Raises `DitLoraError` if a file is no JSON or holds no
+    record that can be used.
     """
     sources = data.all_sources
-    found = read_sources(data, lambda source: _File(source).read())
+    files = read_sources(data, lambda source: _File(source).read())
     if not data.sources:
-        return found[0]
-    whole = Conversations([], [])
-    times = times_of(sources, [len(one.all) for one in found])
-    for source, one, name, often in zip(sources, found, names_of(sources), times, strict=True):
-        whole.all.extend(
+        return files[0]
+    merged = Conversations([], [])
+    times = times_of(sources, [len(conversations.all) for conversations in files])
+    for source, conversations, name, often in zip(
+        sources, files, names_of(sources), times, strict=True
+    ):
+        merged.all.extend(
             replace(sample, id=name + sample.id, times=often, loss_weight=source.loss_weight)
-            for sample in one.all
+            for sample in conversations.all
         )
-        whole.problems.extend(Problem(name + p.file, p.code, p.words) for p in one.problems)
-    return whole
+        merged.problems.extend(
+            Problem(name + p.file, p.code, p.words) for p in conversations.problems
+        )
+    return merged
 
 
 class _File:
@@ -50,20 +55,20 @@ class _File:
         unread = [name for name in _NOT_READ if getattr(source, name) is not None]
         if unread:
             raise DitLoraError(f"{', '.join(unread)} is of captions; conversations have none")
-        self._found = Conversations([], [])
+        self._conversations = Conversations([], [])
         self._media: dict[str, MediaFile] = {}
-        """By path below the root."""
+        """Media by their path below the root."""
         self._absent: dict[str, tuple[str, str]] = {}
         self._named: dict[str, int] = {}
-        """Records about each."""
-        self._said: dict[int, Conversation] = {}
-        """By what they say, to find doubles."""
+        """Number of records about each medium."""
+        self._by_content: dict[int, Conversation] = {}
+        """Conversations by the hash of their contents, to find doubles."""
         self._texts: dict[str, str] = {}
-        """Instructions and systems, which come again and again, once."""
+        """Instructions and systems, which come again and again and are kept once."""
         self._unit = "record"
 
     def read(self) -> Conversations:
-        """Raises `DitLoraError` if nothing in it can be used."""
+        """Read the file; raises `DitLoraError` if nothing in it can be used."""
         if not self._path.is_file():
             what = "is a folder" if self._path.is_dir() else "is not there"
             raise DitLoraError(
@@ -77,13 +82,13 @@ class _File:
             self._add(record)
         if not count:
             raise DitLoraError(f"{self._path} holds no record")
-        if not self._found.all:
-            first = self._found.problems[0]
+        if not self._conversations.all:
+            first = self._conversations.problems[0]
             raise DitLoraError(
                 f"{self._path}: none of its {count:,} records can be used; the first problem: "
                 f"{first.file}: {first.words}"
             )
-        return self._found
+        return self._conversations
 
     def _add(self, record: Record) -> None:
         place = f"{self._path.name}#{record.number}"
@@ -91,20 +96,22 @@ class _File:
             self._problem(place, record, "unreadable", f"not JSON: {record.fault}")
             return
         sample = parse_record(record.value)
-        id, name = place, None
+        sample_id, name = place, None
         if sample.file is not None:
             name = self._below_root(sample)
         if name is not None:
             many = self._named[name] = self._named.get(name, 0) + 1
-            id = name if many == 1 else f"{name}#{many}"
-        for code, words in sample.faults:
-            self._problem(id, record, code, words)
+            sample_id = name if many == 1 else f"{name}#{many}"
+        for code, message in sample.faults:
+            self._problem(sample_id, record, code, message)
         if not sample.faults:
-            self._keep(id, record, sample, self._media[name] if name is not None else None)
+            self._keep(sample_id, record, sample, self._media[name] if name is not None else None)
 
-    def _keep(self, id: str, record: Record, sample: Sample, media: MediaFile | None) -> None:
+    def _keep(
+        self, sample_id: str, record: Record, sample: Sample, media: MediaFile | None
+    ) -> None:
         conversation = Conversation(
-            id,
+            sample_id,
             sample.kind,
             media,
             tuple(self._shared(turn) for turn in sample.turns),
@@ -113,18 +120,21 @@ class _File:
             sample.start,
             sample.end,
         )
-        said = (media, sample.turns, sample.system, sample.start, sample.end)
-        known = self._said.setdefault(hash(said), conversation)
-        if known is not conversation and said == (
-            known.media,
-            known.turns,
-            known.system,
-            known.start,
-            known.end,
+        content = (media, sample.turns, sample.system, sample.start, sample.end)
+        earlier = self._by_content.setdefault(hash(content), conversation)
+        # Equal hashes may be a coincidence, so the contents are compared.
+        if earlier is not conversation and content == (
+            earlier.media,
+            earlier.turns,
+            earlier.system,
+            earlier.start,
+            earlier.end,
         ):
-            self._problem(id, record, "duplicate_record", f"it says the same as {known.id}")
+            self._problem(
+                sample_id, record, "duplicate_record", f"it says the same as {earlier.id}"
+            )
             return
-        self._found.all.append(conversation)
+        self._conversations.all.append(conversation)
 
     def _shared(self, turn: Turn) -> Turn:
         if not turn.instruction:
@@ -134,23 +144,26 @@ class _File:
     def _once(self, text: str) -> str:
         return self._texts.setdefault(text, text)
 
-    def _problem(self, id: str, record: Record, code: str, words: str) -> None:
-        self._found.problems.append(Problem(id, code, f"{words} (record {record.number})"))
+    def _problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
+        self._conversations.problems.append(
+            Problem(sample_id, code, f"{message} (record {record.number})")
+        )
 
     def _below_root(self, sample: Sample) -> str | None:
-        """The medium's path below the root; None where that is none. Says what is wrong with it."""
-        given = sample.file or ""
-        if _REMOTE.match(given):
-            words = f"{given[:80]} is no path; download it and name the file"
-            sample.wrong("remote_media", words)
+        """Return the medium's path below the root, None if it has none; faults are added to the sample."""
+        named = sample.file or ""
+        if _REMOTE.match(named):
+            message = f"{named[:80]} is no path; download it and name the file"
+            sample.wrong("remote_media", message)
             return None
-        name = below(self._root, given)
+        name = below(self._root, named)
         if name is None:
-            words = (
-                f"{given} leads out of {self._root}; set data.media to a folder that it is below"
+            message = (
+                f"{named} leads out of {self._root}; set data.media to a folder that it is below"
             )
-            sample.wrong("unsafe_path", words)
+            sample.wrong("unsafe_path", message)
             return None
+        # Each file is looked at once, however many records are about it.
         if name not in self._media:
             self._media[name] = MediaFile(self._root / name)
             self._look(name, os.path.join(self._root, name))
@@ -158,8 +171,8 @@ class _File:
             sample.wrong(*self._absent[name])
         elif (os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES) != (sample.kind == "image"):
             kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-            words = f"it is named as {sample.kind}, and images end in {kinds}: {name}"
-            sample.wrong("media_kind", words)
+            message = f"it is named as {sample.kind}, and images end in {kinds}: {name}"
+            sample.wrong("media_kind", message)
         return name
 
     def _look(self, name: str, path: str) -> None:

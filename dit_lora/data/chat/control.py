@@ -10,12 +10,16 @@ from dit_lora.errors import DitLoraError
 
 @lru_cache(maxsize=8)
 def control_pattern(tokenizer: Any, marks: tuple[str, ...] = ()) -> re.Pattern[str]:
-    """Whatever a text must not hold: the tokenizer's special tokens, and the marks of a prompt format that has
-    plain words for turns."""
+    """Return a pattern of all that a text must not hold.
+
+    That is the tokenizer's special tokens, and the marks of a prompt format that has plain words for turns.
+    """
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     every = {*special, *map(str, tokenizer.all_special_tokens), *marks} - {""}
-    # The longest first, so that it is named whole.
-    return re.compile("|".join(map(re.escape, sorted(every, key=lambda one: (-len(one), one)))))
+    # The longest come first, so that each is named whole.
+    return re.compile(
+        "|".join(map(re.escape, sorted(every, key=lambda token: (-len(token), token))))
+    )
 
 
 def refuse_control(conversation: Conversation, pattern: re.Pattern[str]) -> None:

@@ -14,37 +14,37 @@ class Turn:
     """A question and its answer."""
 
     question: str
-    """May be empty: a caption answers no question."""
+    """The question; empty where the answer is a caption."""
     answer: str
     instruction: str = ""
-    """What VideoChat2's `i` says of the task; the Q-Former reads the first turn's."""
+    """VideoChat2's `i`, which describes the task; the Q-Former reads the first turn's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One sample."""
+    """One sample: turns about an image, a video or nothing."""
 
     id: str
     kind: Kind
     media: Media | None
-    """None of kind `text`."""
+    """The image or video; None for the kind `text`."""
     turns: tuple[Turn, ...]
     independent: bool = False
-    """Whether the turns may come in another order."""
+    """True if the turns may come in another order."""
     system: str = ""
     start: float | None = None
-    """Seconds; with `end`, the part of the video that is asked about."""
+    """Start of the part of the video that is asked about, in seconds; `end` is its end."""
     end: float | None = None
     times: float = 1.0
-    """How often it comes in an epoch."""
+    """Number of times that the sample comes in an epoch."""
     loss_weight: float = 1.0
-    """What its loss is multiplied by."""
+    """Factor of the sample's loss."""
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """What the annotation files hold."""
+    """Contents of the annotation files."""
 
     all: list[Conversation]
-    """Those without a problem."""
+    """Conversations without a problem."""
     problems: list[Problem]

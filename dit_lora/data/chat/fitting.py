@@ -7,34 +7,34 @@ from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.errors import DitLoraError
 
 KEPT = 8
-"""Tokens that a question keeps at least: with fewer it asks nothing."""
+"""Number of tokens that a question keeps at least: with fewer it asks nothing."""
 
 
 class UnusableSampleError(DitLoraError):
-    """A conversation cannot be trained on; `code` is the reason's, the message has the numbers."""
+    """Error of a conversation that cannot be trained on; `code` is the reason's, the message has the numbers."""
 
     code = "conversation"
 
 
 class TooLongError(UnusableSampleError):
-    """Even with its questions shortened a sample has more than `chat.max_tokens`."""
+    """Error of a sample that has more than `chat.max_tokens` tokens even with its questions shortened."""
 
     code = "too_long"
 
 
 class NothingToLearnError(UnusableSampleError):
-    """A sample has no token with a label: its loss would be 0/0."""
+    """Error of a sample without a token with a label: its loss would be 0/0."""
 
     code = "no_labels"
 
 
 def fit(rendered: Rendered, max_tokens: int) -> Rendered:
-    """At most `max_tokens` tokens, by dropping from the middle of the longest questions.
+    """Shorten a conversation to at most `max_tokens` tokens, by dropping the middle of the longest questions.
 
-    The longest are cut to one common length, shorter ones are left alone. The middle goes because a question says
-    at its beginning and end what is asked, and with what choices; what makes it long, such as subtitles, stands
-    between. Media, fixed text and answers stay whole, so no label is ever lost. Raises `NothingToLearnError` and
-    `TooLongError`.
+    The longest are cut to one common length, shorter ones are left alone. The middle goes because a
+    question says at its beginning and end what is asked, and with what choices; what makes it long, such as
+    subtitles, stands between. Media, fixed text and answers stay whole, so no label is ever lost. Raises
+    `NothingToLearnError` and `TooLongError`.
     """
     if not rendered.answers:
         raise NothingToLearnError(
@@ -67,13 +67,14 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
 
 
 def _levelled(lengths: Sequence[int], room: int) -> list[int]:
-    """Lengths that sum to `room`: the longest cut to one level, to within a token."""
-    kept = list(lengths)
-    ordered = sorted(range(len(kept)), key=lambda index: kept[index])
+    """Return lengths that sum to `room`: the longest are cut to one level, to within a token."""
+    cut = list(lengths)
+    ordered = sorted(range(len(cut)), key=lambda index: cut[index])
+    # From the shortest on, each takes its own length or an equal share of the room that is left.
     for position, index in enumerate(ordered):
-        kept[index] = min(kept[index], room // (len(ordered) - position))
-        room -= kept[index]
-    return kept
+        cut[index] = min(cut[index], room // (len(ordered) - position))
+        room -= cut[index]
+    return cut
 
 
 def _shortened(piece: Piece, length: int) -> Piece:

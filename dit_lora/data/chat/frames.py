@@ -1,4 +1,4 @@
-"""Which frames of a video a chat model sees, and how they become its pixels.
+"""Frames of a video that a chat model sees: which they are, and how they become its pixels.
 
 Shapes: F frames, H and W pixels.
 """
@@ -39,15 +39,16 @@ def frame_seconds(
     end: float | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[float, ...]:
-    """One time in each of `count` equal parts of the clip from `start` to `end`, in seconds since its first frame.
+    """Return one time, in seconds from the first frame, in each of `count` equal parts of `start` to `end`.
 
-    Of the frame in the middle of each part or, with a `generator`, of any of its frames by chance. Fewer frames than
-    `count` come once each, and the last one for the rest. An `end` after the clip's is the clip's. Images have no
-    times. Raises `ClipError`, without the file's name, if nothing of the clip lies between `start` and `end`.
+    It is that of the frame in the middle of each part or, with a `generator`, of any of its frames by
+    chance. Fewer frames than `count` come once each, and the last one for the rest. An `end` after the
+    clip's is the clip's. Images have no times. Raises `ClipError`, without the file's name, if nothing of
+    the clip lies between `start` and `end`.
 
-    Source: `get_frame_indices` of VideoChat2's video_utils.py, whose middle frames these are. By chance, it never
-    takes the last frame of a part (a `range` that ends too early), and of parts of one frame it draws from the whole
-    clip; here each frame of a part is as likely.
+    Source: `get_frame_indices` of VideoChat2's video_utils.py, whose middle frames these are. By chance, it
+    never takes the last frame of a part (a `range` that ends too early), and of parts of one frame it draws
+    from the whole clip; here each frame of a part is as likely.
     """
     parts = _parts(duration, fps, count, start, end)
     if generator is None:
@@ -67,20 +68,20 @@ def latest_seconds(
     start: float | None = None,
     end: float | None = None,
 ) -> tuple[float, ...]:
-    """The latest times that `frame_seconds` can give: none takes more digits to write."""
+    """Return the latest times that `frame_seconds` can give: none takes more digits to write."""
     return tuple(last / fps for _, last in _parts(duration, fps, count, start, end))
 
 
 def _parts(
     duration: float, fps: float, count: int, start: float | None, end: float | None
 ) -> list[tuple[int, int]]:
-    """The first and the last frame of each part."""
+    """Return the first and the last frame of each part."""
     start, end = start or 0.0, duration if end is None else min(end, duration)
     if not start < end:
         raise ClipError(
             f"nothing lies between {start:g} s and {end:g} s of it; it is {duration:g} s long"
         )
-    # The shift keeps 29.999999 frames from being 29.
+    # The addend keeps 29.999999 frames from being 29.
     before = math.floor(start * fps + 1e-6)
     frames = max(1, math.floor((end - start) * fps + 1e-6))
     used = min(count, frames)
@@ -98,13 +99,15 @@ def read_at(
     fit: Literal["stretch", "cover"],
     box: Box | None = None,
 ) -> torch.Tensor:
-    """uint8 (F, 3, H, W): the frames nearest to `seconds` since the clip's first frame, which are in order.
+    """Return uint8 (F, 3, H, W): the frames nearest to `seconds` since the clip's first frame, which must ascend.
 
-    An image is one frame, whatever the times. First each is cut to `box`; then `stretch` resizes what is left,
-    bicubic with antialiasing, without regard to its aspect, as VideoChat2's notebooks do (its training's crops are tensors,
-    which torchvision 0.14 resizes without), and `cover` as `read_frames`. From the last frame on, a
-    second is its own, or as long as it is shown: a length that the file gives may be its sound's. Between key frames,
-    what lies behind the last time is not decoded. Raises `ClipError` if the file cannot be read as far as needed.
+    An image is one frame, whatever the times. Each frame is first cut to `box`. Then `stretch` resizes what
+    is left, bicubic with antialiasing and without regard to its aspect, as VideoChat2's notebooks do (its
+    training's crops are tensors, which torchvision 0.14 resizes without antialiasing); `cover` resizes as
+    `read_frames` does. The last frame stands for a second, or for as long as it is shown if that is longer:
+    a length that the file gives may be its sound's. Frames between the last time after one key frame and
+    the next key frame are not decoded. Raises `ClipError` if the file cannot be read as far as needed,
+    `ValueError` if times do not ascend or a video has none.
     """
     media, times = as_media(media), tuple(seconds)
     if list(times) != sorted(times) or not (times or is_image(media)):
@@ -115,6 +118,7 @@ def read_at(
         else:
             chosen = _read_clip(media, Instants(times), height, width, fit, box)
     except (av.error.FFmpegError, OSError, ValueError) as error:
+        # The disk may be at fault, and not the clip.
         require_readable(media)
         raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
     if len(chosen) < len(times) and not is_image(media):
@@ -150,6 +154,7 @@ def _read_clip(
     try:
         return read(quick=True)
     except (av.error.FFmpegError, ValueError):
+        # Seeking failed or cannot be trusted in this file: decode from the beginning.
         return read(quick=False)
 
 
@@ -161,7 +166,7 @@ def _fitted(
     fit: Literal["stretch", "cover"],
     box: Box | None,
 ) -> np.ndarray:
-    """uint8 (H, W, 3)."""
+    """Return the picture, cut to `box` and resized, as uint8 (H, W, 3)."""
     if box is not None:
         image = image.crop(_pixels(box, image.width, image.height))
     if fit == "cover":
@@ -170,7 +175,7 @@ def _fitted(
 
 
 def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom; at least one pixel."""
+    """Return left, top, right and bottom of a box in pixels; it has one pixel at least."""
     left = min(round(box.left * width), width - 1)
     top = min(round(box.top * height), height - 1)
     kept_width, kept_height = max(1, round(box.width * width)), max(1, round(box.height * height))
@@ -178,15 +183,17 @@ def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
 
 
 def random_box(generator: torch.Generator, least: float, aspect: float = 1.0) -> Box:
-    """A crop by chance: `least` to 1 of the picture's area, 3:4 to 4:3, anywhere in it.
+    """Draw a crop: `least` to 1 of the picture's area, 3:4 to 4:3, anywhere in it.
 
-    `aspect`: the picture's width to its height. After ten draws that do not fit in, the largest crop in the middle.
-    The rule of torchvision's `RandomResizedCrop`, of shares in place of whole pixels.
+    `aspect` is the picture's width to its height. After ten draws that do not fit in, it is the largest
+    crop in the middle. This is the rule of torchvision's `RandomResizedCrop`, in shares in place of whole
+    pixels.
     """
     for _ in range(_TRIES):
         area, ratio, down, across = torch.rand(4, dtype=torch.float64, generator=generator).tolist()
         share = least + (1 - least) * area
-        low, high = (math.log(one) for one in _RATIOS)
+        # The ratio is drawn on a logarithmic scale, where 3:4 and 4:3 are as far from 1.
+        low, high = (math.log(bound) for bound in _RATIOS)
         relative = math.exp(low + (high - low) * ratio) / aspect
         width, height = math.sqrt(share * relative), math.sqrt(share / relative)
         if width <= 1 and height <= 1:

@@ -1,4 +1,4 @@
-"""The records of a JSON list or of JSON lines, one after the other; what is in memory is one of them."""
+"""Reader of the records of a JSON list or of JSON lines, which keeps one of them in memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ class Record:
     """One of a file's records."""
 
     number: int
-    """From 1 on; of JSON lines, the line's."""
+    """Number of the record, from 1 on; of JSON lines, that of the line."""
     value: Any
     fault: str | None = None
-    """Why a line is no JSON."""
+    """Reason why the line is no JSON; None if it is."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """A file that begins with a bracket is a list, any other holds one record a line.
+    """Yield the records of a file: one that begins with a bracket is a list, any other has one record a line.
 
     Raises `DitLoraError`, with line and column, if it cannot be read or a list is no JSON from somewhere on.
     """
@@ -33,6 +33,7 @@ def read_records(path: Path) -> Iterator[Record]:
             head = file.read(1)
             while head and head in _SPACE:
                 head = file.read(1)
+            # A text file cannot go back by characters, only to its beginning.
             file.seek(0)
             yield from _ListReader(path, file) if head == "[" else _lines(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -51,15 +52,15 @@ def _lines(file: IO[str]) -> Iterator[Record]:
 
 
 class _ListReader:
-    """The elements of a JSON list, read by and by."""
+    """Iterator over the elements of a JSON list, read piece by piece."""
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self._path, self._file = path, file
         self._text = ""
         self._at = 0
-        """What is before it in the text is done with."""
+        """Position in the text up to which it is done with."""
         self._line, self._column = 1, 1
-        """Where the text begins in the file."""
+        """Line and column in the file at which the text begins."""
         self._ended = False
 
     def __iter__(self) -> Iterator[Record]:
@@ -76,7 +77,7 @@ class _ListReader:
             self._fail("nothing more is expected after the list", self._at)
 
     def _next(self) -> str:
-        """The next character that is no space; empty at the end of the file."""
+        """Return the next character that is no space; empty at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _SPACE:
                 self._at += 1
@@ -84,11 +85,11 @@ class _ListReader:
                 return self._text[self._at : self._at + 1]
 
     def _take(self, wanted: str, what: str) -> str:
-        found = self._next()
-        if not found or found not in wanted:
+        character = self._next()
+        if not character or character not in wanted:
             self._fail(f"{what} is expected", self._at)
         self._at += 1
-        return found
+        return character
 
     def _value(self) -> Any:
         self._next()
@@ -97,20 +98,22 @@ class _ListReader:
             try:
                 value, end = parse_json_at(self._text, self._at)
             except ParseError as error:
-                # It may go on in what is not read yet, of which each time twice as much is taken.
+                # The record may be cut off: read twice as much as before and try again.
                 if not self._read(size):
                     self._fail(error.words, self._at if error.at is None else error.at)
                 size *= 2
                 continue
-            if end < len(self._text) or not self._read(size):  # else a number may go on
+            # At the end of the text, a number may go on in the next piece.
+            if end < len(self._text) or not self._read(size):
                 self._at = end
                 return value
 
     def _read(self, size: int) -> bool:
-        """Take more of the file in place of what is done with; False at its end."""
+        """Read more of the file in place of the text that is done with; return False at the file's end."""
         more = "" if self._ended else self._file.read(size)
         self._ended = not more
         if more:
+            # The lines of the text that goes are counted, for messages.
             self._line, self._column = self._place(self._at)
             self._text = self._text[self._at :] + more
             self._at = 0
@@ -122,6 +125,6 @@ class _ListReader:
             return self._line, self._column + at
         return self._line + breaks, at - self._text.rindex("\n", 0, at)
 
-    def _fail(self, words: str, at: int) -> None:
+    def _fail(self, message: str, at: int) -> None:
         line, column = self._place(at)
-        raise DitLoraError(f"{self._path} is no JSON: line {line}, column {column}: {words}")
+        raise DitLoraError(f"{self._path} is no JSON: line {line}, column {column}: {message}")

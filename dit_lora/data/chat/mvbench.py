@@ -1,7 +1,8 @@
 """Multiple-choice questions about videos: MVBench's folders, or one file of the same records.
 
-Layout and protocol as in video_chat2/mvbench.ipynb and MVBENCH.md of OpenGVLab/Ask-Anything, and the dataset
-OpenGVLab/MVBench (arXiv 2311.17005): `json/<task>.json` and `video/<folder>/...`, its archives unpacked in place.
+Layout and protocol are those of video_chat2/mvbench.ipynb and MVBENCH.md of OpenGVLab/Ask-Anything, and the
+dataset OpenGVLab/MVBench (arXiv 2311.17005): `json/<task>.json` and `video/<folder>/...`, its archives
+unpacked in place.
 """
 
 import math
@@ -25,26 +26,28 @@ SYSTEM = (
     "objects, and the action and pose of persons. Based on your observations, select the best option that "
     "accurately addresses the question.\n"
 )
-"""Before the video, before the question, and what a Q-Former reads."""
+"""Text that stands before the video and before the question, and that a Q-Former reads."""
 QUESTION_END = "\nOnly give the best option."
 ANSWER_START = "Best option:("
-"""The answer is continued from here."""
+"""Beginning of the answer, which the model continues."""
 FRAMES = 16
-MOST_OPTIONS = 26  # letters
+# Options are called by letters.
+MOST_OPTIONS = 26
 
-_FRAMES_PER_SECOND = 3.0  # of TVQA's folders of frames
+# Rate of TVQA's folders of frames.
+_FRAMES_PER_SECOND = 3.0
 
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """Where the videos of one task of MVBench are."""
+    """Place of one task's videos in MVBench."""
 
     folder: str
-    """Below `video`."""
+    """Path of the folder below `video`."""
     bounded: bool = False
-    """Whether a record's `start` and `end` say which part is asked about."""
+    """True if a record's `start` and `end` say which part is asked about."""
     frames: bool = False
-    """A folder of frames a video, in place of a file."""
+    """True if each video is a folder of frames in place of a file."""
 
 
 TASKS = {
@@ -69,7 +72,7 @@ TASKS = {
     "Episodic Reasoning": TaskFolder("tvqa/frames_fps3_hq", bounded=True, frames=True),
     "Counterfactual Inference": TaskFolder("clevrer/video_validation"),
 }
-"""MVBench's, in the order of its table."""
+"""MVBench's tasks, in the order of its table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,9 @@ class FrameFolder:
         return str(self.path)
 
     def images(self) -> list[Media]:
-        """In the order of their names."""
-        found = (one for one in self.path.iterdir() if one.suffix.lower() in IMAGE_SUFFIXES)
-        return [MediaFile(one) for one in sorted(found)]
+        """Return the images in the order of their names."""
+        images = (path for path in self.path.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+        return [MediaFile(path) for path in sorted(images)]
 
     def exists(self) -> bool:
         return self.path.is_dir()
@@ -98,32 +101,32 @@ class Question:
 
     task: str
     id: str
-    """Its file and place there, `action_sequence/17`."""
+    """Name of the question's file and its place there, `action_sequence/17`."""
     media: Media | FrameFolder
     question: str
     candidates: tuple[str, ...]
     answer: int
-    """Which of the candidates is right."""
+    """Index of the candidate that is right."""
     start: float | None = None
-    """Seconds; with `end`, the part of the video that is asked about."""
+    """Start of the part of the video that is asked about, in seconds; `end` is its end."""
     end: float | None = None
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What the files hold."""
+    """Contents of the question files."""
 
     all: list[Question]
-    """Those without a problem."""
+    """Questions without a problem."""
     problems: list[Problem]
 
 
 def read_questions(path: Path, media: Path | None = None) -> Questions:
-    """MVBench's folder, or a .json or .jsonl file of records with `video` (or `image`), `question`, `candidates`,
-    `answer`, and where they apply `task`, `start` and `end`.
+    """Read MVBench's folder, or a .json or .jsonl file of records.
 
-    `media` is the folder that the file's videos are below, by default its own; for MVBench by default `video`.
-    Raises `DitLoraError` if there is nothing to read.
+    A record has `video` (or `image`), `question`, `candidates`, `answer`, and where they apply `task`,
+    `start` and `end`. `media` is the folder that the file's videos are below, by default its own; for
+    MVBench by default `video`. Raises `DitLoraError` if there is nothing to read.
     """
     if path.is_dir():
         return _read_mvbench(path, media or path / "video")
@@ -136,19 +139,21 @@ def read_questions(path: Path, media: Path | None = None) -> Questions:
 
 
 def at_most(questions: Sequence[Question], each: int | None) -> list[Question]:
-    """The first `each` questions of every task; all of them for None."""
+    """Return the first `each` questions of every task; all of them for None."""
     taken: dict[str, int] = {}
-    kept = []
-    for one in questions:
-        taken[one.task] = taken.get(one.task, 0) + 1
-        if each is None or taken[one.task] <= each:
-            kept.append(one)
-    return kept
+    chosen = []
+    for question in questions:
+        taken[question.task] = taken.get(question.task, 0) + 1
+        if each is None or taken[question.task] <= each:
+            chosen.append(question)
+    return chosen
 
 
 def prompt(question: Question) -> str:
-    """The user's turn as the benchmark puts it."""
-    options = "\n".join(f"({letter(at)}) {one}" for at, one in enumerate(question.candidates))
+    """Return the user's turn as the benchmark writes it."""
+    options = "\n".join(
+        f"({letter(at)}) {candidate}" for at, candidate in enumerate(question.candidates)
+    )
     asked = f"Question: {question.question}\nOptions:\n{options}".rstrip()
     return f"{SYSTEM}{asked}{QUESTION_END}"
 
@@ -158,10 +163,10 @@ def letter(option: int) -> str:
 
 
 def named_options(said: str, options: int) -> tuple[int, ...]:
-    """Which options an answer that continues `ANSWER_START` counts for, as mvbench.ipynb's `check_ans` has it.
+    """Return the options that an answer after `ANSWER_START` counts for, as mvbench.ipynb's `check_ans` does.
 
-    The first word of its first line decides: it must be part of `(a)`, or hold it. Only an answer of no letter is
-    another thing here: the notebook takes it for every option, and here it names none.
+    The first word of its first line decides: it must be part of `(a)`, or hold it. Only an answer of no
+    letter is judged otherwise here: the notebook takes it for every option, and here it names none.
     """
     word = ("(" + said.strip().split("\n")[0]).lower().split(" ")[0]
     bare = word.replace(".", "")
@@ -179,11 +184,11 @@ def notebook_seconds(
     end: float | None = None,
     first: int = 0,
 ) -> tuple[float, ...]:
-    """The times of the frames that mvbench.ipynb takes (`get_index`), which are not those in the middle of training's
-    equal parts: of 16 frames, some 6 are another, mostly by one.
+    """Return the times, in seconds, of the frames that mvbench.ipynb takes (`get_index`).
 
-    `first` is the number of the first frame, 1 in a folder of frames. Raises `ClipError`, without the file's name, if
-    nothing of the clip lies between `start` and `end`.
+    They are not those in the middle of training's equal parts: of 16 frames, some 6 are another, mostly by
+    one. `first` is the number of the first frame, 1 in a folder of frames. Raises `ClipError`, without the
+    file's name, if nothing of the clip lies between `start` and `end`.
     """
     assert header.fps is not None
     frames = header.frames or math.floor((header.seconds or 0) * header.fps + 1e-6)
@@ -200,7 +205,7 @@ def notebook_seconds(
 
 
 def read_facts(media: Media | FrameFolder) -> VideoHeader:
-    """What the media says of itself. Raises `ClipError`."""
+    """Return the header of a video or of a folder of frames; raises `ClipError` if there is none."""
     if not isinstance(media, FrameFolder):
         return read_header(media)
     images = media.images()
@@ -219,11 +224,11 @@ def read_frames_at(
     width: int,
     fit: Literal["stretch", "cover"],
 ) -> torch.Tensor:
-    """uint8 (F, 3, H, W) of the frames nearest to these seconds. Raises `ClipError`."""
+    """Return uint8 (F, 3, H, W) of the frames nearest to these seconds. Raises `ClipError`."""
     if not isinstance(media, FrameFolder):
         return read_at(media, seconds, height=height, width=width, fit=fit)
     images = media.images()
-    # The first image is number 1, at 1 / fps seconds (mvbench.ipynb, `read_frame`).
+    # The notebook numbers images from 1, at 1 / fps seconds (mvbench.ipynb, `read_frame`).
     numbers = [min(max(round(at * media.fps), 1), len(images)) for at in seconds]
     shown = [
         read_at(images[number - 1], (0.0,), height=height, width=width, fit=fit)
@@ -239,19 +244,19 @@ def _read_mvbench(path: Path, videos: Path) -> Questions:
             f"{path} holds no json/<task>.json; give MVBench's folder (json and video, its archives unpacked), "
             "or one .json file of questions"
         )
-    # The archive data0613.zip, of clips that came later, unpacks to a folder of its own.
+    # The archive data0613.zip, of clips that were added later, unpacks to a folder of its own.
     roots = [videos, videos / "data0613"]
     names = {name.lower().replace(" ", "_").replace("-", "_"): name for name in TASKS}
     places = {name: at for at, name in enumerate(names)}
-    found: list[Question | Problem] = []
-    for file in sorted(files, key=lambda one: places.get(one.stem, len(places))):
+    results: list[Question | Problem] = []
+    for file in sorted(files, key=lambda task_file: places.get(task_file.stem, len(places))):
         task = names.get(file.stem)
         if task is None:
-            words = f"no task of MVBench has this file; its tasks are {', '.join(TASKS)}"
-            found.append(Problem(f"json/{file.name}", "unknown_task", words))
+            message = f"no task of MVBench has this file; its tasks are {', '.join(TASKS)}"
+            results.append(Problem(f"json/{file.name}", "unknown_task", message))
             continue
-        found += _of_task(_records(file), file.stem, task, roots)
-    return _gathered(found)
+        results += _of_task(_records(file), file.stem, task, roots)
+    return _gathered(results)
 
 
 def _of_task(
@@ -259,10 +264,10 @@ def _of_task(
 ) -> Iterator[Question | Problem]:
     place = TASKS[task]
     if not any((root / place.folder).is_dir() for root in roots):
-        words = (
+        message = (
             f"{task}: {len(records):,} questions, but there is no folder {roots[0] / place.folder}"
         )
-        yield Problem(f"json/{stem}.json", "missing", words)
+        yield Problem(f"json/{stem}.json", "missing", message)
         return
     folders = [root / place.folder for root in roots]
     for at, record in enumerate(records):
@@ -285,85 +290,92 @@ def _records(path: Path) -> list[Any]:
     return records
 
 
-def _gathered(found: Iterable[Question | Problem]) -> Questions:
-    found = list(found)
-    questions = [one for one in found if isinstance(one, Question)]
-    return Questions(questions, [one for one in found if isinstance(one, Problem)])
+def _gathered(outcomes: Iterable[Question | Problem]) -> Questions:
+    results = list(outcomes)
+    questions = [result for result in results if isinstance(result, Question)]
+    problems = [result for result in results if isinstance(result, Problem)]
+    return Questions(questions, problems)
 
 
 def _question(
-    record: Any, id: str, task: str, place: TaskFolder, folders: Sequence[Path]
+    record: Any, question_id: str, task: str, place: TaskFolder, folders: Sequence[Path]
 ) -> Question | Problem:
-    """The question, or everything that is wrong with it."""
+    """Return the question, or a problem with every fault of its record."""
     if not isinstance(record, Mapping):
-        return Problem(id, "no_record", f"it is of type {type(record).__name__}, not an object")
-    wrong: list[str] = []
-    media = _media(record, place, folders, wrong)
+        return Problem(
+            question_id, "no_record", f"it is of type {type(record).__name__}, not an object"
+        )
+    faults: list[str] = []
+    media = _media(record, place, folders, faults)
     question = record.get("question")
     if not isinstance(question, str) or not question.strip():
-        wrong.append("its question is missing or empty")
-    candidates, answer = _choices(record, wrong)
-    start, end = _bounds(record, wrong) if place.bounded else (None, None)
+        faults.append("its question is missing or empty")
+    candidates, answer = _choices(record, faults)
+    start, end = _bounds(record, faults) if place.bounded else (None, None)
     task = record.get("task", task)
     if not isinstance(task, str) or not task:
-        wrong.append(f"its task must be a name; got {task!r}")
-    if wrong or media is None:
-        return Problem(id, "bad_question", "; ".join(wrong))
-    return Question(task, id, media, str(question), candidates, answer, start, end)
+        faults.append(f"its task must be a name; got {task!r}")
+    if faults or media is None:
+        return Problem(question_id, "bad_question", "; ".join(faults))
+    return Question(task, question_id, media, str(question), candidates, answer, start, end)
 
 
 def _media(
-    record: Mapping[str, Any], place: TaskFolder, folders: Sequence[Path], wrong: list[str]
+    record: Mapping[str, Any], place: TaskFolder, folders: Sequence[Path], faults: list[str]
 ) -> Media | FrameFolder | None:
     name = record.get("video", record.get("image"))
     if not isinstance(name, str) or not name:
-        wrong.append("it names no video")
+        faults.append("it names no video")
         return None
+    # A stranger's records could name any file.
     if ".." in PurePosixPath(name).parts or os.path.isabs(name):
-        wrong.append(f"its video {name!r} leads out of the folder")
+        faults.append(f"its video {name!r} leads out of the folder")
         return None
     rate = record.get("fps", _FRAMES_PER_SECOND)
     if place.frames and (not _is_number(rate) or rate <= 0):
-        wrong.append(f"its fps must be a number above 0; got {rate!r}")
+        faults.append(f"its fps must be a number above 0; got {rate!r}")
         return None
     paths = [folder / name for folder in folders]
-    whole: list[Media | FrameFolder] = [
+    candidates: list[Media | FrameFolder] = [
         FrameFolder(path, float(rate)) if place.frames else MediaFile(path) for path in paths
     ]
-    there = next((one for one in whole if one.exists()), None)
-    if there is None:
-        wrong.append(f"{paths[0]} is missing")
-    return there
+    existing = next((medium for medium in candidates if medium.exists()), None)
+    if existing is None:
+        faults.append(f"{paths[0]} is missing")
+    return existing
 
 
-def _choices(record: Mapping[str, Any], wrong: list[str]) -> tuple[tuple[str, ...], int]:
-    """The candidates and which of them is right."""
-    found = record.get("candidates")
-    if not isinstance(found, list) or not 2 <= len(found) <= MOST_OPTIONS:
-        given = len(found) if isinstance(found, list) else repr(found)
-        wrong.append(f"it needs 2 to {MOST_OPTIONS} candidates; got {given}")
+def _choices(record: Mapping[str, Any], faults: list[str]) -> tuple[tuple[str, ...], int]:
+    """Return the candidates and the index of the right one."""
+    listed = record.get("candidates")
+    if not isinstance(listed, list) or not 2 <= len(listed) <= MOST_OPTIONS:
+        received = len(listed) if isinstance(listed, list) else repr(listed)
+        faults.append(f"it needs 2 to {MOST_OPTIONS} candidates; got {received}")
         return (), 0
     # Counts may be numbers in the file.
-    candidates = tuple(str(one) for one in found)
+    candidates = tuple(str(candidate) for candidate in listed)
     answer = str(record.get("answer"))
     if answer not in candidates:
-        wrong.append(f"its answer {answer!r} is not among its candidates {', '.join(candidates)}")
+        faults.append(f"its answer {answer!r} is not among its candidates {', '.join(candidates)}")
         return candidates, 0
     # Of equal candidates the notebook takes the last.
-    return candidates, max(at for at, one in enumerate(candidates) if one == answer)
+    return candidates, max(at for at, candidate in enumerate(candidates) if candidate == answer)
 
 
-def _bounds(record: Mapping[str, Any], wrong: list[str]) -> tuple[float, float] | tuple[None, None]:
-    """Seconds of the part that is asked about; none where the record has none."""
+def _bounds(
+    record: Mapping[str, Any], faults: list[str]
+) -> tuple[float, float] | tuple[None, None]:
+    """Return start and end, in seconds, of the part that is asked about; None where the record has none."""
     start, end = record.get("start"), record.get("end")
     if start is None and end is None:
         return None, None
     if not _is_number(start) or not _is_number(end) or not 0 <= start < end:
-        wrong.append(f"start and end must be seconds, start first; got {start!r} and {end!r}")
+        faults.append(f"start and end must be seconds, start first; got {start!r} and {end!r}")
         return None, None
     return float(start), float(end)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return known and math.isfinite(value)
+    # True and False are integers to Python.
+    is_numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_numeric and math.isfinite(value)

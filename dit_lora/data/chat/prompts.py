@@ -21,34 +21,38 @@ _MARKERS = {"image": ("<Image>", "</Image>"), "video": ("<Video>", "</Video>")}
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """What stands around the parts of a conversation: pairs are (before, after)."""
+    """Texts around the parts of a conversation: pairs are (before, after)."""
 
     system: tuple[str, str]
-    """Around the system text and the instruction."""
+    """Texts around the system text and the instruction."""
     gap: str
-    """After an instruction, whatever it ends with."""
+    """Text after an instruction, whatever that ends with."""
     media: tuple[str, str]
     question: tuple[str, str]
     header: str
-    """After a question; a prompt ends with it."""
+    """Text after a question; a prompt ends with it."""
     answer: tuple[str, str]
-    """Learned with the answer: its end is how a model stops."""
+    """Texts around an answer, which are learned with it: its end is how a model stops."""
     between: str = ""
-    """Between an answer and the next turn, not learned."""
+    """Text between an answer and the next turn, not learned."""
     shared: str = ""
-    """What an answer ends with and the next turn begins with, written once."""
+    """Text that an answer ends with and the next turn begins with, which is written once."""
     media_in_question: bool = False
-    """The first question stands in the media's turn, and one that is empty is a turn as well; white space around
-    questions and answers is removed."""
+    """True if the first question stands in the media's turn.
+
+    A question that is empty is then a turn as well, and white space around questions and answers is removed.
+    """
     instruction_with_question: bool = False
-    """The Q-Former reads the first question after the instruction."""
+    """True if the Q-Former reads the first question after the instruction."""
     timestamps: bool = False
-    """The original's training says at which seconds the frames of a video are (`add_second_msg` as its data sets
-    get it; the configs' own value of that name is not passed on)."""
+    """True if the original's training says at which seconds the frames of a video are.
+
+    This is `add_second_msg` as its data sets get it; the configs' own value of that name is not passed on.
+    """
     stripped: bool = True
-    """White space before and after the whole conversation is removed."""
+    """True if white space before the media and before the first turn is removed."""
     control: tuple[str, ...] = ()
-    """What no text of a sample may hold: it would end or begin a turn."""
+    """Marks that no text of a sample may hold: they would end or begin a turn."""
 
 
 PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
@@ -61,7 +65,7 @@ PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
         answer=(" ", " </s>"),
         control=("[INST]", "[/INST]", "</s>"),
     ),
-    # The original also learns its role headers: upstream calls both ways fine (Ask-Anything, issue 152).
+    # The original also learns its role headers, and upstream calls both ways fine (Ask-Anything, issue 152).
     "vicuna": PromptFormat(
         system=("", ""),
         gap=" ",
@@ -98,8 +102,11 @@ NOTEBOOK_FORMATS: dict[FormatName, PromptFormat] = {
     ),
     "phi3": PROMPT_FORMATS["phi3"],
 }
-"""The turns as mvbench.ipynb writes them, whose `get_prompt` is not the training's: no space after its system text, and in
-Vicuna's format lines in place of spaces and no question for the Q-Former. Mistral's is demo_mistral.ipynb's; for Phi-3 there is none, so its training's.
+"""Formats of the turns as mvbench.ipynb writes them, whose `get_prompt` is not the training's.
+
+There is no space after its system text, and in Vicuna's format there are lines in place of spaces, and no
+question for the Q-Former. Mistral's is demo_mistral.ipynb's; for Phi-3 there is none, so it is its
+training's.
 """
 
 
@@ -116,32 +123,33 @@ def render_prompt(
     prefix: str = "",
     notebook: bool = False,
 ) -> Rendered:
-    """The conversation in this format; unless `answered`, a beginning of the same that ends where the last answer
-    would begin, or go on after `prefix`.
+    """Render a conversation in this format; unless `answered`, only up to where the last answer begins.
 
-    Without a question a caption follows the media at once, as upstream. Text of kind `text` has no media turn (as in
-    upstream's HD). The video's frames are said to be at `seconds`, if there are any and `timestamps`. `notebook`
-    writes it as the original's MVBench notebook. Raises `DitLoraError` if a boundary falls into a token
-    (`spans.tokenized`).
+    What is not answered ends with `prefix`, which the answer is to continue. Without a question a caption
+    follows the media at once, as upstream. Conversations of kind `text` have no media turn (as in
+    upstream's HD). The video's frames are said to be at `seconds`, if there are any and `timestamps`.
+    `notebook` writes it as the original's MVBench notebook. Raises `DitLoraError` if a boundary falls into
+    a token (`spans.tokenized`).
     """
     style = (NOTEBOOK_FORMATS if notebook else PROMPT_FORMATS)[name]
     preface = _preface(style, conversation)
     if conversation.kind == "text" and not (
         conversation.turns[0].question or style.media_in_question
     ):
-        preface = (
-            preface.rstrip()
-        )  # the answer begins with a space; upstream has two, which are one token
+        # The answer begins with a space; upstream writes two, which are one token.
+        preface = preface.rstrip()
     before, after = [Span(preface, "fixed")], list[Span]()
     if conversation.kind == "text":
+        # Without media nothing cuts the text, so it is tokenised as one.
         after, before = before, after
     else:
         start, end = _MARKERS[conversation.kind]
-        said = _timestamps(seconds) if timestamps and conversation.kind == "video" else ""
+        timing = _timestamps(seconds) if timestamps and conversation.kind == "video" else ""
         before.append(Span(style.media[0] + start, "fixed"))
-        after.append(Span(end + said + style.media[1], "fixed"))
+        after.append(Span(end + timing + style.media[1], "fixed"))
     for index, turn in enumerate(conversation.turns):
         last = index == len(conversation.turns) - 1
+        # The media's turn is open already, so its question begins none.
         opened = style.media_in_question and index == 0 and conversation.kind != "text"
         after += _turn(style, turn, index, opened=opened, answered=answered or not last)
     if prefix and not answered:
@@ -158,7 +166,7 @@ def render_prompt(
 def instruction_text(
     name: FormatName, conversation: Conversation, *, notebook: bool = False
 ) -> str:
-    """What the Q-Former reads: the first turn's instruction, in `vicuna` with the question; or nothing."""
+    """Return what the Q-Former reads: the first turn's instruction, in `vicuna` with the question; or nothing."""
     style = (NOTEBOOK_FORMATS if notebook else PROMPT_FORMATS)[name]
     turn = conversation.turns[0]
     if not turn.instruction:
@@ -170,14 +178,15 @@ def instruction_text(
 def _preface(style: PromptFormat, conversation: Conversation) -> str:
     instruction = conversation.turns[0].instruction
     system = conversation.system
+    # Upstream asserts that a system text ends with white space.
     if system and not system[-1].isspace():
-        system += " "  # upstream asserts it
+        system += " "
     text = system + (instruction + style.gap if instruction else "")
     return style.system[0] + text + style.system[1] if text else ""
 
 
 def _timestamps(seconds: Sequence[float]) -> str:
-    """Of video_utils.py: one decimal, as Python prints it."""
+    """Return the sentence on the frames' times of video_utils.py: one decimal, as Python prints it."""
     if not seconds:
         return ""
     listed = ", ".join(str(round(second, 1)) for second in seconds)
@@ -199,6 +208,7 @@ def _turn(
             Span(style.question[1], "fixed"),
         ]
         spans = asked + spans
+    # The end of the answer before may be the beginning of this turn, written once (Vicuna's ###).
     if index:
         spans[0] = Span(style.between + spans[0].text.removeprefix(style.shared), "fixed")
     if answered:
@@ -207,7 +217,7 @@ def _turn(
 
 
 def _stripped(spans: list[Span]) -> list[Span]:
-    """Without white space before the conversation."""
+    """Drop empty spans, and the white space before the first one that is left."""
     spans = [span for span in spans if span.text]
     if spans:
         spans[0] = Span(spans[0].text.lstrip(), spans[0].part)

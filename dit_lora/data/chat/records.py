@@ -1,7 +1,7 @@
 """One record of an annotation file as turns about at most one medium, or everything that is wrong with it.
 
-Formats: VideoChat2's (`QA`); `messages` of TRL, axolotl and LLaMA-Factory, whose content is text or parts; LLaVA's
-(`conversations`). Text without media in each of them.
+Formats: VideoChat2's (`QA`); `messages` of TRL, axolotl and LLaMA-Factory, whose content is text or parts;
+LLaVA's (`conversations`). Each of them may be text without media.
 """
 
 import math
@@ -16,7 +16,7 @@ from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 _PLACEHOLDER = re.compile("<(?:image|video)>")
 _RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
-"""What prompts of every model are made of; `control` has what one model's are."""
+"""Marks that prompts of every model are made of; module `control` has those of one model."""
 _MOST_CHARACTERS = 10 * MOST_CHARACTERS
 """The most characters of all turns together; what a tokenizer should count, `chat.max_tokens` bounds."""
 _ROLES = {
@@ -38,18 +38,18 @@ _HAVE = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".
 
 @dataclass
 class Sample:
-    """What one record says; with faults, as far as it could be read."""
+    """Contents of one record; with faults, as far as it could be read."""
 
     kind: Kind = "text"
     file: str | None = None
-    """As it is written."""
+    """The medium's file as the record names it."""
     turns: tuple[Turn, ...] = ()
     independent: bool = False
     system: str = ""
     start: float | None = None
     end: float | None = None
     faults: list[tuple[str, str]] = field(default_factory=list)
-    """Codes and words."""
+    """Codes and messages."""
 
     def wrong(self, code: str, words: str) -> None:
         if (code, words) not in self.faults:
@@ -57,7 +57,7 @@ class Sample:
 
 
 def parse_record(record: object) -> Sample:
-    """The record in whichever format its keys say."""
+    """Read a record in whichever format its keys say."""
     sample = Sample()
     if not isinstance(record, Mapping):
         sample.wrong("record_type", f"it is of type {_type(record)}, not an object")
@@ -81,15 +81,15 @@ def parse_record(record: object) -> Sample:
 
 
 def _named_media(record: Mapping[Any, Any], sample: Sample) -> Iterator[tuple[Kind, str]]:
-    """Those under the record's own keys."""
+    """Yield the media that the record names under its own keys."""
     for key, kind in _MEDIA_KEYS.items():
-        given = record.get(key)
-        for one in given if isinstance(given, list) else [given]:
-            if isinstance(one, str) and one.strip():
-                yield kind, one
-            elif one is not None:
-                words = f"its {key} must be a file's name; got {_shown(one)}"
-                sample.wrong("record_type", words)
+        value = record.get(key)
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and name.strip():
+                yield kind, name
+            elif name is not None:
+                message = f"its {key} must be a file's name; got {_shown(name)}"
+                sample.wrong("record_type", message)
 
 
 def _choose_medium(
@@ -98,40 +98,40 @@ def _choose_medium(
     media = list(dict.fromkeys(media))
     if len(media) > 1:
         names = ", ".join(name for _, name in media)
-        words = f"it names {len(media)} media, {names}; a sample has at most one"
-        sample.wrong("several_media", words)
+        message = f"it names {len(media)} media, {names}; a sample has at most one"
+        sample.wrong("several_media", message)
     elif media:
         sample.kind, sample.file = media[0]
     else:
-        # A key that is written wrongly would make text of a sample about a file.
-        known = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
+        # A key that is misspelt would make a text sample of one about a file.
+        keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
-            if key not in known and isinstance(value, str) and _HAVE.search(value.lower()):
-                words = f"its {key} names a file, {value}, which is read under image or video"
-                sample.wrong("record_keys", words)
+            if key not in keys_read and isinstance(value, str) and _HAVE.search(value.lower()):
+                message = f"its {key} names a file, {value}, which is read under image or video"
+                sample.wrong("record_keys", message)
 
 
 def _read_qa(given: object, sample: Sample) -> None:
-    """VideoChat2's list of questions `q`, answers `a` and instructions `i`."""
+    """Read VideoChat2's list of questions `q`, answers `a` and instructions `i`."""
     if not isinstance(given, list):
         sample.wrong("record_type", f"its QA is of type {_type(given)}, not a list")
         return
     if not given:
         sample.wrong("no_answer", "its QA is empty")
     turns = []
-    for number, one in enumerate(given, start=1):
+    for number, turn in enumerate(given, start=1):
         where = f"QA {number}"
-        if not isinstance(one, Mapping):
-            sample.wrong("record_type", f"{where} is of type {_type(one)}, not an object")
+        if not isinstance(turn, Mapping):
+            sample.wrong("record_type", f"{where} is of type {_type(turn)}, not an object")
             continue
-        lacks = [key for key in ("q", "a") if one.get(key) is None]
+        lacks = [key for key in ("q", "a") if turn.get(key) is None]
         if lacks:
             sample.wrong("record_keys", f"{where} lacks {' and '.join(lacks)}")
-        texts = {key: one[key] for key in ("q", "a", "i") if one.get(key) is not None}
+        texts = {key: turn[key] for key in ("q", "a", "i") if turn.get(key) is not None}
         for key, text in texts.items():
             if not isinstance(text, str):
-                words = f"{key} of {where} is of type {_type(text)}, not text"
-                sample.wrong("record_type", words)
+                message = f"{key} of {where} is of type {_type(text)}, not text"
+                sample.wrong("record_type", message)
         if not lacks and all(isinstance(text, str) for text in texts.values()):
             # White space stays: the original tokenises these texts as they are.
             turns.append(Turn(*(texts.get(key, "") for key in ("q", "a", "i"))))
@@ -141,7 +141,7 @@ def _read_qa(given: object, sample: Sample) -> None:
 
 
 class _Messages:
-    """Messages with roles, read in order."""
+    """Reader of messages with roles, in order."""
 
     def __init__(
         self, sample: Sample, given: object, key: str, media: list[tuple[Kind, str]]
@@ -149,27 +149,28 @@ class _Messages:
         self._sample, self._given, self._key = sample, given, key
         self._media = media
         self._named = len(media)
-        """Media under the record's own keys."""
+        """Number of media under the record's own keys."""
         self._places: list[int] = []
-        """Before which question each medium stands that has a place in the text."""
+        """Number of questions before each medium that has a place in the text."""
         self._filled = 0
-        """Media that a part names itself."""
+        """Number of media that a part names itself."""
         self._turns: list[Turn] = []
         self._question: str | None = None
 
     def read(self, system: object) -> None:
-        """The turns and the system's words; a message's take the place of the record's own."""
+        """Read the turns and the system text; a system message replaces the record's own."""
         sample = self._sample
         if isinstance(system, str):
             sample.system = system.strip()
         elif system is not None:
             sample.wrong("record_type", f"its system is of type {_type(system)}, not text")
         if not isinstance(self._given, list):
-            words = f"its {self._key} are of type {_type(self._given)}, not a list"
-            sample.wrong("record_type", words)
+            fault = f"its {self._key} are of type {_type(self._given)}, not a list"
+            sample.wrong("record_type", fault)
             return
         answered = False
         for number, message in enumerate(self._given, start=1):
+            # Every message is read, even after a fault, so that all faults are listed.
             answered |= self._read_message(number, message) == "assistant"
         if not answered:
             sample.wrong("no_answer", "no message is the assistant's")
@@ -179,7 +180,7 @@ class _Messages:
         self._check_places()
 
     def _read_message(self, number: int, message: object) -> str | None:
-        """The message's role."""
+        """Read a message and return its role; None if that is missing or unknown."""
         where, sample = f"message {number}", self._sample
         if not isinstance(message, Mapping):
             sample.wrong("record_type", f"{where} is of type {_type(message)}, not an object")
@@ -188,11 +189,11 @@ class _Messages:
         lacks = [key for key in keys if message.get(key) is None]
         if lacks:
             sample.wrong("record_keys", f"{where} lacks {' and '.join(lacks)}")
-        given = message.get(keys[0])
-        role = _ROLES.get(given) if isinstance(given, str) else None
-        if role is None and given is not None:
-            words = f"{where} is of the role {_shown(given)}; those read are {', '.join(_ROLES)}"
-            sample.wrong("role_unknown", words)
+        stated = message.get(keys[0])
+        role = _ROLES.get(stated) if isinstance(stated, str) else None
+        if role is None and stated is not None:
+            reason = f"{where} is of the role {_shown(stated)}; those read are {', '.join(_ROLES)}"
+            sample.wrong("role_unknown", reason)
         text = "" if lacks else self._text(message[keys[1]], where, role)
         if role == "system":
             if number > 1:
@@ -215,24 +216,24 @@ class _Messages:
         self._question = None
 
     def _text(self, content: object, where: str, role: str | None) -> str:
-        """What a message says; media are taken out of questions."""
+        """Return the text of a message; media are taken out of questions."""
         if isinstance(content, str):
             return self._without_places(content, role)
         if not isinstance(content, list):
-            words = f"the content of {where} is of type {_type(content)}, neither text nor parts"
-            self._sample.wrong("record_type", words)
+            message = f"the content of {where} is of type {_type(content)}, neither text nor parts"
+            self._sample.wrong("record_type", message)
             return ""
-        said = []
+        texts = []
         for part in content:
-            type = part.get("type") if isinstance(part, Mapping) else None
-            if type == "text" and isinstance(part.get("text"), str):
-                said.append(self._without_places(part["text"], role))
-            elif type in ("image", "video"):
-                self._medium(part, type, where, role)
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                texts.append(self._without_places(part["text"], role))
+            elif kind in ("image", "video"):
+                self._medium(part, kind, where, role)
             else:
-                words = f"{where} has a part that is no text, image or video: {_shown(part)}"
-                self._sample.wrong("record_type", words)
-        return "".join(said).strip()
+                message = f"{where} has a part that is no text, image or video: {_shown(part)}"
+                self._sample.wrong("record_type", message)
+        return "".join(texts).strip()
 
     def _without_places(self, text: str, role: str | None) -> str:
         if role != "user":
@@ -240,48 +241,48 @@ class _Messages:
         self._places += [len(self._turns)] * len(_PLACEHOLDER.findall(text))
         return _PLACEHOLDER.sub("", text).strip()
 
-    def _medium(self, part: Mapping[Any, Any], type: str, where: str, role: str | None) -> None:
+    def _medium(self, part: Mapping[Any, Any], kind: str, where: str, role: str | None) -> None:
         if role != "user":
             self._sample.wrong("placeholder", f"{where} has a medium; only questions may")
         self._places.append(len(self._turns))
-        given = next((part[key] for key in (type, *_FILE_KEYS) if part.get(key)), None)
-        if isinstance(given, str):
-            self._media.append((_MEDIA_KEYS[type], given))
+        named = next((part[key] for key in (kind, *_FILE_KEYS) if part.get(key)), None)
+        if isinstance(named, str):
+            self._media.append((_MEDIA_KEYS[kind], named))
             self._filled += 1
-        elif given is not None:
-            words = f"the {type} of {where} must be a file's name; got {_shown(given)}"
-            self._sample.wrong("record_type", words)
+        elif named is not None:
+            message = f"the {kind} of {where} must be a file's name; got {_shown(named)}"
+            self._sample.wrong("record_type", message)
 
     def _check_places(self) -> None:
         unfilled = len(self._places) - self._filled
         if unfilled > self._named and len(self._media) <= 1:
-            words = (
+            message = (
                 f"its text has {unfilled} places for media such as <image> or <video>, and its "
                 f"keys name {self._named}"
             )
-            self._sample.wrong("placeholder", words)
+            self._sample.wrong("placeholder", message)
         if any(self._places):
-            words = "its medium belongs to a later question; only the first may have it"
-            self._sample.wrong("placeholder", words)
+            message = "its medium belongs to a later question; only the first may have it"
+            self._sample.wrong("placeholder", message)
 
 
 def _read_part(record: Mapping[Any, Any], sample: Sample) -> None:
-    """`start` and `end`, in seconds."""
-    given = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
-    if not given:
+    """Read `start` and `end`, in seconds."""
+    bounds = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
+    if not bounds:
         return
     if sample.kind != "video" and not sample.faults:
-        sample.wrong("time_range", f"it has a {' and '.join(given)}, and no video")
-    for key, value in given.items():
+        sample.wrong("time_range", f"it has a {' and '.join(bounds)}, and no video")
+    for key, value in bounds.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf:
-            words = f"its {key} must be seconds from 0 on; got {_shown(value)}"
-            sample.wrong("record_type", words)
+            message = f"its {key} must be seconds from 0 on; got {_shown(value)}"
+            sample.wrong("record_type", message)
             return
-    sample.start, sample.end = given.get("start"), given.get("end")
+    sample.start, sample.end = bounds.get("start"), bounds.get("end")
     if sample.end is not None and (sample.start or 0) >= sample.end:
-        words = f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s"
-        sample.wrong("time_range", words)
+        message = f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s"
+        sample.wrong("time_range", message)
 
 
 def _check_texts(sample: Sample) -> None:
@@ -290,18 +291,20 @@ def _check_texts(sample: Sample) -> None:
         texts += [turn.question, turn.answer, turn.instruction]
     text = "\n".join(texts)
     if len(text) > _MOST_CHARACTERS:
-        words = f"its text has {len(text):,} characters, and {_MOST_CHARACTERS:,} are read at most"
-        sample.wrong("too_long", words)
+        message = (
+            f"its text has {len(text):,} characters, and {_MOST_CHARACTERS:,} are read at most"
+        )
+        sample.wrong("too_long", message)
     if has_lone_surrogate(text):
-        words = "its text holds half of a character, a surrogate without the other, as \\ud83d"
-        sample.wrong("caption_not_text", words)
+        message = "its text holds half of a character, a surrogate without the other, as \\ud83d"
+        sample.wrong("caption_not_text", message)
     held = _RESERVED.findall(text)
     if held:
-        words = (
+        message = (
             f"its text holds {', '.join(dict.fromkeys(held))}, which prompts use for turns and media; "
             "write it otherwise"
         )
-        sample.wrong("caption_reserved_token", words)
+        sample.wrong("caption_reserved_token", message)
     first = sample.turns[0] if sample.turns else None
     asked = first.question + first.instruction if first else ""
     is_asked = sample.kind != "text" or first is None or not is_blank(asked)

@@ -1,4 +1,4 @@
-"""A conversation as tokens: which are media, which may be shortened, which are learned."""
+"""Conversations as tokens: which are media, which may be shortened, which are learned."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,18 +14,18 @@ class Piece:
 
     ids: tuple[int, ...]
     part: Part
-    """`answer` alone is learned; `question` alone may be shortened."""
+    """Kind of the tokens: `answer` alone is learned; `question` alone may be shortened."""
     dropped: int = 0
-    """Tokens that were taken out of its middle."""
+    """Number of tokens that were taken out of the piece's middle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One conversation, not padded."""
+    """Tokens of one conversation, not padded."""
 
     pieces: tuple[Piece, ...]
     instruction: tuple[int, ...] = ()
-    """What a Q-Former reads beside the picture, in its own tokenizer's ids."""
+    """Text that a Q-Former reads beside the picture, in its own tokenizer's ids."""
 
     @property
     def ids(self) -> list[int]:
@@ -33,7 +33,7 @@ class Rendered:
 
     @property
     def labels(self) -> list[int]:
-        """The token itself where it is learned, else `IGNORE`; not shifted."""
+        """Each token itself where it is learned, else `IGNORE`; not shifted."""
         return [
             token if piece.part == "answer" else IGNORE
             for piece in self.pieces
@@ -42,7 +42,7 @@ class Rendered:
 
     @property
     def answers(self) -> int:
-        """Tokens that are learned."""
+        """Number of tokens that are learned."""
         return sum(len(piece.ids) for piece in self.pieces if piece.part == "answer")
 
     def __len__(self) -> int:

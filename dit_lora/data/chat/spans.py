@@ -1,4 +1,4 @@
-"""Text in spans, tokenised once, so that a boundary never changes a token."""
+"""Text in spans, tokenised as a whole, so that a boundary never changes a token."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ class Span(NamedTuple):
 def tokenized(
     tokenizer: PreTrainedTokenizerBase, spans: Sequence[Span], *, add_special_tokens: bool = False
 ) -> list[Piece]:
-    """The tokens of the joined text, each with the span of its last character, an answer's end included.
+    """Return the tokens of the joined text, each with the span of its last character, an answer's end included.
 
-    Equal to tokenising the whole text at once, as inference does: a model never meets a text that was cut where
-    an answer happened to begin. Raises `DitLoraError` if one token holds the end of a prompt and the beginning of
-    its answer, which no prompt could end with, and if the tokenizer cannot tell where its tokens are.
+    They are those of the whole text at once, as inference has them: a model never meets a text that was cut
+    where an answer happened to begin. Raises `DitLoraError` if one token holds the end of a prompt and the
+    beginning of its answer, which no prompt could end with, and if the tokenizer cannot tell where its
+    tokens are.
     """
     if not tokenizer.is_fast:
         raise DitLoraError(
@@ -39,11 +40,12 @@ def tokenized(
         text,
         add_special_tokens=add_special_tokens,
         return_offsets_mapping=True,
-        verbose=False,  # of what is too long, chat.max_tokens decides
+        # The tokenizer's warning would be about its own limit; chat.max_tokens decides.
+        verbose=False,
     )
     owners = [_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
     tokens = zip(owners, encoded["input_ids"], strict=True)
-    # Questions and answers are pieces of their own each; what stands between them is one.
+    # Questions and answers are pieces of their own; what stands between them is joined to one piece.
     return [
         Piece(tuple(token for _, token in group), part)
         for (part, _), group in groupby(tokens, key=lambda pair: _piece_key(spans, pair[0]))
@@ -56,10 +58,10 @@ def _piece_key(spans: Sequence[Span], owner: int) -> tuple[Part, int]:
 
 
 def _owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
-    """Index of the span that a token with these characters belongs to.
+    """Return the index of the span that a token with these characters belongs to.
 
-    Byte-level tokenizers may trim white space from what they report: a token without characters is of those
-    before it.
+    Byte-level tokenizers may trim white space from what they report: a token without characters belongs to
+    those before it.
     """
     last = bisect_right(ends, max(stop - 1, 0))
     first = min(bisect_right(ends, start), last)

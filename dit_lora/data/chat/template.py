@@ -24,9 +24,10 @@ class Templated(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MediaText:
-    """What the template writes for the media, and what the processor would put there for these frames.
+    """Text that the template writes for the media, and what the processor would put there for these frames.
 
-    Such as `<|vision_start|><|video_pad|><|vision_end|>` and the same with the pad repeated, timestamps between.
+    An example is `<|vision_start|><|video_pad|><|vision_end|>`, and the same with the pad repeated and
+    timestamps between.
     """
 
     placeholder: str
@@ -41,22 +42,24 @@ def render_template(
     *,
     answered: bool = True,
 ) -> Rendered:
-    """The conversation as the template writes it; unless `answered`, the prompt for the last answer.
+    """Render a conversation as the template writes it; unless `answered`, the prompt for the last answer.
 
-    The media come first in the first question; `media` is None of kind `text`. An answer is what the template adds
-    to the prompt of its turn, learned up to and including the first special token after it, its end of turn. What
-    follows the last answer is left out. A template that ends no answer gets the tokenizer's end of text after the
-    last one, as there a model would not learn to stop. White space around questions and answers is removed. A
-    beginning-of-text token is added where the template writes none and the tokenizer would.
+    The media come first in the first question; `media` is None for kind `text`. An answer is what the
+    template adds to the prompt of its turn, learned up to and including the first special token after it,
+    its end of turn. What follows the last answer is left out. A template that ends no answer gets the
+    tokenizer's end of text after the last one, because a model would not learn to stop there. White space
+    around questions and answers is removed. A beginning-of-text token is added where the template writes
+    none and the tokenizer would.
 
-    Raises `DitLoraError` if the template refuses the conversation, leaves out the system text or an answer, changes
-    what it wrote of earlier turns, does not write the placeholder exactly once, or if the text holds the
-    placeholder or its tokens elsewhere.
+    Raises `DitLoraError` if the template refuses the conversation, leaves out the system text or an answer,
+    changes what it wrote of earlier turns, does not write the placeholder exactly once, or if the text
+    holds the placeholder or its tokens elsewhere.
     """
     spans = _Writer(template, conversation, _ends(tokenizer)).spans(answered)
     spans = _expanded(spans, media)
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
+    # A template that writes the beginning-of-text token must not get a second one.
     written = isinstance(bos, str) and text.startswith(bos)
     pieces = tokenized(tokenizer, spans, add_special_tokens=not written)
     rendered = Rendered(tuple(pieces))
@@ -83,6 +86,7 @@ class _Writer:
             last = index == len(turns) - 1
             kind = self._conversation.kind if index == 0 else "text"
             messages.append(_message("user", question, kind))
+            # Inference sees this text before an answer, so the answer is what is written beyond it.
             prompt = self._write(messages, generation=True)
             spans += _asked(self._beyond(written, prompt, "an earlier turn"), question)
             if not index and self._conversation.system.strip() not in prompt:
@@ -129,9 +133,13 @@ class _Writer:
                 f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
             )
         stop = reply.index(answer) + len(answer)
-        found = [at + len(end) for end in self._ends if (at := reply.find(end, stop)) >= 0]
-        if found:
-            stop = min(found)
+        after_ends = []
+        for end in self._ends:
+            at = reply.find(end, stop)
+            if at >= 0:
+                after_ends.append(at + len(end))
+        if after_ends:
+            stop = min(after_ends)
         elif last:
             reply = reply[:stop] + self._eos
             stop = len(reply)
@@ -147,6 +155,7 @@ def _message(role: str, text: str, kind: str = "text") -> Message:
 
 
 def _asked(prompt: str, question: str) -> list[Span]:
+    # The question is the last of its text in the prompt: earlier turns may repeat it.
     at = prompt.rfind(question) if question else -1
     if at < 0:
         return [Span(prompt, "fixed")]
@@ -155,7 +164,7 @@ def _asked(prompt: str, question: str) -> list[Span]:
 
 
 def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
-    """With the placeholder's expansion as a span of its own."""
+    """Return the spans with the placeholder's expansion as a span of its own."""
     if media is None:
         return list(spans)
     written = sum(span.text.count(media.placeholder) for span in spans)
@@ -166,15 +175,15 @@ def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
         )
     expanded = []
     for span in spans:
-        before, found, after = span.text.partition(media.placeholder)
+        before, placeholder, after = span.text.partition(media.placeholder)
         expanded.append(Span(before, span.part))
-        if found:
+        if placeholder:
             expanded += [Span(media.expansion, "media"), Span(after, span.part)]
     return expanded
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
-    """The end of text, and all special tokens."""
+    """Return the end of text, and all special tokens."""
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
         raise DitLoraError(
@@ -185,7 +194,7 @@ def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
 
 
 def _refuse_stray_media(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The model counts these tokens and fails where there are more than pictures."""
+    """Raise `DitLoraError` if the media's tokens stand elsewhere: the model counts them, one set for each medium."""
     added = set(tokenizer.added_tokens_decoder)
     media = {token for p in rendered.pieces if p.part == "media" for token in p.ids} & added
     stray = {token for p in rendered.pieces if p.part != "media" for token in p.ids} & media

@@ -7,22 +7,23 @@ from dit_lora.objectives import IGNORE
 
 
 def bucket_length(tokens: int, step: int) -> int:
-    """The least multiple of `step` that holds so many tokens."""
+    """Return the least multiple of `step` that holds so many tokens."""
     return -(-tokens // step) * step
 
 
 def to_tensors(
     rendered: Rendered, *, length: int, answers: int, instruction: int | None, pad: int
 ) -> dict[str, torch.Tensor]:
-    """int64 `input_ids` (length,), `labels` and `answer_positions` (answers,), padded on the right.
+    """Return int64 `input_ids` (length,), `labels` and `answer_positions` (answers,), padded on the right.
 
-    `labels` are the learned tokens in order, then -100; `answer_positions` the index of the token before each, whose
-    hidden state predicts it, then 0. With `instruction`, also `instruction_ids` and `instruction_mask` of that
-    length, padded with 0, which is [PAD] in BERT's vocabulary. Raises `ValueError` if something does not fit: what
-    is cut off here would be answers.
+    `labels` are the learned tokens in order, then -100; `answer_positions` the index of the token before
+    each, whose hidden state predicts it, then 0. With `instruction`, also `instruction_ids` and
+    `instruction_mask` of that length, padded with 0, which is [PAD] in BERT's vocabulary. Raises
+    `ValueError` if something does not fit: what would be cut off are answers.
     """
     ids = rendered.ids
     learned = [index for index, label in enumerate(rendered.labels) if label != IGNORE]
+    # The first token is never predicted, so it must not be learned.
     if learned and not learned[0]:
         raise ValueError("the first token has a label, and nothing before it to predict it from")
     tensors = {

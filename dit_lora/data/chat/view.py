@@ -26,17 +26,17 @@ _STYLES: dict[Part, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's place, id and text; the texts of a piece joined are its text."""
+    """A token's place, id and text; the texts of a piece's tokens joined are its text."""
 
     position: int
     id: int
     text: str
-    """Nothing for all but the last token of a character that takes several."""
+    """Text of the token; empty for all but the last token of a character that takes several."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownPiece:
-    """A piece in tokens with text; of media, none."""
+    """A piece in tokens with text; media have no tokens."""
 
     part: Part
     count: int
@@ -45,18 +45,19 @@ class ShownPiece:
 
     @property
     def halves(self) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
-        """Before and after what was dropped."""
+        """The tokens before and after those that were dropped."""
         head = len(self.tokens) - len(self.tokens) // 2 if self.dropped else len(self.tokens)
         return self.tokens[:head], self.tokens[head:]
 
 
 def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[ShownPiece]:
-    """The pieces with the text of each token, media folded: their ids may be outside the vocabulary."""
+    """Return the pieces with the text of each token; media are folded: their ids may be outside the vocabulary."""
     shown, position = list[ShownPiece](), 0
     reader = _Reader(tokenizer)
     for piece in rendered.pieces:
         tokens: tuple[Token, ...] = ()
         if piece.part == "media":
+            # Media's ids may be outside the vocabulary, so the text begins anew after them.
             reader = _Reader(tokenizer)
         else:
             texts = [reader.read(token) for token in piece.ids]
@@ -70,7 +71,7 @@ def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def counts(rendered: Rendered) -> dict[str, int]:
-    """Tokens by what becomes of them, in the order of `NAMES`."""
+    """Return the numbers of tokens by what becomes of them, in the order of `NAMES`."""
     return {
         name: sum(len(piece.ids) for piece in rendered.pieces if piece.part == part)
         for part, name in NAMES.items()
@@ -78,7 +79,7 @@ def counts(rendered: Rendered) -> dict[str, int]:
 
 
 def facts(rendered: Rendered, *, kind: str, seconds: Sequence[float]) -> str:
-    """`video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`"""
+    """Return a line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`."""
     media = kind
     if kind == "video":
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
@@ -98,10 +99,10 @@ def terminal_view(
     seconds: Sequence[float] = (),
     instruction: str = "",
 ) -> RenderableType:
-    """One sample for a terminal: its pieces in order, each with what becomes of it and how many tokens it has.
+    """Show one sample in a terminal: its pieces in order, each with what becomes of it and how many tokens it has.
 
-    `seconds` are its frames'; `instruction` is the text that a Q-Former reads. Escape sequences from the data are
-    shown, not obeyed.
+    `seconds` are its frames'; `instruction` is the text that a Q-Former reads. Escape sequences from the
+    data are shown, not obeyed.
     """
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -130,13 +131,15 @@ class _Reader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._known = 0  # tokens whose text was given
+        self._known = 0
+        """Number of tokens at the beginning of `_ids` whose text was given."""
 
     def read(self, token: int) -> str:
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._known]), self._decode(self._ids)
+        # A character of UTF-8 has up to 4 bytes: this token ends within one, and the next tokens go on.
         if now.endswith("\ufffd") and len(self._ids) - self._known < 4:
-            return ""  # a byte of a character whose others come next
+            return ""
         self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
         return now[len(before) :]
 
@@ -145,7 +148,7 @@ class _Reader:
 
 
 def _visible(text: str) -> str:
-    """With line breaks and other invisible characters as signs."""
+    """Return the text with line breaks and other invisible characters as signs."""
     signs = {"\n": "↵", "\t": "→"}
     return "".join(
         signs.get(character, character if character.isprintable() else "\ufffd")

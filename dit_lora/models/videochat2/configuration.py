@@ -1,7 +1,6 @@
-"""What a VideoChat2 checkpoint is made of: sizes of its three networks and how media become tokens.
+"""Configuration of a VideoChat2 checkpoint: sizes of its three networks and how media become tokens.
 
-Source: OpenGVLab/Ask-Anything, video_chat2/scripts/videochat_mistral/config_7b_stage3.py and
-config_7b_hd_stage4.py.
+Source: OpenGVLab/Ask-Anything, video_chat2/scripts/videochat_mistral/config_7b_stage3.py and config_7b_hd_stage4.py.
 """
 
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ QFORMER_DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 12,
     "intermediate_size": 3072,
     "cross_attention_frequency": 2,
+    # BERT's 30,522 words and [DEC].
     "vocab_size": 30523,
     "max_position_embeddings": 512,
     "hidden_dropout_prob": 0.1,
@@ -44,16 +44,16 @@ LEGACY_EPS, EPS = 1e-12, 1e-6
 class VideoChat2Config(PreTrainedConfig):
     """Sizes of VideoChat2; the defaults are VideoChat2-Mistral-7B's, and `text_config` any causal LM's.
 
-    `vision_config` (UMT-L) and `qformer_config` are plain dicts; what they leave out is filled in, and an unknown
-    key raises DitLoraError. `num_hidden_layers` of the former counts the blocks as the pretrained encoder does:
-    return_index -2 gives the output of the last but one, and the last is not built. Any number of frames can be read:
-    `num_frames` is what the checkpoint was trained on.
+    `vision_config` (UMT-L) and `qformer_config` are plain dicts; what they leave out is filled in, and an
+    unknown key raises `DitLoraError`. `num_hidden_layers` of the former counts the blocks as the pretrained
+    encoder does: return_index -2 gives the output of the last but one, and the last is not built. Any
+    number of frames can be read: `num_frames` is what the checkpoint was trained on.
 
-    `media_token_id` fills the positions that the media's tokens take: outside both vocabularies, never embedded.
-    `legacy` is the arithmetic that the released weights were trained with: LayerNorm eps 1e-12 in the Q-Former and
-    before it, and each BOS token embedded as the constant vector of its own id (videochat2_it_mistral.py assigns the
-    id to the embedding; its demo and MVBench notebooks embed BOS as any token). Off: eps 1e-6, and the BOS token's
-    own embedding.
+    `media_token_id` fills the positions that the media's tokens take: outside both vocabularies, never
+    embedded. `legacy` is the arithmetic that the released weights were trained with: LayerNorm eps 1e-12 in
+    the Q-Former and before it, and each BOS token embedded as the constant vector of its own id
+    (videochat2_it_mistral.py assigns the id to the embedding; its demo and MVBench notebooks embed BOS as
+    any token). Without it, eps is 1e-6, and BOS has its own embedding.
     """
 
     model_type = "videochat2"
@@ -76,6 +76,7 @@ class VideoChat2Config(PreTrainedConfig):
         self.vision_config = filled(vision_config, VISION_DEFAULTS, "vision_config")
         self.qformer_config = filled(qformer_config, QFORMER_DEFAULTS, "qformer_config")
         if not isinstance(text_config, PreTrainedConfig):
+            # config.json stores the language model's config as plain values.
             values = dict(text_config or {})
             text_config = AutoConfig.for_model(values.pop("model_type", "mistral"), **values)
         self.text_config = text_config
@@ -84,17 +85,21 @@ class VideoChat2Config(PreTrainedConfig):
         self.media_token_id = text_config.vocab_size if media_token_id is None else media_token_id
         self.legacy, self.tile_size, self.add_global = legacy, tile_size, add_global
         self.prompt_format = prompt_format
+        # Transformers ties the head by the value of this outer config.
         kwargs.setdefault("tie_word_embeddings", bool(text_config.tie_word_embeddings))
         super().__init__(**kwargs)
         self._check()
 
     @property
     def layer_norm_eps(self) -> float:
-        """Of the Q-Former's LayerNorms and the one before it; 1e-12 makes gradients of 1e6 of a constant row."""
+        """Epsilon of the Q-Former's LayerNorms and the one before it.
+
+        At 1e-12, the gradient of a constant row has a factor of 1e6.
+        """
         return LEGACY_EPS if self.legacy else EPS
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles in pixels of height x width; raises DitLoraError where none fit."""
+        """Return rows and columns of tiles in pixels of height x width; raises `DitLoraError` where none fit."""
         tile = self.tile_size
         if height < tile or width < tile or height % tile or width % tile:
             raise DitLoraError(
@@ -103,37 +108,37 @@ class VideoChat2Config(PreTrainedConfig):
         return height // tile, width // tile
 
     def num_views(self, height: int, width: int) -> int:
-        """Tiles in pixels of height x width, and, if `add_global` and they are several, the whole picture."""
+        """Return the number of tiles in height x width pixels; with `add_global`, several count one more, the whole."""
         rows, columns = self.grid(height, width)
         return rows * columns + (self.add_global and rows * columns > 1)
 
     def num_media_tokens(self, height: int, width: int) -> int:
-        """Positions of the prompt that media of height x width pixels fill, of however many frames."""
+        """Return the positions of the prompt that media of height x width pixels fill, of however many frames."""
         return self.num_views(height, width) * (self.num_query_tokens + self.num_extra_query_tokens)
 
     def _check(self) -> None:
-        wrong = []
+        faults = []
         if self.prompt_format not in PROMPT_FORMATS:
-            wrong.append(
+            faults.append(
                 f"prompt_format is one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}"
             )
         if 0 <= self.media_token_id < self.text_config.vocab_size:
-            wrong.append(
+            faults.append(
                 f"media_token_id is outside the vocabulary of {self.text_config.vocab_size} tokens; "
                 f"got {self.media_token_id}"
             )
         if self.vision_config["image_size"] != self.tile_size:
-            wrong.append(
+            faults.append(
                 "each tile is one picture of the vision encoder: tile_size is vision_config's image_size; "
                 f"got {self.tile_size} and {self.vision_config['image_size']}"
             )
         if self.legacy and not isinstance(self.text_config.bos_token_id, int):
-            wrong.append(
+            faults.append(
                 "legacy replaces the BOS token's embedding, and text_config has no single bos_token_id; "
                 f"got {self.text_config.bos_token_id}"
             )
-        if wrong:
-            raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", wrong))
+        if faults:
+            raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", faults))
 
 
 # Transformers' own loaders, of tokenizers too, read config.json by its model_type.
@@ -143,7 +148,7 @@ AutoConfig.register("videochat2", VideoChat2Config)
 def filled(
     given: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    """The defaults with what is given in their place; an unknown key raises DitLoraError."""
+    """Return the defaults, replaced by what is given; an unknown key raises `DitLoraError`."""
     unknown = sorted(set(given or {}) - set(defaults))
     if unknown:
         raise DitLoraError(

@@ -1,4 +1,4 @@
-"""VideoChat2's released .pth files and a language model's folder to one checkpoint folder of ours.
+"""Conversion of VideoChat2's released .pth files and a language model's folder to one checkpoint folder.
 
     convert_videochat2(
         Path("videochat2-mistral"),
@@ -46,7 +46,7 @@ EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"
 GENERATION = "generation_config.json"
 ADAPTER = "adapter"
-"""Folder of a LoRA that was kept."""
+"""Name of the folder of a LoRA that was kept."""
 LORA_ALPHA = 32.0  # config_7b_stage3.py; the files do not say
 QUERY_STD = 0.02  # BERT's initializer_range, as init_Qformer draws the other queries
 SHARD_BYTES = 4 * 2**30
@@ -54,21 +54,21 @@ SHARD_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of every tensor."""
+    """Report of what became of every tensor."""
 
     path: Path
     tensors: Mapping[str, int]
-    """How many of ours came from which file."""
+    """Numbers of our tensors that came from each file."""
     unused: Mapping[str, tuple[str, ...]]
-    """Why, and which of theirs."""
+    """Names of released tensors that are not needed, by the reason."""
     lora: str
-    """What was done with the LoRA; empty where there is none."""
+    """Report of what was done with the LoRA; empty where there is none."""
     fresh: tuple[str, ...]
-    """Ours that no file has and that were drawn."""
+    """Names of our tensors that no file has and that were drawn."""
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The report, for a person."""
+        """Return the report in lines for a person."""
         return [
             f"{self.path}: {sum(self.tensors.values())} tensors",
             *(f"  {count} of {file}" for file, count in self.tensors.items()),
@@ -81,32 +81,32 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a conversion is put together from, opened."""
+    """Opened parts that a conversion puts together."""
 
     llm: Path
     files: Sequence[ReleasedFile]
     tuned: bool
-    """Whether a file of stage 3 or later is among them."""
+    """True if a file of stage 3 or later is among them."""
     kind: str
-    """`mistral`, `llama` or `phi`."""
+    """Name of the language model's kind: `mistral`, `llama` or `phi`."""
     text_config: PreTrainedConfig
     tokenizer: Any
     reader: Any
-    """The Q-Former's tokenizer."""
+    """Tokenizer of the Q-Former."""
     notes: tuple[str, ...]
 
-    def model_config(self, given: Mapping[str, Any], legacy: bool | None) -> VideoChat2Config:
+    def model_config(self, overrides: Mapping[str, Any], legacy: bool | None) -> VideoChat2Config:
         values = {
             "prompt_format": PROMPT_FORMATS[self.kind],
             "legacy": self.tuned if legacy is None else legacy,
             "text_config": self.text_config,
-            **given,
+            **overrides,
         }
-        qformer = {"vocab_size": len(self.reader), **given.get("qformer_config", {})}
+        qformer = {"vocab_size": len(self.reader), **overrides.get("qformer_config", {})}
         return VideoChat2Config(**{**values, "qformer_config": qformer})
 
     def write_rest(self, folder: Path) -> None:
-        """Both tokenizers, and how the language model generates."""
+        """Write both tokenizers, and how the language model generates."""
         self.tokenizer.save_pretrained(folder)
         self.reader.save_pretrained(folder / QFORMER_TOKENIZER)
         if (self.llm / GENERATION).is_file():
@@ -130,13 +130,15 @@ def convert_videochat2(
 ) -> Conversion:
     """Write `out`, which must not exist, with every tensor of the files placed or accounted for.
 
-    `vision` is stage 1's umt_l16_qformer.pth; `stages` go over it in their order. Without `legacy` the released
-    arithmetic is kept (`VideoChat2Config.legacy`) if a file of stage 3 or later is among them. That file's LoRA is
-    added to the language model in fp32 and rounded once, to the dtype of its weights; with `keep_adapter`, it is
-    `out/adapter` in PEFT's format instead. `config` goes over VideoChat2Config's values, for other sizes.
+    `vision` is stage 1's umt_l16_qformer.pth; `stages` go over it in their order. Without `legacy` the
+    released arithmetic is kept (`VideoChat2Config.legacy`) if a file of stage 3 or later is among them.
+    That file's LoRA is added to the language model in fp32 and rounded once, to the dtype of its weights;
+    with `keep_adapter`, it is `out/adapter` in PEFT's format instead. `config` replaces VideoChat2Config's
+    values, for other sizes.
 
-    dtypes are those of the files. At most a shard is in memory. Raises one DitLoraError that lists every tensor that
-    is unknown, missing, of another shape or not finite; then, and if it is interrupted, `out` does not exist.
+    dtypes are those of the files. At most a shard is in memory. Raises one `DitLoraError` that lists every
+    tensor that is unknown, missing, of another shape or not finite; then, and if it is interrupted, `out`
+    does not exist.
     """
     _check_paths(out, llm, vision, stages, qformer_tokenizer)
     parts = _open(llm, vision, stages, qformer_tokenizer)
@@ -145,6 +147,7 @@ def convert_videochat2(
         model = VideoChat2ForConditionalGeneration(ours)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if ours.tie_word_embeddings:
+        # A tied head is the embedding, and is not stored.
         del expected["lm_head.weight"]
     blocks = len(model.model.vision_encoder.encoder.blocks)
     use_text = ours.qformer_config["use_text"]
@@ -170,21 +173,21 @@ def convert_videochat2(
 def _check_paths(
     out: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
 ) -> None:
-    wrong = [f"{out} exists; choose another folder"] if out.exists() else []
-    wrong += [
+    faults = [f"{out} exists; choose another folder"] if out.exists() else []
+    faults += [
         f"{folder} is no folder of a {what}"
         for folder, what in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
         if not folder.is_dir()
     ]
-    wrong += [
+    faults += [
         f"no file {path}" for path in [*([vision] if vision else []), *stages] if not path.is_file()
     ]
     if not stages:
-        wrong.append(
+        faults.append(
             "no file of stage 2 or later was given, so nothing projects to the language model"
         )
-    if wrong:
-        raise DitLoraError(listed("cannot convert VideoChat2:", wrong))
+    if faults:
+        raise DitLoraError(listed("cannot convert VideoChat2:", faults))
 
 
 def _open(llm: Path, vision: Path | None, stages: Sequence[Path], qformer: Path) -> _Parts:
@@ -198,7 +201,7 @@ def _open(llm: Path, vision: Path | None, stages: Sequence[Path], qformer: Path)
 
 
 def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
-    """The language model's, which pads as the original does, and the Q-Former's with [DEC] (blip2.py)."""
+    """Load the language model's tokenizer, which pads as the original's, and the Q-Former's with [DEC] (blip2.py)."""
     try:
         tokenizer = load_tokenizer(llm)
         reader = load_pretrained(AutoTokenizer, qformer_tokenizer, truncation_side="left")
@@ -214,21 +217,21 @@ def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
 
 
 def _language_model(files: Sequence[ReleasedFile]) -> str:
-    """`mistral`, `llama` or `phi`; all files agree."""
-    found = {file.path: language_model_of(file.tensors) for file in files}
-    kinds = {kind for kind in found.values() if kind}
+    """Return `mistral`, `llama` or `phi`; raise `DitLoraError` unless all files agree."""
+    by_file = {file.path: language_model_of(file.tensors) for file in files}
+    kinds = {kind for kind in by_file.values() if kind}
     if len(kinds) == 1:
         return kinds.pop()
     raise DitLoraError(
         listed(
             f"the files must be of one language model ({', '.join(f'{k}_proj' for k in PROMPT_FORMATS)}):",
-            [f"{path}: {kind or 'of none'}" for path, kind in found.items()],
+            [f"{path}: {kind or 'of none'}" for path, kind in by_file.items()],
         )
     )
 
 
 def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """The language model's config, whose BOS is its tokenizer's: old LLaMA folders disagree."""
+    """Return the language model's config, whose BOS is its tokenizer's (old LLaMA folders disagree), and notes."""
     try:
         text_config = load_pretrained(AutoConfig, llm)
     except (ValueError, OSError) as error:
@@ -238,10 +241,13 @@ def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig
             f"the released files are of a {MODEL_TYPES[kind]} language model ({kind}_proj); {llm} is a "
             f"{text_config.model_type}"
         )
-    text_config.name_or_path = ""  # it says where the folder was
-    named, own = text_config.bos_token_id, tokenizer.bos_token_id
-    text_config.bos_token_id = own
-    return text_config, () if named == own else (f"bos_token_id {named} -> {own}, the tokenizer's",)
+    # The name would say where the folder was.
+    text_config.name_or_path = ""
+    stated, actual = text_config.bos_token_id, tokenizer.bos_token_id
+    text_config.bos_token_id = actual
+    return text_config, () if stated == actual else (
+        f"bos_token_id {stated} -> {actual}, the tokenizer's",
+    )
 
 
 def _draw_extra_queries(
@@ -270,7 +276,7 @@ class _Adapter:
         self.update = self.rounding = 0.0
 
     def merge(self) -> None:
-        """Put W + alpha / rank * B A, in fp32 and rounded once, in the place of each W; done when that is read."""
+        """Replace each W by W + alpha / rank * B A, in fp32 and rounded once, computed when the tensor is read."""
         for module in self.sources.lora:
             name = f"{module}.weight"
             base = self.sources.weights[name]
@@ -321,7 +327,7 @@ def _write_shards(
     shard_bytes: int,
     progress: Callable[[str], None] | None,
 ) -> None:
-    """Write the tensors as Transformers shards them; raises after the last if any is not finite."""
+    """Write the tensors as Transformers shards them; raises `DitLoraError` after the last if any is not finite."""
     shards: list[list[str]] = []
     written = size = 0
     bad: list[str] = []
@@ -331,7 +337,8 @@ def _write_shards(
         shards.append(list(tensors))
         written += len(tensors)
         size += sum(tensor.nbytes for tensor in tensors.values())
-        del tensors  # else the next shard is read beside this one
+        # Without this, the next shard would be read while this one is in memory.
+        del tensors
         if progress is not None:
             progress(f"{written} of {len(names)} tensors, {size / 2**30:.2f} GiB")
     if bad:
@@ -360,7 +367,7 @@ def _shard_name(number: int) -> str:
 def _shards(
     sources: Sources, names: Sequence[str], shard_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors, in groups of up to `shard_bytes`, or one that is larger; read when asked for."""
+    """Yield the tensors, read when asked for, in groups of up to `shard_bytes`, or one that is larger."""
     tensors: dict[str, torch.Tensor] = {}
     size = 0
     for name in names:
@@ -375,7 +382,7 @@ def _shards(
 
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` at the end, or goes away if there is none."""
+    """Yield a folder that becomes `out` at the end, or goes away after an error."""
     staged = out.with_name(f".{out.name}.{os.getpid()}.partial")
     staged.mkdir(parents=True)
     try:

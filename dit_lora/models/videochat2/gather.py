@@ -1,4 +1,4 @@
-"""Every tensor of the released files and of the language model's folder, by our names, still on disk."""
+"""Gathers every tensor of the released files and of the language model's folder, by our names, still on disk."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,20 +33,20 @@ class Stored:
 
 @dataclass
 class Sources:
-    """Where each of our tensors comes from; a later file replaces an earlier one's."""
+    """Origins of our tensors; a later file replaces an earlier one's."""
 
     weights: dict[str, Stored] = field(default_factory=dict)
     lora: dict[str, dict[str, Stored]] = field(default_factory=dict)
-    """By our layer: `A` (rank, inputs) and `B` (outputs, rank)."""
+    """LoRA matrices by our layer: `A` (rank, inputs) and `B` (outputs, rank)."""
     unused: dict[str, list[str]] = field(default_factory=dict)
-    """By the reason, theirs."""
+    """Names of released tensors that are not needed, by the reason."""
     unknown: list[str] = field(default_factory=list)
 
 
 def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool) -> Sources:
-    """The folder's tensors, then the files' over them, in their order.
+    """Return the folder's tensors, with the files' over them, in their order.
 
-    `blocks` and `use_text` as `why_unused` takes them. Raises DitLoraError where a file cannot be read.
+    `blocks` and `use_text` are those of `why_unused`. Raises `DitLoraError` where a file cannot be read.
     """
     sources = Sources()
     for name, stored in _language_model_weights(llm):
@@ -68,17 +68,18 @@ def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: 
 
 
 def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
-    found, stored = place(name), Stored(file, tuple(tensor.shape), tensor.detach)
-    if found is None:
+    # detach reads nothing: the values stay on disk until they are used.
+    target, stored = place(name), Stored(file, tuple(tensor.shape), tensor.detach)
+    if target is None:
         sources.unknown.append(f"{file.name}: {name}")
-    elif found.part == "weight":
-        sources.weights[found.name] = stored
+    elif target.part == "weight":
+        sources.weights[target.name] = stored
     else:
-        sources.lora.setdefault(found.name, {})[found.part] = stored
+        sources.lora.setdefault(target.name, {})[target.part] = stored
 
 
 def _language_model_weights(llm: Path) -> Iterator[tuple[str, Stored]]:
-    """Names and tensors of a folder of Transformers: safetensors, or, as old Vicunas have it, .bin files."""
+    """Yield names and tensors of a folder of Transformers: safetensors, or, as old Vicunas have it, .bin files."""
     for index, weights, entries in (
         (_INDEX, _WEIGHTS, _safetensors),
         (_PICKLED_INDEX, _PICKLED_WEIGHTS, _pickled),
@@ -121,23 +122,23 @@ def _pickled(file: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise one error with everything that is unknown, missing or of another shape."""
-    wrong = [f"{name}: unknown" for name in sources.unknown]
+    """Raise one `DitLoraError` with everything that is unknown, missing or of another shape."""
+    faults = [f"{name}: unknown" for name in sources.unknown]
     for name, stored in sources.weights.items():
         shape = expected.get(name)
         if shape is None:
-            wrong.append(f"{stored.file.name}: {name}: not of this model")
+            faults.append(f"{stored.file.name}: {name}: not of this model")
         elif shape != stored.shape:
-            wrong.append(
+            faults.append(
                 f"{stored.file.name}: {name}: shape {stored.shape}, the config makes {shape}"
             )
-    wrong += [
+    faults += [
         f"{name}: missing from every file" for name in expected if name not in sources.weights
     ]
     for module, lora in sources.lora.items():
-        wrong += _lora_faults(module, lora, expected.get(f"{module}.weight"))
-    if wrong:
-        raise DitLoraError(listed("these files do not make a VideoChat2 of this config:", wrong))
+        faults += _lora_faults(module, lora, expected.get(f"{module}.weight"))
+    if faults:
+        raise DitLoraError(listed("these files do not make a VideoChat2 of this config:", faults))
 
 
 def _lora_faults(
@@ -148,6 +149,7 @@ def _lora_faults(
     if len(lora) < 2:
         return [f"LoRA of {module}: {next(iter(lora))} without its other half"]
     a, b = lora["A"].shape, lora["B"].shape
+    # B A must have the weight's shape, and both matrices one rank.
     if (b[:1] + a[1:], a[:1]) != (shape, b[1:]):
         return [f"LoRA of {module}: A {a}, B {b} for a weight of {shape}"]
     return []

@@ -26,9 +26,8 @@ from dit_lora.models.videochat2.qformer import VideoChat2QFormer
 from dit_lora.models.videochat2.vision import VideoChat2Vision, VideoChat2VisionAttention
 from dit_lora.pretrained import built_from
 
-QUERY_STD = (
-    0.02  # blip2.py: BERT's initializer_range; the original leaves the extra queries at zero
-)
+# blip2.py: BERT's initializer_range; the original leaves the extra queries at zero.
+QUERY_STD = 0.02
 
 
 class VideoChat2PreTrainedModel(PreTrainedModel):
@@ -47,7 +46,7 @@ class VideoChat2PreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """New queries are N(0, 0.02), the extra ones too: a constant row makes LayerNorm's gradient 1/eps**0.5."""
+        """Draw all new queries from N(0, 0.02): a constant row would make LayerNorm's gradient 1/eps**0.5."""
         super()._init_weights(module)
         if isinstance(module, VideoChat2VisionAttention):
             init.zeros_(module.q_bias)
@@ -66,7 +65,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
     def __init__(self, config: VideoChat2Config) -> None:
         super().__init__(config)
         self.constant_bos = config.legacy
-        """Whether BOS is embedded as the constant of its id."""
+        """True if BOS is embedded as the constant of its id."""
         vision_width = config.vision_config["hidden_size"]
         width = config.qformer_config["hidden_size"]
         self.vision_encoder = VideoChat2Vision(config.vision_config)
@@ -78,7 +77,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         )
         self.qformer = VideoChat2QFormer(config.qformer_config, vision_width, config.layer_norm_eps)
         self.projection = nn.Linear(width, config.text_config.hidden_size)
-        # text_config remembers the dtype that the language model was saved in; all of VideoChat2 has one.
+        # text_config remembers the dtype that the language model was saved in, but all of VideoChat2 has one.
         self.language_model = built_from(
             AutoModel, config.text_config, dtype=torch.get_default_dtype()
         )
@@ -96,8 +95,9 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         instruction_ids: torch.Tensor | None = None,
         instruction_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Normalised pixels (B, F, 3, H, W) to the tokens (B, V * Q, D) that stand for them in the prompt."""
+        """Return the tokens (B, V * Q, D) that stand for normalised pixels (B, F, 3, H, W) in the prompt."""
         views = self._views(pixel_values)
+        # Each view of a sample is read with that sample's instruction.
         if instruction_ids is not None:
             instruction_ids = instruction_ids.repeat_interleave(views.shape[1], dim=0)
         if instruction_mask is not None:
@@ -108,16 +108,18 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
             queries = torch.cat([queries, self.extra_query_tokens], dim=1)
         queries = queries.expand(len(vision), -1, -1)
         read = self.qformer(queries, vision, instruction_ids, instruction_mask)
+        # (B * V, Q, D) -> (B, V * Q, D)
         return self.projection(read).unflatten(0, (len(views), -1)).flatten(1, 2)
 
     def _views(self, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, F, 3, H, W) to (B, V, F, 3, tile, tile): tiles row after row, then the whole, resized in fp32.
+        """Cut (B, F, 3, H, W) into (B, V, F, 3, tile, tile): tiles row after row, then the whole, resized in fp32.
 
         A single tile is the whole already; the original's HD model reads it twice.
         """
         size = self.config.tile_size
         rows, columns = self.config.grid(*pixels.shape[-2:])
         tiles = pixels.unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
+        # (B, F, 3, rows, tile, columns, tile) -> (B, rows, columns, F, 3, tile, tile)
         views = tiles.permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
         if self.config.num_views(*pixels.shape[-2:]) == rows * columns:
             return views
@@ -131,11 +133,13 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         input_ids: torch.Tensor,
         features: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Embeddings (B, L, D) of the tokens, with each row's features (B, V * Q, D) where its media tokens are."""
+        """Return embeddings (B, L, D) of tokens, with each row's features (B, V * Q, D) for its media tokens."""
         is_media = input_ids == self.config.media_token_id
+        # The media token's id is outside the vocabulary, so any row is looked up in its place.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_media, 0))
         if self.constant_bos:
             bos = self.config.text_config.bos_token_id
+            # The original assigns the id itself to the embedding.
             embeds = embeds.masked_fill((input_ids == bos)[..., None], float(bos))
         if features is None:
             return embeds
@@ -143,12 +147,12 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
 
     @contextmanager
     def own_bos(self) -> Iterator[None]:
-        """Within it BOS has its own embedding, `legacy` or not, as in the original's notebooks."""
-        kept, self.constant_bos = self.constant_bos, False
+        """Give BOS its own embedding inside this context, `legacy` or not, as in the original's notebooks."""
+        before, self.constant_bos = self.constant_bos, False
         try:
             yield
         finally:
-            self.constant_bos = kept
+            self.constant_bos = before
 
     def check_media(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None) -> None:
         """Raise `DitLoraError` unless each row has as many media tokens as its pixels become; reads the tokens."""
@@ -179,7 +183,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The language model's output for tokens (B, L) and pixels (B, F, 3, H, W), as `VideoChat2For...` describes."""
+        """Return the language model's output for tokens (B, L) and pixels (B, F, 3, H, W)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise DitLoraError(
                 "VideoChat2 takes input_ids or inputs_embeds, one of the two; got "
@@ -202,11 +206,11 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
 class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMixin):
     """VideoChat2 with the language model's output head: next-token logits, loss, `generate`.
 
-    `pixel_values` (B, F, 3, H, W) are normalised frames, H and W multiples of `tile_size`; each row of `input_ids`
-    holds as many `media_token_id` as its frames become tokens (`VideoChat2Config.num_media_tokens`), anywhere in
-    the row. `instruction_ids` and `instruction_mask` (B, I) are what the Q-Former is told, padded on the right.
-    Rows of a batch do not see each other. Training pads tokens on the right, `generate` on the left with an
-    `attention_mask`.
+    `pixel_values` (B, F, 3, H, W) are normalised frames, H and W multiples of `tile_size`; each row of
+    `input_ids` holds as many `media_token_id` as its frames become tokens
+    (`VideoChat2Config.num_media_tokens`), anywhere in the row. `instruction_ids` and `instruction_mask` (B,
+    I) are what the Q-Former is told, padded on the right. Rows of a batch do not see each other. Training
+    pads tokens on the right, `generate` on the left with an `attention_mask`.
     """
 
     _tied_weights_keys = {  # noqa: RUF012
@@ -240,7 +244,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, L, vocabulary), of the last `logits_to_keep` positions where that is not 0.
+        """Return logits (B, L, vocabulary), those of the last `logits_to_keep` positions where that is not 0.
 
         `labels` (B, L) are token ids or -100, shifted here as everywhere in Transformers.
         """
@@ -257,8 +261,10 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        positions = (
+            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        )
+        logits = self.lm_head(outputs.last_hidden_state[:, positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.text_config.vocab_size)
@@ -273,7 +279,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
     def prepare_inputs_for_generation(
         self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
     ) -> Any:
-        """As Transformers', with the media at the first step only where the cache keeps what they became.
+        """Prepare inputs as Transformers does; media that the cache keeps are given at the first step only.
 
         Transformers 5.23 drops `pixel_values` itself; 5.0 does not.
         """

@@ -19,7 +19,7 @@ from dit_lora.models.videochat2.vision import DropPath, drop_path_rates
 
 
 class VideoChat2QFormerEmbeddings(nn.Module):
-    """Queries, then the instruction's words with positions from 0, through one LayerNorm."""
+    """Embeddings of the queries, then of the instruction's words with positions from 0, through one LayerNorm."""
 
     def __init__(self, config: dict[str, Any], eps: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class VideoChat2QFormerEmbeddings(nn.Module):
             position = torch.arange(instruction_ids.shape[1], device=instruction_ids.device)
             words = self.word_embeddings(instruction_ids) + self.position_embeddings(position)
             tokens = torch.cat([queries_BQD, words], dim=1)
-        # Queries that train are fp32 beside frozen bf16 weights; a CPU's LayerNorm takes no such pair.
+        # Queries that train are fp32 beside frozen bf16 weights, and a CPU's LayerNorm takes no such pair.
         return self.dropout(self.LayerNorm(tokens.to(self.LayerNorm.weight.dtype)))
 
 
@@ -62,6 +62,7 @@ class VideoChat2QFormerSelfAttention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.query(tokens), self.key(context), self.value(context))
         )
+        # SDPA would apply dropout in evaluation too.
         dropout = self.dropout_prob if self.training else 0.0
         attended = functional.scaled_dot_product_attention(query, key, value, mask, dropout)
         return attended.transpose(1, 2).flatten(2)
@@ -83,7 +84,7 @@ class VideoChat2QFormerOutput(nn.Module):
 
 
 class VideoChat2QFormerAttention(nn.Module):
-    """An attention branch with its end: what `tokens` find in `context`, added to them and normed."""
+    """An attention branch with its end: what `tokens` read in `context` is added to them, and the sum is normed."""
 
     def __init__(self, config: dict[str, Any], context_width: int, eps: float, rate: float) -> None:
         super().__init__()
@@ -137,6 +138,7 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         tokens = self.attention(tokens, tokens, mask)
+        # Queries alone look at the picture, and words have a feed-forward of their own.
         query, words = tokens[:, :queries], tokens[:, queries:]
         if self.crosses:
             query = self.crossattention(query, vision_BND, None)
@@ -147,7 +149,7 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
 
 
 class VideoChat2QFormerEncoder(nn.Module):
-    """The layers, of which every `cross_attention_frequency`-th, from the first, looks at the vision tokens."""
+    """The layers; every `cross_attention_frequency`-th, from the first on, looks at the vision tokens."""
 
     def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
         super().__init__()
@@ -160,11 +162,12 @@ class VideoChat2QFormerEncoder(nn.Module):
 
 
 class VideoChat2QFormer(nn.Module):
-    """What the queries (B, Q, D) have read in vision tokens (B, N, *), told the instruction (B, I), padded anywhere.
+    """Q-Former: queries (B, Q, D) read vision tokens (B, N, *), told the instruction (B, I), which may be padded.
 
-    A padded word is never looked at. The original pads on the left and numbers positions from there, so that there a
-    sample's output depends on how long its batch neighbours' instructions are; give instructions padded on the
-    right, and it does not. Without `use_text` there is no instruction, and none of its weights.
+    A padded word is never looked at. The original pads on the left and numbers positions from there, so
+    that there a sample's output depends on how long its batch neighbours' instructions are; give
+    instructions padded on the right, and it does not. Without `use_text` there is no instruction, and none
+    of its weights.
     """
 
     def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
@@ -188,6 +191,7 @@ class VideoChat2QFormer(nn.Module):
         queries = queries_BQD.shape[1]
         mask = None
         if instruction_ids is not None and instruction_mask is not None:
+            # Every token may look at the queries, and at the words that are no padding: (B, 1, 1, Q + I).
             looked_at = instruction_mask.new_ones((len(instruction_mask), queries))
             mask = torch.cat([looked_at, instruction_mask], dim=1).bool()[:, None, None]
         tokens = self.embeddings(queries_BQD, instruction_ids)

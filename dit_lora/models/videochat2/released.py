@@ -1,8 +1,9 @@
-"""VideoChat2's released files, by name: which tensor of theirs is which of ours, and which are not needed.
+"""Released files of VideoChat2, by name: which tensor of theirs is which of ours, and which are not needed.
 
-Names as OpenGVLab/Ask-Anything saves them: video_chat2/models/videochat2_qformer.py (stage 1, umt_l16_qformer.pth) and
-models/videochat_{mistra,vicuna,phi}/videochat2_{pt,it}_*.py (stages 2 to 4). A file holds what trained in its stage,
-with the buffers of the modules around it (tasks/train_it.py); stage 3 and 4 hold LoRA of the language model.
+Names are those that OpenGVLab/Ask-Anything saves: video_chat2/models/videochat2_qformer.py (stage 1,
+umt_l16_qformer.pth) and models/videochat_{mistra,vicuna,phi}/videochat2_{pt,it}_*.py (stages 2 to 4). A
+file holds what trained in its stage, with the buffers of the modules around it (tasks/train_it.py); stage 3
+and 4 hold LoRA of the language model.
 """
 
 import pickle
@@ -18,11 +19,12 @@ import torch
 from dit_lora.errors import DitLoraError, listed
 
 PROMPT_FORMATS = {"mistral": "mistral", "llama": "vicuna", "phi": "phi3"}
-"""`mistral` in `mistral_model` and `mistral_proj`, to what the prompt looks like."""
+"""Prompt formats by the language model's word, such as `mistral` in `mistral_model` and `mistral_proj`."""
 MODEL_TYPES = {"mistral": "mistral", "llama": "llama", "phi": "phi3"}
-"""The same, to the language model's `model_type`."""
+"""The language models' `model_type` by the same words."""
 
 _LLM = "|".join(PROMPT_FORMATS)
+# Some files have PEFT's name of the adapter, `default`, in their tensors' names.
 _LORA = re.compile(rf"({_LLM})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _LANGUAGE_MODEL = re.compile(rf"({_LLM})_model\.(?:base_model\.model\.)?(.+)")
 _PROJECTION = re.compile(rf"({_LLM})_proj\.(weight|bias)")
@@ -41,20 +43,22 @@ _UNUSED = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a released tensor belongs."""
+    """Place of a released tensor in our model."""
 
     name: str
-    """Our tensor; of LoRA, our module."""
+    """Name of our tensor; for LoRA, of our module."""
     part: Literal["weight", "A", "B"] = "weight"
 
 
 def place(name: str) -> Place | None:
-    """The place of a tensor of theirs; None where this names nothing of the model."""
+    """Return the place of a released tensor; None if its name is none of the model."""
+    # The pattern of the language model matches LoRA's names too, so LoRA's goes first.
     if match := _LORA.fullmatch(name):
         return Place(_within_llm(match[2]), "A" if match[3] == "A" else "B")
     if match := _PROJECTION.fullmatch(name):
         return Place(f"model.projection.{match[2]}")
-    if match := _LANGUAGE_MODEL.fullmatch(name):  # PEFT 0.7 and later say base_layer
+    # PEFT 0.7 and later name an adapted weight base_layer.
+    if match := _LANGUAGE_MODEL.fullmatch(name):
         return Place(language_model_name(match[2].replace(".base_layer.", ".")))
     if name.startswith("qformer.bert."):
         return Place(f"model.qformer.{name.removeprefix('qformer.bert.')}")
@@ -65,14 +69,15 @@ def place(name: str) -> Place | None:
 
 
 def language_model_name(name: str) -> str:
-    """Our name of a tensor of a causal language model, as its own folder names it."""
+    """Return our name of a tensor of a causal language model that its own folder names so."""
     return _within_llm(name)
 
 
 def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
-    """Why the model has no place for this tensor, where that is known; None where it is not.
+    """Return why the model has no place for this tensor, where that is known; None where it is not.
 
-    `blocks` are built of the vision encoder; `use_text`, whether the Q-Former reads the instruction.
+    `blocks` is the number of the vision encoder's blocks that are built; `use_text` is true if the Q-Former
+    reads the instruction.
     """
     for pattern, reason in _UNUSED.items():
         if pattern.fullmatch(name):
@@ -86,7 +91,7 @@ def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
 
 
 def language_model_of(names: Mapping[str, Any]) -> str | None:
-    """`mistral`, `llama` or `phi`, as these names have it; None without a word of a language model."""
+    """Return `mistral`, `llama` or `phi`, as these names have it; None if none of them names a language model."""
     for name in names:
         for pattern in (_PROJECTION, _LANGUAGE_MODEL):
             if match := pattern.fullmatch(name):
@@ -95,10 +100,10 @@ def language_model_of(names: Mapping[str, Any]) -> str | None:
 
 
 def is_instruction_tuned(names: Mapping[str, Any]) -> bool:
-    """Whether a stage-3 or stage-4 file has these names: LoRA, or a Q-Former that reads text.
+    """Return True if these are names of a stage-3 or stage-4 file: LoRA, or a Q-Former that reads text.
 
-    Stage 2 drops the Q-Former's text half (videochat2_pt_mistral.py: word_embeddings = None). Only the code of
-    stage 3 and later sets the BOS position to the constant of its id.
+    Stage 2 drops the Q-Former's text half (videochat2_pt_mistral.py: word_embeddings = None). Only the code
+    of stage 3 and later sets the BOS position to the constant of its id.
     """
     return any(_LORA.fullmatch(name) or _TEXT_IN_QFORMER.fullmatch(name) for name in names)
 
@@ -110,13 +115,13 @@ class ReleasedFile:
     path: Path
     tensors: dict[str, torch.Tensor]
     beside: tuple[str, ...] = field(default=())
-    """Other things a training run saved with them, such as `optimizer`."""
+    """Names of other things that a training run saved with them, such as `optimizer`."""
 
 
 def read_released(path: Path) -> ReleasedFile:
-    """Open a .pth without running code from it; raises DitLoraError where it is no file of tensors."""
+    """Open a .pth without running code from it; raises `DitLoraError` where it is no file of tensors."""
     try:
-        # Only zip files, that is those of torch 1.6 and later, can be mapped.
+        # Only zip files, which torch writes from 1.6 on, can be mapped.
         loaded = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
@@ -125,28 +130,29 @@ def read_released(path: Path) -> ReleasedFile:
     except (RuntimeError, EOFError, OSError) as error:
         raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
     beside: tuple[str, ...] = ()
+    # A checkpoint of a training run has its weights under `model`.
     if isinstance(loaded, Mapping) and isinstance(loaded.get("model"), Mapping):
         beside = tuple(str(key) for key in loaded if key != "model")
         loaded = loaded["model"]
     if not isinstance(loaded, Mapping):
         raise DitLoraError(f"{path} holds no state dict; got a {type(loaded).__name__}")
-    wrong = [
+    others = [
         f"{name}: {type(value).__name__}"
         for name, value in loaded.items()
         if not isinstance(value, torch.Tensor)
     ]
-    if wrong:
-        raise DitLoraError(listed(f"{path} is no state dict; these are no tensors:", wrong))
+    if others:
+        raise DitLoraError(listed(f"{path} is no state dict; these are no tensors:", others))
     return ReleasedFile(path, dict(loaded), beside)
 
 
 def _refusal(path: Path) -> str:
-    found: list[str] = []
+    unsafe: list[str] = []
     if zipfile.is_zipfile(path):
-        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     what = (
-        f"objects other than tensors ({', '.join(found)})"
-        if found
+        f"objects other than tensors ({', '.join(unsafe)})"
+        if unsafe
         else "no tensors that are safe to read"
     )
     return (
@@ -156,7 +162,10 @@ def _refusal(path: Path) -> str:
 
 
 def _within_llm(name: str) -> str:
-    """`model.layers.0...` is below `model.language_model` in ours; the output head stays on top."""
+    """Return our name of a language model's tensor.
+
+    `model.layers.0...` is below `model.language_model` in ours; the output head stays on top.
+    """
     if name.startswith("model."):
         return f"model.language_model.{name.removeprefix('model.')}"
     return name

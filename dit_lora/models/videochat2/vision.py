@@ -22,7 +22,7 @@ BLOCK_EPS = 1e-6  # vit.py: norm_layer=partial(nn.LayerNorm, eps=1e-6), legacy o
 
 
 class DropPath(nn.Module):
-    """In training, zeros the whole branch of a sample with probability `rate`, and scales the others to its mean."""
+    """Stochastic depth: training zeros a sample's whole branch with probability `rate`, and scales the others up."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -31,13 +31,17 @@ class DropPath(nn.Module):
     def forward(self, branch: torch.Tensor) -> torch.Tensor:
         if not self.training or self.rate == 0:
             return branch
+        # The kept branches are divided by their share, so that the mean stays.
         keep = 1 - self.rate
         shape = (branch.shape[0],) + (1,) * (branch.dim() - 1)
         return branch * (branch.new_empty(shape).bernoulli_(keep) / keep)
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Zero at the first layer, `rate` at the last, linear between (vit.py, Qformer.py: torch.linspace)."""
+    """Return rates from zero at the first layer to `rate` at the last, linear between.
+
+    They are those of vit.py and Qformer.py (torch.linspace).
+    """
     return torch.linspace(0, rate, depth, device="cpu").tolist()
 
 
@@ -91,7 +95,7 @@ class VideoChat2VisionBlock(GradientCheckpointingLayer):
 
 
 class VideoChat2PatchEmbed(nn.Module):
-    """Patches of (tubelet_size, patch_size, patch_size) to tokens, frame after frame, row after row."""
+    """Embedding of patches of (tubelet_size, patch_size, patch_size) as tokens, frame after frame, row after row."""
 
     def __init__(self, width: int, tubelet_size: int, patch_size: int) -> None:
         super().__init__()
@@ -104,10 +108,11 @@ class VideoChat2PatchEmbed(nn.Module):
 
 
 class VideoChat2VisionEncoder(nn.Module):
-    """Pixels (B, F, 3, H, W) to the output (B, N, D) of block `num_hidden_layers + return_index + 1`, unnormed.
+    """Encoder of pixels (B, F, 3, H, W): output (B, N, D) of block num_hidden_layers + return_index + 1, unnormed.
 
-    One frame is an image and takes the positions of an image; more frames take those of `pretrained_frames`,
-    interpolated in time. (The original fixes the number of frames when it is built; here it is the input's.)
+    One frame is an image and takes the positions of an image; more frames take those of
+    `pretrained_frames`, interpolated in time. (The original fixes the number of frames when it is built;
+    here it is the input's.)
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -131,6 +136,7 @@ class VideoChat2VisionEncoder(nn.Module):
                 f"the vision encoder takes frames of 3x{size}x{size} pixels, their number a multiple of {tubelet}; "
                 f"got {frames} of {channels}x{height}x{width}"
             )
+        # Conv3d takes (B, C, F, H, W).
         tokens = self.patch_embed(pixels_BFCHW.transpose(1, 2))
         times = frames // tubelet
         side = size // self.config["patch_size"]
@@ -140,6 +146,7 @@ class VideoChat2VisionEncoder(nn.Module):
             times,
             1 if frames == 1 else self.config["pretrained_frames"],
             tokens.device,
+            # vit.py resizes a table of 14 x 14 patches only for sizes other than 224.
             pretrained_side=side if size == PRETRAINED_SIZE else PRETRAINED_SIDE,
         )
         tokens = (tokens.float() + positions).to(tokens.dtype)
@@ -168,14 +175,16 @@ def position_table(
     device: torch.device,
     pretrained_side: int | None = None,
 ) -> torch.Tensor:
-    """Sinusoids of the running index over (pretrained_frames, pretrained_side, pretrained_side), resized to fp32
-    (frames * side * side, width); `pretrained_side` is by default `side`.
+    """Return sinusoids of positions, fp32 (frames * side * side, width).
 
-    Even channels are sines, odd ones cosines of `index / 10000^(2 * (channel // 2) / width)`, in fp64; another size
-    is interpolated bicubically, then other frame counts linearly between the pretrained ones (vit.py:
-    get_sinusoid_encoding_table and _table2). No buffer of the model, so that no cast of the model rounds it.
+    They are those of the running index over (pretrained_frames, pretrained_side, pretrained_side), resized;
+    `pretrained_side` is by default `side`. Even channels are sines, odd ones cosines of `index / 10000^(2 *
+    (channel // 2) / width)`, in fp64; another size is interpolated bicubically, then other frame counts
+    linearly between the pretrained ones (vit.py: get_sinusoid_encoding_table and _table2). They are no
+    buffer of the model, so that no cast of the model rounds them.
     """
     pretrained_side = pretrained_side or side
+    # A table made in inference mode and cached could not be used in training.
     with torch.inference_mode(False):
         channel = torch.arange(width, dtype=torch.float64, device="cpu")
         count = pretrained_frames * pretrained_side**2
@@ -189,6 +198,7 @@ def position_table(
             )
             table = resized.permute(0, 2, 3, 1).flatten(0, 2)
         if frames != pretrained_frames:
+            # (frames * N, D) -> (N, D, frames), because interpolate resizes the last side.
             series = table.unflatten(0, (pretrained_frames, -1)).permute(1, 2, 0)
             table = functional.interpolate(series, size=frames, mode="linear")
             table = table.permute(2, 0, 1).flatten(0, 1)
