@@ -68,6 +68,7 @@ class Snapshots:
         """Hold the values of now as those of `step`; the oldest snapshot gives way once `keep` are held."""
         live = self._live()
         buffers = self._free_buffers(step)
+        # Peaks go with the snapshots that have given way.
         self._peaks = {held: self._peaks[held] for held in self._held}
         self._peaks[step] = stacked_peaks(live)  # not read here: the host waits for nothing
         with self._aside(live):
@@ -98,23 +99,24 @@ class Snapshots:
         for name, buffer in held.items():
             live[name].copy_(buffer)
         self._put({name: live[name] for name in held})
+        # A later snapshot holds the very state that is left here.
         for later in [other for other in self._held if other > step]:
             self.forget(later)
         return [name for name in live if name not in held]
 
     def read(self, step: int) -> Tensors:
-        """The snapshot, once the host may read it; its own buffers, which later snapshots overwrite."""
+        """Return the snapshot, once the host may read it; its own buffers, which later snapshots overwrite."""
         self._require(step)
         if self._copied is not None:
             self._copied.synchronize()
         return self._held[step]
 
     def not_finite(self, step: int) -> list[str]:
-        """The tensors of a held snapshot that are not finite; a step to go back to has none."""
+        """Return the tensors of a held snapshot that are not finite; a step to go back to has none."""
         return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
 
     def peaks(self) -> dict[str, float]:
-        """The largest magnitude of each tensor of the newest snapshot; empty while none is held."""
+        """Return the largest magnitude of each tensor of the newest snapshot; empty while none is held."""
         return read_peaks(self._peaks[max(self._held)]) if self._held else {}
 
     def forget(self, step: int) -> None:
@@ -126,7 +128,7 @@ class Snapshots:
         return {name: local(tensor) for name, tensor in self._state().items()}
 
     def _free_buffers(self, step: int) -> Tensors:
-        """Buffers that may be overwritten; while they are, no step is held in them."""
+        """Return buffers that may be overwritten; while they are, no step is held in them."""
         if step in self._held:
             return self._held.pop(step)
         if self._spare:
@@ -154,7 +156,7 @@ class Snapshots:
 
 
 def _copied_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in the buffer if it fits, else in a new one, pinned for a CUDA tensor."""
+    """Return the tensor's values in the buffer if it fits, else in a new one, pinned for a CUDA tensor."""
     if buffer is None or not _fits(buffer, tensor):
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     buffer.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is done about a tripped step of a loop that is not ours, and what is said and written of it."""
+"""Act on a tripped step of a loop that is not ours, and say and write what was done."""
 
 import json
 import logging
@@ -43,10 +43,10 @@ class Trip:
     controls: Mapping[int, CapturedCall] = field(default_factory=dict)
     """The last call of each model, by its id, that was healthy."""
     moved: bool = False
-    """Whether the optimizer had changed weights by then."""
+    """True if the optimizer had changed weights by then."""
 
     def spoiled(self, verdicts: Sequence[Verdict]) -> bool:
-        """Whether what is trained is not as a step left it, so that leaving this one out is not enough."""
+        """Return True if what is trained is not as a step left it, so that leaving this one out is not enough."""
         return self.kind in OF_WEIGHTS or self.moved or any(map(_of_what_is_trained, verdicts))
 
 
@@ -102,11 +102,17 @@ class Recovery:
         step, rank = trip.step, self.host.rank
         verdict = state_verdict(self.watched, trip.kind, step, rank)
         if verdict is not None:
-            found = [verdict]
+            verdicts_here = [verdict]
         else:
-            found = call_verdicts(trip.calls, self.watched, trip.controls, trip.kind, step, rank)
-        found = [_with_gradients(one, trip.gradients) for one in found or [unseen(step, rank)]]
-        verdicts = self.host.gathered(found)
+            verdicts_here = call_verdicts(
+                trip.calls, self.watched, trip.controls, trip.kind, step, rank
+            )
+        verdicts_here = [
+            _with_gradients(verdict_here, trip.gradients)
+            for verdict_here in verdicts_here or [unseen(step, rank)]
+        ]
+        verdicts = self.host.gathered(verdicts_here)
+        # A rank whose run was healthy again has nothing to say beside one that found a cause.
         telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
         return telling or verdicts[:1]
 
@@ -126,13 +132,15 @@ class Recovery:
         return self._feasible(action, spoiled=trip.spoiled(verdicts))
 
     def _may_pass(self, trip: Trip, verdicts: Sequence[Verdict]) -> bool:
-        """Whether the next step may be healthy: where every sample fails, no replay tells this step from all of them."""
+        """Return True if the next step may be healthy: where every sample fails, no replay tells this step from all
+        of them.
+        """
         every = all(verdict.evidence.get("every_sample") for verdict in verdicts)
         allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips
         return every and allowed and not trip.spoiled(verdicts)
 
     def _for_no_gradient(self) -> Action:
-        """Now and then that is no fault; step after step nothing is trained."""
+        """Skip, since now and then no gradient is no fault; stop where step after step nothing is trained."""
         if "skip" in self.config.on_nonfinite and self.budget.in_a_row < self.config.max_skips:
             return Action("skip")
         count = self.budget.in_a_row + 1
@@ -140,7 +148,7 @@ class Recovery:
         return Action("stop", why=f"{why} (checks= without zero_gradient goes on)")
 
     def _feasible(self, action: Action, *, spoiled: bool) -> Action:
-        """Which samples come next is the loop's own affair: all that can be done here is not to step."""
+        """Return what can be done here: which samples come next is the loop's own affair, so that it is not to step."""
         if action.kind in ("retry", "quarantine"):
             action = replace(action, kind="skip")
         needs_one = action.kind == "rollback" or (spoiled and action.kind != "stop")
@@ -162,7 +170,7 @@ class Recovery:
         return step
 
     def _undone(self, trip: Trip, put_back: int | None) -> str:
-        """What a snapshot that was put back costs, in words."""
+        """Return what a snapshot that was put back costs, in words."""
         if put_back is None:
             return ""
         lost = trip.step - 1 - put_back
@@ -172,7 +180,7 @@ class Recovery:
     def _done(self, action: Action, undone: str) -> str:
         if action.kind == "fallback":
             suspects = self.watched.suspects.values()
-            switches = [switch for one in suspects for switch in one.switches]
+            switches = [switch for suspect in suspects for switch in suspect.switches]
             for name in action.switches:
                 find_switch(switches, name).turn_off()
                 self.watched.switched_off.add(name)
@@ -184,7 +192,7 @@ class Recovery:
         return undone or "the step was not taken"
 
     def _left_behind(self, trip: Trip, put_back: int | None, undone: str) -> str:
-        """What the weights are after a stop, in words; good ones are written to the disk."""
+        """Return what the weights are after a stop, in words; good ones are written to the disk."""
         step = trip.step - 1 if put_back is None else put_back
         state = undone or "the weights are those of the step before"
         if self.host.under_deepspeed:  # its engine holds them
@@ -218,7 +226,7 @@ def _of_what_is_trained(verdict: Verdict) -> bool:
 
 
 def _with_gradients(verdict: Verdict, names: Sequence[str]) -> Verdict:
-    """The verdict with the parameters whose gradient was bad, where no replay has found the place."""
+    """Return the verdict with the parameters whose gradient was bad, where no replay has found the place."""
     if not names or verdict.cause in _NOT_OF_THE_LOSS:
         return verdict
     verdict = replace(verdict, evidence={**verdict.evidence, "gradients": list(names[:20])})
