@@ -44,7 +44,7 @@ def _bad(
     clip: bool = True,
     **times: float,
 ) -> ChatDataFault:
-    """A record about a copy of a good clip, or about `content`, or about a file that is not there."""
+    """Return a record about a copy of a good clip, or about `content`, or about a file that is not there."""
     file = f"{name.replace(' ', '_')}.mp4"
 
     def put(folder: Path) -> None:

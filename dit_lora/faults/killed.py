@@ -22,6 +22,7 @@ def main(config: Path, engine: Engine = "ddp") -> None:
     write = checkpoints._write_synced
 
     def killed(path: Path, data: Any) -> None:
+        # Half of the file is on the disk, and nothing of this process can clean up.
         write(path, data)
         os.truncate(path, path.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
