@@ -1,4 +1,4 @@
-"""Which versions this code was tested with, which are known to go wrong, and what a run will use.
+"""Judge versions: those this code was tested with, those known to go wrong, and what a run will use.
 
 Only `probe_environment` looks at the machine. Everything else is a function of the `Environment` that
 it returns, or of a command line, so that any machine can be judged from any other.
@@ -27,7 +27,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class Tested:
-    """What is known of a distribution: floor <= tested release < first untested major."""
+    """The tested versions of a distribution: floor <= tested release < first untested major."""
 
     floor: str
     release: str | None  # None: no build of it could be tested
@@ -35,7 +35,7 @@ class Tested:
     required: bool = True
 
     def requirement(self, name: str) -> str:
-        """The range as pip reads it."""
+        """Return the range as pip reads it."""
         return f"{name}>={self.floor},<{self.next_major}"
 
 
@@ -68,7 +68,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run runs on; JSON-able by `dataclasses.asdict`."""
+    """The versions and devices that a run runs on; JSON-able by `dataclasses.asdict`."""
 
     python: str
     platform: str
@@ -77,25 +77,25 @@ class Environment:
     devices: tuple[Device, ...] = ()  # GPUs that torch can use; without one a run is on the CPU
 
     def release(self, name: str) -> Release | None:
-        """A version's first three numbers, of a nightly those it leads to; None if there are none."""
+        """Return a version's first three numbers, of a nightly those it leads to; None if there are none."""
         try:
             return _release(self.versions[name])
         except (KeyError, InvalidVersion):
             return None
 
     def label(self, name: str) -> str:
-        """The build label after the plus sign: `cpu` of 2.13.0+cpu."""
+        """Return the build label after the plus sign: `cpu` of 2.13.0+cpu."""
         return self.versions.get(name, "").partition("+")[2]
 
 
 @cache
 def _version(name: str) -> str:
-    """Of an installed distribution, read once: every run and every bundle asks for all of them."""
+    """Return the version of an installed distribution, read once: every run and every bundle asks for all of them."""
     return metadata.version(name)
 
 
 def probe_environment() -> Environment:
-    """The environment of this process; imports torch, and says so in its versions if it is absent."""
+    """Return the environment of this process; imports torch, and says so in its versions if it is absent."""
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
         with suppress(metadata.PackageNotFoundError):
@@ -120,7 +120,7 @@ def probe_environment() -> Environment:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong or was not tested, and the command that changes it."""
+    """A version that is wrong or was not tested, and the command that changes it."""
 
     id: str
     severity: Severity
@@ -145,13 +145,15 @@ def _release(version: str) -> Release:
 
 
 def _within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
-    """low <= installed < high; false if absent."""
+    """Return True if low <= installed < high; False if the distribution is absent."""
     release = env.release(name)
     return release is not None and low <= release < (high or (10**6, 0, 0))
 
 
 def _torchvision_of_another_torch(env: Environment) -> bool:
-    """torchvision 0.(n + 15) is built against torch 2.n, as its own metadata pins."""
+    """Return True unless torchvision 0.(n + 15) meets torch 2.n, against which it is built, as its own metadata
+    pins.
+    """
     torch, vision = env.release("torch"), env.release("torchvision")
     if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
         return False
@@ -220,49 +222,49 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 
 
 def package_status(name: str, env: Environment) -> Status:
-    """`in range` is from the floor to the tested minor release; `untested` is newer than that."""
-    known = TESTED[name]
+    """Return a distribution's status: `in range` is from the floor to the tested minor release, `untested` is newer."""
+    tested = TESTED[name]
     if name not in env.versions:
-        return "missing" if known.required else "absent"
+        return "missing" if tested.required else "absent"
     release = env.release(name)
-    if release is None or not _release(known.floor) <= release < (known.next_major, 0, 0):
+    if release is None or not _release(tested.floor) <= release < (tested.next_major, 0, 0):
         return "refused"
-    if known.release is None or release[:2] > _release(known.release)[:2]:
+    if tested.release is None or release[:2] > _release(tested.release)[:2]:
         return "untested"
-    return "tested" if release == _release(known.release) else "in range"
+    return "tested" if release == _release(tested.release) else "in range"
 
 
 def problems(env: Environment) -> list[Problem]:
-    """Every version out of its range, every untested one, and every known-bad combination."""
+    """Return every version out of its range, every untested one, and every known-bad combination."""
     versions = (_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
 
 
 def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
-    """The warnings to show, unless something is refused: then one error lists all refusals.
+    """Return the warnings to show, unless something is refused: then one error lists all refusals.
 
     With `allow_untested` the refusals are among the warnings. What the run handles is not.
     """
-    found = problems(env)
-    refused = [str(problem) for problem in found if problem.severity == "refuse"]
+    issues = problems(env)
+    refused = [str(problem) for problem in issues if problem.severity == "refuse"]
     if refused and not allow_untested:
         raise DitLoraError(
             listed("refused before any work; run.allow_untested=true goes on anyway", refused)
         )
-    return [str(problem) for problem in found if problem.severity != "handled"]
+    return [str(problem) for problem in issues if problem.severity != "handled"]
 
 
 def _version_problem(name: str, env: Environment) -> Problem | None:
-    known, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
+    tested, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
     if status in ("tested", "in range", "absent"):
         return None
-    if status == "untested" and known.release is None:
+    if status == "untested" and tested.release is None:
         what = f"no build of {name} could be tested; got {version}"
         return Problem(name, "warn", what, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
-        what = f"{name} was tested up to {known.release}; got {version}"
-        return Problem(name, "warn", what, _install(f"{name}=={known.release}", env))
-    wanted = known.requirement(name)
+        what = f"{name} was tested up to {tested.release}; got {version}"
+        return Problem(name, "warn", what, _install(f"{name}=={tested.release}", env))
+    wanted = tested.requirement(name)
     received = f"got {version}" if version else "it is not installed"
     return Problem(name, "refuse", f"{wanted} is needed; {received}", _install(wanted, env))
 

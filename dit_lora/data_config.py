@@ -19,7 +19,7 @@ class VideoShape:
 
     @classmethod
     def of(cls, data: "DataConfig") -> "VideoShape":
-        """The one of a recipe without buckets, or the one that its buckets' budget comes from."""
+        """Return the shape of a recipe without buckets, or the one that its buckets' budget comes from."""
         return cls(data.frames, data.height, data.width)
 
     @property
@@ -35,13 +35,13 @@ class SourceConfig(Section):
     """One of several places that samples come from."""
 
     path: str
-    """As `data.path`."""
+    """A place such as `data.path` takes."""
     caption_column: str | None = None
-    """As `data.caption_column`."""
+    """Column of the caption, as in `data.caption_column`."""
     image_column: str | None = None
-    """As `data.image_column`."""
+    """Column of each clip's first image, as in `data.image_column`."""
     media: str | None = None
-    """As `data.media`."""
+    """Folder that the files of a list are below, as in `data.media`."""
     caption: str | None = None
     """One caption for all samples of this source, in place of their own."""
     repeats: Count = 1
@@ -50,7 +50,7 @@ class SourceConfig(Section):
     """Share of samples from this source, relative to the other weights; all sources have one or none. Every
     sample comes at least once in an epoch."""
     loss_weight: Positive = 1.0
-    """What the losses of its samples are multiplied by."""
+    """Factor that the losses of its samples are multiplied by."""
     generate: Count | None = None
     """Prior preservation (arXiv 2208.12242): the model itself, before training, samples `caption` into the
     folder `path` until it holds this many."""
@@ -75,7 +75,7 @@ class BucketsConfig(Section):
     resolutions: tuple[Count, ...] | None = None
     """Pixels a side of a square with as many; by default that of data.height x data.width."""
     frames: tuple[Count, ...] | None = None
-    """By default data.frames. With 1 among them, a data set may mix images and clips."""
+    """Numbers of frames; by default data.frames. With 1 among them, a data set may mix images and clips."""
     max_crop: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Leave out what would lose more than this share of its picture; null for none."""
     max_upscale: Annotated[float, Field(ge=1)] | None = None
@@ -84,9 +84,9 @@ class BucketsConfig(Section):
     @field_validator("aspect_ratios")
     @classmethod
     def _ratios(cls, ratios: tuple[str, ...]) -> tuple[str, ...]:
-        wrong = [one for one in ratios if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", one)]
-        if wrong or not ratios:
-            raise ValueError(f"give ratios such as 3:2; got {', '.join(wrong) or 'none'}")
+        malformed = [ratio for ratio in ratios if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", ratio)]
+        if malformed or not ratios:
+            raise ValueError(f"give ratios such as 3:2; got {', '.join(malformed) or 'none'}")
         return ratios
 
 
@@ -151,12 +151,12 @@ class DataConfig(Section):
 
     @property
     def most_frames(self) -> int:
-        """Of the longest shape."""
+        """Frames of the longest shape."""
         return max(self.frames, *((self.buckets.frames if self.buckets else None) or (1,)))
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """`sources`, or the one that `path` and its columns are."""
+        """The `sources`, or the one that `path` and its columns are."""
         if self.sources:
             return self.sources
         return (

@@ -1,4 +1,4 @@
-"""What this machine has, what is wrong with it, and what a run would use: as data and as tables."""
+"""Tell what this machine has, what is wrong with it, and what a run would use: as data and as tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from dit_lora.terminal import printable
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run will use, and why."""
+    """One choice of a run, and its reason."""
 
     what: str
     choice: str
@@ -31,7 +31,7 @@ class Decision:
 
 
 def decisions(env: Environment) -> list[Decision]:
-    """What a run on this environment uses where the recipe leaves it open."""
+    """Return what a run on this environment uses where the recipe leaves it open."""
     gpu = env.devices[0] if env.devices else None
     trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
     device = "cpu", "torch finds no GPU that it can use"
@@ -55,17 +55,17 @@ def decisions(env: Environment) -> list[Decision]:
 
 
 def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
-    """A JSON-able account of an environment; `ok` is false if anything in it is refused.
+    """Return a JSON-able account of an environment; `ok` is false if anything in it is refused.
 
     `launch_config` is an Accelerate config file; by default the one that `accelerate launch` reads.
     """
-    found = problems(env)
+    issues = problems(env)
     launch = _launch(env, launch_config)
     return {
-        "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in found),
+        "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in issues),
         "python": env.python,
         "platform": env.platform,
-        "packages": {name: _package(name, env, found) for name in TESTED},
+        "packages": {name: _package(name, env, issues) for name in TESTED},
         "device": {
             "cuda_available": bool(env.devices),
             "torch_cuda": env.torch_cuda,
@@ -79,7 +79,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
                 "source": problem.source,
                 "remedy": problem.remedy,
             }
-            for problem in found
+            for problem in issues
             if problem.id not in TESTED
         ],
         "launch": launch,
@@ -89,7 +89,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
 
 
 def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | None:
-    """What `accelerate launch` would leave out, or cannot do, with these values on this machine."""
+    """Return what `accelerate launch` would leave out, or cannot do, with these values on this machine, or None."""
     kind = str(config.get("distributed_type") or "NO")  # YAML 1.1 reads an unquoted NO as false
     asked = launch_processes(config)
     # These kinds go to accelerate/commands/launch.py's simple_launcher, all others to torchrun.
@@ -106,7 +106,7 @@ def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | 
 
 
 def render(report: Mapping[str, Any]) -> None:
-    """Tables of a report on standard output, readable in 80 columns; commands are whole lines."""
+    """Print the tables of a report on standard output, readable in 80 columns; commands are whole lines."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -168,7 +168,7 @@ def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """A table without frames whose cells are shown as they are, brackets included."""
+    """Return a table without frames whose cells are shown as they are, brackets included."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""What to type when a model, a recipe or a folder of clips is not where it was looked for."""
+"""Say what to type when a model, a recipe or a folder of clips is not where it was looked for."""
 
 import difflib
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from dit_lora.stock import recipe_names
 
 HUB = "hub:"
-"""Before OWNER/NAME: on the Hub, whatever it looks like."""
+"""The prefix of OWNER/NAME: it is on the Hub, whatever it looks like."""
 # What folders of clips, models and runs are called; accounts on the Hub that are called so belong to somebody.
 _FOLDERS = re.compile(
     r"(adapter|archive|audio|base|cache|checkpoint|ckpt|clip|config|data|dataset|demo|doc|download|eval|example|exp|"
@@ -25,7 +25,7 @@ _FILE = re.compile(
 
 
 def hub_name(path: str) -> str | None:
-    """The OWNER/NAME on the Hub that a text means; None where it is, or looks like, a place on this machine.
+    """Return the OWNER/NAME on the Hub that a text means; None where it is, or looks like, a place on this machine.
 
     The one rule for models, data and adapters: what is here comes first, and a mistyped folder is asked of nobody.
     """
@@ -35,7 +35,8 @@ def hub_name(path: str) -> str | None:
 
 
 def looks_local(path: str) -> bool:
-    """Whether a path that is not there is none of the Hub's ids, or reads as a folder that somebody mistyped.
+    """Return True if a path that is not there is none of the Hub's ids, or reads as a folder that somebody
+    mistyped.
 
     That is one whose first part is here, or is called as folders are; `hub:` before it says otherwise.
     """
@@ -48,20 +49,20 @@ def looks_local(path: str) -> bool:
 
 
 def hub_hint(path: str) -> str:
-    """What to add to the error about a folder that is not there, where its name could be one of the Hub's."""
+    """Return what to add to the error about a folder that is not there, where its name could be one of the Hub's."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
     return f"; if you mean the Hub's, write {HUB}{path}" if is_name else ""
 
 
 def missing_folder(path: str) -> str:
-    """Of a checkpoint that is looked for on this machine alone: what to type."""
+    """Return what to type for a checkpoint that is looked for on this machine alone."""
     if _is_tiny(path):
         return f"model.path: no folder {path}; build it: dit-lora tiny {Path(path).name} {path}"
     return f"model.path: no folder {path}; give a Diffusers checkpoint folder or a Hub id{hub_hint(path)}"
 
 
 def hub_remedy(path: str, error: Exception) -> str:
-    """What the Hub's answer means, and the next command; its own words where it is none of the common ones."""
+    """Return what the Hub's answer means, and the next command; its own words where it is none of the common ones."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -85,7 +86,7 @@ def hub_remedy(path: str, error: Exception) -> str:
 
 
 def recipe_remedy(path: Path) -> str:
-    """Where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
+    """Return where a recipe that is not there may be: beside it, or among those that come with dit-lora."""
     beside = {near.stem: near for near in path.parent.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, beside, n=1)
     if close:
