@@ -63,6 +63,7 @@ def _listed(name: str, lines: Sequence[Line], file: str, code: str | None) -> Ki
 
     def make(folder: Path) -> None:
         write_good(folder / "clip.mp4")
+        # For the line that names a folder.
         (folder / "clips.mp4").mkdir()
         sound = {"file_name": "good.mp4", "text": "what is good"}
         rows = [line if isinstance(line, str) else json.dumps(line) for line in (sound, *lines)]

@@ -87,6 +87,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
                 accelerator.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+                # Only the spoiled step may leave everything as it was.
                 if _same(_everything(models, optimizer), before) is not (step == 3):
                     return f"step {step} moved what it must not, or not what it must"
             return None

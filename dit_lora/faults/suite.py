@@ -90,6 +90,7 @@ def run_suite(
         launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         arguments = [str(out), variant, engine, *([pattern] if pattern else [])]
         command = [sys.executable, "-m", *launch, "-m", "dit_lora.faults.suite", *arguments]
+        # One thread a rank: they share this machine's processors.
         done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
         if done.returncode or not out.exists():
             raise DitLoraError(f"the suite ended with {done.returncode} on {ranks} ranks")

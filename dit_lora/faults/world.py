@@ -274,6 +274,7 @@ class World:
         cache = self.root / "caches" / name if fresh_cache else self.cache(name)
         recipe = self.recipe(name, clips or self.clips, cache, overrides)
         said, error = StringIO(), None
+        # The guard may switch a backend off for good, and this process has other runs to make.
         with redirect_stderr(said), kept_attention():
             try:
                 if self.accelerator.is_main_process:

@@ -54,6 +54,7 @@ def diagnose(
     verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
     if verdict is not None:
         return verdict
+    # A pass of such a model would wait for ranks that are not diagnosing.
     if needs_all_ranks(suspects.model) and not suspects.lockstep:
         # A loss is a sample's own; a gradient is of all samples together and names none.
         ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
@@ -101,6 +102,7 @@ def _healthy_again(case: Case) -> Verdict:
     suspects = case.suspects
     trained = [p.detach() for p in suspects.model.parameters() if p.requires_grad]
     peak = weight_peak(trained, together=suspects.lockstep)
+    # Weights that have run away are finite, and so may be the losses that they give.
     if has_run_away(peak, suspects.start_peak):
         return run_away(case.micro_batch, suspects)
     case.evidence["replays"] = {"failed": 0, "of": case.runs}
@@ -108,6 +110,7 @@ def _healthy_again(case: Case) -> Verdict:
 
 
 def _unsteady(case: Case) -> Verdict:
+    # A rate that is told of two or three runs would be an accident.
     while case.runs < _RATE_OF:
         case.again()
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
@@ -149,6 +152,7 @@ def _bad_data(case: Case) -> Verdict | None:
         descriptions = [
             w for n, row in rows.items() if (w := _describe_row(n, row, case.suspects.limit))
         ]
+        # What reading found says more: the entry and its file.
         if descriptions and sample not in faults:
             faults[sample] = "; ".join(descriptions)
     if faults:
@@ -188,6 +192,7 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
     description = describe_bad(name, row, limit)
     if description is None or row.ndim != 2 or "embed" not in name:
         return description
+    # Embeddings have a row for each token.
     bad = ~torch.isfinite(row).all(dim=-1)
     tokens = bad.nonzero().flatten().tolist()
     return (
@@ -266,6 +271,7 @@ def _autocasts(model: nn.Module) -> bool:
 
 def _evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:
     return {
+        # JSON has no NaN and no infinity.
         "losses": [
             loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses
         ],

@@ -108,6 +108,7 @@ class BlockCall:
 
 def _uncaptured(call: Callable[[], Any]) -> Any:
     """Call it unseen by Transformers, which in a pass collects what layers return (`utils/output_capturing.py`)."""
+    # In a copy of the context: what is set there is gone after the call.
     context = copy_context()
 
     def alone() -> Any:
@@ -138,6 +139,7 @@ def _two_rows(leaf: Any) -> Any:
     """Return a tensor of one row with a second, other one; integers and masks get the same row again."""
     if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
         return leaf
+    # Flipped along the last dimension: as large as the first row, and other.
     return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
 
 

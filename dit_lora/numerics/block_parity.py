@@ -134,6 +134,7 @@ class BlockComparison:
         with ExitStack() as stack:
             for switch in self.others:
                 stack.enter_context(switch.off())
+            # The pass is stock code's: a wrong kernel must not spoil the inputs of the blocks after it.
             self._stock = stack.enter_context(_Stock(self.switch))
             for name in names:
                 module = self.model.get_submodule(name)
@@ -151,6 +152,7 @@ class BlockComparison:
             # A comparison calls the block itself, and so this hook.
             if self._busy or name in self._seen:
                 return
+            # A block that is called more than once is compared at its first call.
             self._seen.add(name)
             self._busy = True
             try:
@@ -182,6 +184,7 @@ class BlockComparison:
         return BlockCall(name, block, args, kwargs, learning, inside_of=inside_of, widen=widen)
 
     def _compare(self, block: BlockCall) -> None:
+        # Backends such as flash attention have no fp32 to be compared in.
         in_halves = block.is_half and self.switch.cause != "attention_backend"
         wrong, exact = None, None
         if in_halves:
@@ -198,6 +201,7 @@ class BlockComparison:
         expected, fused = self._both(block, wide=False)
         dtype = block.dtype if block.is_half else torch.float32
         with torch.no_grad():
+            # NaN is like nothing: of stock code that gives it, nothing can be told.
             if not all(torch.isfinite(x).all() for x in expected.values()) and not in_halves:
                 self.coverage.missed[block.name] = "its stock values are not finite"
                 return

@@ -206,6 +206,7 @@ class Recorder:
     def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _is_training():
             return
+        # Detached: what is kept must not hold a graph in memory.
         kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
         tensors = _tensors((args, kwargs))
         self.given(tensors)
@@ -215,6 +216,7 @@ class Recorder:
             kept_kwargs,
             self.ids(micro_step, _count(args, kwargs)),
             torch.get_rng_state(),
+            # Asking CUDA's generator would start CUDA in a loop that runs on the CPU.
             torch.cuda.get_rng_state() if any(t.is_cuda for t in tensors) else None,
             (self.generator, self.generator.get_state()) if self.generator else None,
             owner=self.model,
@@ -234,6 +236,7 @@ class Recorder:
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not _is_training():
             return
+        # Calls may nest: the last that began is the first to end.
         call, tensor = self._open.pop(), main_output(output)
         if tensor is None:  # an output that is no tensor and holds none: there is nothing to replay
             self.calls[:] = [made for made in self.calls if made is not call]
@@ -244,6 +247,7 @@ class Recorder:
             def keep(gradient: torch.Tensor) -> None:
                 call.output_gradient = gradient.detach()
 
+            # The gradient comes with the loop's own backward, long after this call.
             tensor.register_hook(keep)
 
 

@@ -33,6 +33,7 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     """
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     rest = -len(raw) % 8
+    # Words of 8 bytes need their alignment, which a copy has.
     if rest or raw.data_ptr() % 8 or raw.storage_offset() % 8:
         raw = torch.cat([raw, raw.new_zeros(rest)])
     words = raw.view(torch.int64)

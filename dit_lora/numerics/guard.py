@@ -168,8 +168,10 @@ class Guard:
         for optimizer in self._state.optimizers:
             patches.method(optimizer, "step", partial(steps.step, optimizer))
             patches.method(optimizer, "load_state_dict", steps.load)
+            # In plain PyTorch nothing else says that a backward has been used up.
             if accelerator is None:
                 patches.method(optimizer, "zero_grad", steps.zero_grad)
+        # Weights may be loaded past Accelerate: what is held from before is then of no use.
         for module in self._watched.owners():
             patches.handle(module.register_load_state_dict_post_hook(steps.loaded))
         for owner in (lr_scheduler, ema):
@@ -181,6 +183,7 @@ class Guard:
         self._state.ema = ema
         schedules = [lr_scheduler] if lr_scheduler else []
         self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
+        # The start is held, so that a fault in the first steps has something to go back to.
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
 

@@ -72,6 +72,7 @@ class LoopState:
     def newest(self, gathered: Callable[[Sequence[str]], list[str]]) -> int | None:
         """Return the newest snapshot that is finite on every rank, after dropping those that are not; collective."""
         for held in self.snapshots.steps:
+            # A snapshot that is bad on one rank is no state of the run.
             if gathered(self.snapshots.not_finite(held)):
                 self.snapshots.forget(held)
         return max(self.snapshots.steps, default=None)
@@ -123,4 +124,5 @@ class LoopState:
             for parameter in list(optimizer.state):
                 owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
                 if any(f"{owner}/{key}" in born_since for key in state):
+                    # Without state an optimizer begins anew with a parameter, as it did then.
                     del optimizer.state[parameter]

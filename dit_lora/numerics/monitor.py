@@ -118,6 +118,7 @@ class Monitor:
         if not tensors:
             return
         parts = [local(tensor.detach()) for tensor in tensors.values()]
+        # One launch for all parameters: a GPU would wait for hundreds of small ones.
         norms = list(torch._foreach_norm(parts, 2, dtype=torch.float32))
         if any(isinstance(self._trainable[name], DTensor) for name in tensors):
             # Ranks hold parts of a parameter: their squares add up, their norms do not.
@@ -130,6 +131,7 @@ class Monitor:
     def _keep_peak(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             for tensor in _tensors(output):
+                # A module's outputs may have several dtypes, each with room of its own.
                 key = _Key("peak", module, tensor.dtype)
                 peak = abs_max(tensor)
                 # torch.maximum keeps a NaN.

@@ -39,6 +39,7 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
         if not far * others < peak < float("inf"):
             continue
         magnitudes = tensors[name].abs().flatten().float()
+        # Where more than a few are large, memory has not done it.
         few = max(1, len(magnitudes) // _FEW)
         rest = float(magnitudes.topk(few + 1).values[-1])
         if peak > far * rest:

@@ -132,6 +132,7 @@ def differences(
             if difference is not None:
                 blamed = True
                 yield part, difference
+        # The parts to blame are off by now: is the rest of it right?
         if blamed:
             of_whole = compare(switch, others)
         if of_whole is not None:
@@ -200,6 +201,7 @@ def _in_blocks(
         how.coverage.compared |= first.coverage.compared
         how.coverage.missed |= first.coverage.missed
     found = _agreed(first.found, model)
+    # Once more, inside that block, to name the module in it; a name ends at the first space.
     if found is not None and found.repeats and not found.where.startswith(GRADIENT):
         block = found.where.partition(" ")[0]
         found = _agreed(compared(block).found, model) or found
@@ -231,6 +233,7 @@ def _compare(
         with switch.off():
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
+        # The kernel against itself: the reference cannot tell a race from an error.
         unsteady = apart(fused, _values(losses, model, modules))
         if any(p.is_cuda for p in model.parameters()):
             # PyTorch's own ops may sum in any order there.

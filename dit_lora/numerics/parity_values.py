@@ -110,6 +110,7 @@ def apart(references: Values, others: Values) -> float:
             return torch.inf
         if not same_bits(reference, other):
             error = _error(other, reference, 0.0, rows=False)
+            # Other bits are a difference, however small it comes out.
             worst = max(worst, error if error > 0 else 1e-12) if error == error else torch.inf
     return worst
 

@@ -43,6 +43,7 @@ class Patches:
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
             return None if is_shut() else original_class.step(this, *args, **kwargs)
 
+        # A subclass of its own class: whatever asks what it is gets the same answer.
         owner.__class__ = type(original_class.__name__, (original_class,), {"step": step})
         self._undo.append(lambda: setattr(owner, "__class__", original_class))
 

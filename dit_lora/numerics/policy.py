@@ -77,6 +77,7 @@ class Policy:
         # Retries count too: else a machine that fails now and then would go on for ever.
         if self.skips >= self.config.max_skips:
             return f"guard.max_skips={self.config.max_skips} is used up"
+        # Nothing is to be left out: the step is taken again as it was.
         if causes == {"transient"}:
             return Action("retry")
         samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))

@@ -142,6 +142,7 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[Finding
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    # None and not zero: a gradient that was never computed must show.
     model.zero_grad(set_to_none=True)
     try:
         backward()
@@ -356,6 +357,7 @@ def _header(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
+            # The first bytes of any other file may mean any length.
             if length > file.stat().st_size:
                 raise ValueError("it is no safetensors file")
             return parse_json(opened.read(length))

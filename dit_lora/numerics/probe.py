@@ -98,6 +98,7 @@ class Probe(TorchDispatchMode):
         for module, name in names.items():
             handles += [
                 module.register_forward_pre_hook(self._enter(name)),
+                # Called too where the forward raises: the stack of modules must stay right.
                 module.register_forward_hook(self._leave, always_call=True),
             ]
         try:
@@ -223,6 +224,7 @@ def _state(leaves: Sequence[Any]) -> _State | None:
         return None
     peaks = [abs_max(tensor) for tensor in tensors]
     values = torch.stack(peaks).tolist()
+    # A NaN counts as the largest.
     worst = max(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
     nan, inf = any(v != v for v in values), any(v == float("inf") for v in values)
     dtype, peak = tensors[worst].dtype, values[worst]

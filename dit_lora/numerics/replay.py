@@ -95,6 +95,7 @@ def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
 def _agreed(own: Outcome, owner: int) -> Outcome:
     """Return one outcome for all ranks, so that none goes on alone."""
     outcomes: list[Outcome] = gather_object([own])
+    # A dict, which keeps the order in which ranks found them.
     bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
     failed = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses)
     # Where all ranks fail, the fault is no rank's own.
@@ -135,6 +136,7 @@ def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
         return Traced(own_trace, rank)
     traces: list[Trace] = gather_object([own_trace])
     telling = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden)
+    # The micro-batch's own rank may hold a part in which nothing goes wrong.
     if telling and rank not in telling:
         rank = telling[0]
     return Traced(traces[rank], rank, telling if len(telling) < len(traces) else ())

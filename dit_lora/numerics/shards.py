@@ -39,6 +39,7 @@ def as_part_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return values
     mesh, placements = tensor.device_mesh, tensor.placements
+    # Without the check: comparing shapes with other ranks would make this collective.
     return DTensor.from_local(
         values, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -105,6 +106,7 @@ def described(
             owners.setdefault(name, rank)
     if not owners:
         return {}
+    # Whole are only those in which a rank found something: all of them would not fit.
     suspected = {name: tensor for name, tensor in named if name in owners}
     descriptions = {name: describe(name, whole(tensor)) for name, tensor in suspected.items()}
     ranks: list[dict[str, str | None]] = gather_object([descriptions])
@@ -136,6 +138,7 @@ def without_gathering(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def gathered_here(block: nn.Module) -> Iterator[None]:
     """Hold all weights of a sharded block whole on every rank within, also after a call of it. Collective."""
+    # The block's own weights are gathered: this is inside a call of it.
     apart = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
     for module in apart:
         module.unshard()

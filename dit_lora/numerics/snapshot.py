@@ -91,6 +91,7 @@ class Snapshots:
         """
         held, live = self.read(step), self._live()
         lost = [name for name, buffer in held.items() if not _fits(buffer, live.get(name))]
+        # Looked at before anything is written: half of a step is worse than none.
         if lost:
             summary = (
                 f"cannot go back to step {step}: of its tensors, these are no longer as they were"
@@ -144,6 +145,7 @@ class Snapshots:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
+        # The copy must see what the update before it has written.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
@@ -158,6 +160,7 @@ class Snapshots:
 def _copied_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's values in the buffer if it fits, else in a new one, pinned for a CUDA tensor."""
     if buffer is None or not _fits(buffer, tensor):
+        # Only into pinned memory can a copy run beside the computation.
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     buffer.copy_(tensor, non_blocking=True)
     if tensor.is_cuda:

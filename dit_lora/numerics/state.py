@@ -31,6 +31,7 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
     few elements of it far beyond all others. Collective in lockstep.
     """
     case = Case(micro_batch, suspects, "non_finite_weights")
+    # Frozen weights first: no snapshot holds them, so that nothing else is worth finding.
     return _frozen(case) or _not_finite(case) or _altered(case)
 
 
@@ -74,6 +75,7 @@ def _not_finite(case: Case) -> Verdict | None:
         )
     if diverged(case):
         return _too_high(case)
+    # Memory spoils one tensor; a learning rate, most of them.
     if len(weights) > len(trained) / 2:
         words = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
         return case.found("learning_rate", words + "the learning rate is too high")
@@ -132,6 +134,7 @@ def diverged(case: Case) -> bool:
     trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
     peak = weight_peak(trained, finite_only=True, together=case.suspects.lockstep)
     case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
+    # Weights that all began at zero have no scale to have left.
     return bool(case.suspects.start_peak) and peak > _DIVERGED * case.suspects.start_peak
 
 

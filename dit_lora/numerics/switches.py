@@ -66,6 +66,7 @@ def compile_switches(model: nn.Module) -> list[Switch]:
 
     @contextmanager
     def off() -> Iterator[None]:
+        # A stance forgets no compiled code: afterwards nothing is compiled anew.
         with torch.compiler.set_stance("force_eager"):
             yield
 
@@ -195,6 +196,7 @@ def _fp32_arguments(model: nn.Module) -> Iterator[None]:
     def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple:
         return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
 
+    # Arguments in half precision would not fit the weights that are now in fp32.
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield

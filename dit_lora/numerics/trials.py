@@ -41,6 +41,7 @@ def convicts(
     with off():
         if not case.healthy():
             return False
+    # A again: it must fail with the thing in place, or health without it was luck.
     for _ in range(rounds):
         if case.is_healthy(case.again()):
             raise UnsteadyError
@@ -77,10 +78,12 @@ def finite_in_fp32(case: Case) -> bool:
 def blamed(case: Case) -> Verdict:
     """Return the verdict where no switch helps: on samples, the draw, the place in the run, or nothing of these."""
     alone = _alone(case.micro_batch)
+    # One by one: in a batch a healthy sample would share the blame.
     failing = [sample for sample in alone if not _steadily(case, sample, rounds=1)]
     if not failing:
         words = "it fails in company only: each of its samples is healthy alone"
         return case.found("step", words)
+    # A failure is a sample's own only if another is healthy at the same place.
     control = _control(case, failing, [sample for sample in alone if sample not in failing])
     if control is None:
         return case.found("unknown", "nothing that was switched off makes it healthy")
@@ -99,6 +102,7 @@ def _alone(batch: MicroBatch) -> list[MicroBatch]:
 def _steadily(case: Case, batch: MicroBatch, rounds: int = ROUNDS) -> bool:
     """Return True if a micro-batch is healthy, which it must be each time; raises `UnsteadyError` if runs differ."""
     first = case.healthy(batch)
+    # One healthy run acquits nobody; a failure is there to be seen, and asked for once more.
     if any(case.healthy(batch) is not first for _ in range(rounds if first else 1)):
         raise UnsteadyError
     return first

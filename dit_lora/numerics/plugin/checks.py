@@ -70,6 +70,7 @@ class StepChecks:
         bad_loss = (
             torch.stack([~torch.isfinite(x).all() for x in losses]).any() if losses else false
         )
+        # A loss of zero asks for no gradient.
         says_something = torch.stack([(x != 0).any() for x in losses]).any() if losses else ~false
         peaks = self._peaks
         bad_gradient = ~torch.isfinite(peaks).all() if peaks is not None else false

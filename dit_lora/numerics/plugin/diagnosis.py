@@ -80,6 +80,7 @@ def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Verdict
     if bad_output is not None:
         return verdict(bad_output)
     answer = verdict(calls[-1])
+    # The backward goes from the last model to the first: a healthy one passes the question on.
     for call in reversed(calls[:-1]):
         if answer.cause != "transient":
             break

@@ -68,6 +68,7 @@ class Host:
     def prepared(self, optimizer: Any) -> Any:
         """Return Accelerate's wrapper of this optimizer, which the loop steps; without one the optimizer itself."""
         wrappers = self.accelerator._optimizers if self.accelerator is not None else []
+        # The loop steps the wrapper: it is the wrapper's method that has to be watched.
         return next((wrapper for wrapper in wrappers if wrapper.optimizer is optimizer), optimizer)
 
     def summed(self, flags: torch.Tensor) -> list[float]:
@@ -90,6 +91,7 @@ class Host:
 
 def bare_model(model: nn.Module) -> nn.Module:
     """Return the model without DDP around it."""
+    # With its autocast and compilation: a replay must run what the loop runs.
     bare: nn.Module = extract_model_from_parallel(
         model, keep_fp32_wrapper=True, keep_torch_compile=True
     )

@@ -37,6 +37,7 @@ def trained_models(
     if held:
         loose = nn.Module()
         for number, parameter in enumerate(held.values()):
+            # In a module, which is never called, they have names as all others do.
             loose.register_parameter(f"parameter_{number}", parameter)
         models["optimizer."] = loose
     return models if len(models) > 1 else {"": given}

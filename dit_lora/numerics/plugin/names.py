@@ -110,6 +110,7 @@ class Names:
             (waiting_batch for waiting_batch in waiting if waiting_batch.has_one_of(tensors)), None
         )
         if batch is not None:
+            # The batches handed out before it were never run.
             while waiting.popleft() is not batch:
                 pass
             self._current = batch

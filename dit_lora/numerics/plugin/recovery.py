@@ -76,6 +76,7 @@ class Recovery:
             self.budget.skip(trip.kind, trip.step, verdicts)
         else:
             self.budget.lose()
+        # Before a stop too: what a run leaves behind must be good.
         put_back = self._put_back() if spoiled or action.kind == "rollback" else None
         if put_back is None and action.kind == "rollback":
             action = Action("stop", why="the snapshot that is held does not fit any more")
@@ -93,6 +94,7 @@ class Recovery:
             message = listed(f"{head}; {state}; stopped: {action.why}", lines)
             raise NonFiniteError(message, self.events[-1])
         done = self._done(action, undone)
+        # A sample that is known to be bad, or one more step without a gradient, is no news.
         told = known or (trip.kind == "zero_gradient" and self.budget.in_a_row > 1)
         if self.host.rank == 0 and not told:
             _LOG.warning("%s", listed(f"{head}; {done}", lines))

@@ -127,6 +127,7 @@ class Steps:
                 raise _GateShutError
             return loss
 
+        # An optimizer may call its closure several times and write in between, as LBFGS does.
         before = self._versions()
         self._stepped = {id(optimizer)}
         self.tripped = False
@@ -173,6 +174,7 @@ class Steps:
         if kind == WEIGHTS or not self._is_due:
             return kind
         self._is_due = False
+        # Bad weights must not take the place of a snapshot that is good.
         wrong = self._wrong_state() if self._checks_weights else None
         if wrong is None:
             self._state.take(self.number - 1)
@@ -211,6 +213,7 @@ class Steps:
         result = step()
         self._check_scaler(optimizer)
         self._checks.weights(self._state.parameters)
+        # Of several optimizers the first ends the step; the others are parts of it.
         if len(self._stepped) == 1:
             self._close(taken=True)
         if self._state.ema is not None and self._checks_weights:
