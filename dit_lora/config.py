@@ -115,7 +115,7 @@ Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
 
 
 class LadderConfig(Section):
-    """The answers that a tripped step may get, in order."""
+    """The ladder of answers to a step that tripped, with their budgets."""
 
     on_nonfinite: tuple[Rung, ...] = ("skip", "quarantine", "fallback", "rollback", "stop")
     """Answers to a step that tripped, in order of preference; the first that fits its cause and has budget left is

@@ -50,6 +50,7 @@ def _bad(
     def put(folder: Path) -> None:
         if content is not None:
             (folder / file).write_bytes(content)
+        # A copy of a good clip, so that nothing but the record is at fault.
         elif clip:
             shutil.copy(min(folder.rglob("00_*.mp4")), folder / file)
         _ask(folder, file, {"q": question, "a": answer}, **times)

@@ -163,6 +163,7 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
         why.append(f"switched off, though nothing is wrong with it: {right}")
     if expected.nobody_lost and (lost := left_out(seen)):
         why.append(f"left out for good: {lost}")
+    # The proof of a recovery: bit for bit the adapter of a run that never had the fault.
     if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
         why.append("the adapter is not that of the run it must equal")
     return why

@@ -56,6 +56,7 @@ class FrozenRecord:
             if values.numel() and values.device.type != "meta":
                 on_device[name] = ((values.shape, values.dtype), tensor_digest(values))
         digests: dict[str, int] = {}
+        # One read a device, and not one a tensor: a model has hundreds.
         for device in {digest.device for _, digest in on_device.values()}:
             there = {
                 name: digest for name, (_, digest) in on_device.items() if digest.device == device

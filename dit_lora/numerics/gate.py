@@ -67,6 +67,7 @@ class Gate:
 
     def losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
         """Note per-sample losses (B,) before their backward, and what reading the data found."""
+        # Noted on the device: reading it here would make the host wait in every micro-step.
         bad = ~torch.isfinite(losses.detach()).all()
         self._bad.append(bad | bad_data)
 

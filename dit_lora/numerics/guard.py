@@ -176,6 +176,7 @@ class Guard:
             patches.handle(module.register_load_state_dict_post_hook(steps.loaded))
         for owner in (lr_scheduler, ema):
             if owner is not None:
+                # A step that is not taken must not move the learning rate or the average.
                 patches.gated_step(owner, lambda: steps.tripped)
         prepared = accelerator._dataloaders if accelerator is not None else []
         for data_loader in [*prepared, *([loader] if loader is not None else [])]:
@@ -210,6 +211,7 @@ class Guard:
 
     def _say_what_was_lost(self) -> None:
         summary = self._recovery.budget.closing()
+        # Once: the end of training and `detach` may both come.
         if summary and not self._said and self._host.rank == 0:
             self._said = True
             _LOG.warning("guard: %s", summary)

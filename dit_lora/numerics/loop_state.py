@@ -62,6 +62,7 @@ class LoopState:
             return
         self.snapshots.take(step)
         self._schedule_states = {step: [dict(schedule.state_dict()) for schedule in self.schedules]}
+        # EMAModel's decay follows its count of steps, which so has to go back with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
 
     def forget(self) -> None:

@@ -212,6 +212,7 @@ def _agreed(found: Sequence[Apart], model: nn.Module) -> Apart | None:
     """Return the first, and before all where a kernel is not even as itself; on all ranks of a model that needs
     them, the same.
     """
+    # What follows is collective again: all ranks must look at the same place.
     lists = gather_object([list(found)]) if needs_all_ranks(model) else [found]
     every = [place for rank_places in lists for place in rank_places]
     return next((place for place in every if not place.repeats), None) or next(iter(every), None)

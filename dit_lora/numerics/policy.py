@@ -81,6 +81,7 @@ class Policy:
         if causes == {"transient"}:
             return Action("retry")
         samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
+        # Where none is at fault, the step can only be left out as a whole.
         if not samples:
             return Action("skip") if rung == "skip" and "step" in causes else ""
         bad = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}

@@ -99,6 +99,7 @@ class Snapshots:
             raise DitLoraError(listed(summary, lost))
         for name, buffer in held.items():
             live[name].copy_(buffer)
+        # What is no tensor was copied into one, and is written back from there.
         self._put({name: live[name] for name in held})
         # A later snapshot holds the very state that is left here.
         for later in [other for other in self._held if other > step]:
@@ -130,6 +131,7 @@ class Snapshots:
 
     def _free_buffers(self, step: int) -> Tensors:
         """Return buffers that may be overwritten; while they are, no step is held in them."""
+        # A step that is taken again has one snapshot, of its last time.
         if step in self._held:
             return self._held.pop(step)
         if self._spare:

@@ -44,6 +44,7 @@ def attention_switches() -> list[Switch]:
     enabled = [name for name, (is_on, _) in _ATTENTION.items() if is_on()]
     sets: list[tuple[str, ...]] = [(name,) for name in enabled]
     if len(enabled) > 1:
+        # Where two are wrong, switching one off leaves the call to the other.
         sets.append(tuple(enabled))
     return [_attention(names) for names in sets]
 
@@ -154,6 +155,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     wrapped = model.__dict__.get("forward")
     # Accelerate keeps there what it wraps in autocast.
     bare = model.__dict__.get("_original_forward")
+    # Accelerate's wrapper would open autocast again, inside.
     if bare is not None:
         model.__dict__["forward"] = bare
     device = next(iter(tensors)).device.type

@@ -117,6 +117,7 @@ def _control(
     for candidate in [*others, *last]:
         if candidate.ids[0] not in bad:
             return candidate
+    # Any of the data's, where all samples at hand are suspects themselves.
     return case.suspects.another(case.micro_batch, bad)
 
 
@@ -127,6 +128,7 @@ def _moved(batch: MicroBatch, place: MicroBatch, *, draws: bool = False) -> Micr
 
 def _control_fails(case: Case, control: MicroBatch) -> Verdict:
     """Return the verdict where a sample that was healthy elsewhere fails at this place too: no sample is at fault."""
+    # Healthy where no sample has been: then it is this place, and not the model.
     if _steadily(case, _at_no_step(control)):
         words = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
         return case.found("step", words)

@@ -64,6 +64,7 @@ def _renamed(call: CapturedCall) -> CapturedCall:
 
 def _of_model(verdict: Verdict, prefix: str) -> Verdict:
     """Return the verdict with the name of the model, where there are several."""
+    # Chance is no one model's.
     if not prefix or verdict.cause == "transient":
         return verdict
     words = f"{prefix.removesuffix('.')}: {verdict.words}"

@@ -65,6 +65,7 @@ class Names:
 
         def noted(indices_of_batches: Iterator[Any]) -> Iterator[Any]:
             for indices in indices_of_batches:
+                # A sampler may yield anything: what is no list of indices names nobody.
                 asked.append(tuple(indices) if isinstance(indices, (list, tuple)) else ())
                 yield indices
 
@@ -84,6 +85,7 @@ class Names:
 
     def ids(self, micro_step: int, count: int) -> tuple[str, ...]:
         """Return the names of a call's samples."""
+        # Models that are called for one micro-batch share its batch.
         if micro_step != self._micro_step:
             self._micro_step = micro_step
             self._advance(self._seen)

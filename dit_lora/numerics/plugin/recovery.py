@@ -102,6 +102,7 @@ class Recovery:
 
     def _agreed_verdicts(self, trip: Trip) -> list[Verdict]:
         step, rank = trip.step, self.host.rank
+        # State first: with bad weights every call fails, and samples would be blamed for it.
         verdict = state_verdict(self.watched, trip.kind, step, rank)
         if verdict is not None:
             verdicts_here = [verdict]
@@ -122,6 +123,7 @@ class Recovery:
         of_the_loss = not any(verdict.cause in _NOT_OF_THE_LOSS for verdict in verdicts)
         if trip.kind == "zero_gradient" and of_the_loss:
             return self._for_no_gradient()
+        # Before what is known: while every step is lost, to whatever, nothing is trained.
         if self.budget.barren(self.config.max_skips):
             return Action("stop", why=f"none of the last {self.budget.in_a_row} steps was taken")
         if known:

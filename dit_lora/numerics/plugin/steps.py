@@ -264,6 +264,7 @@ class Steps:
         if taken:
             self.tripped = False
             self._mark_optimizers()
+            # To compare a failing call with; its output is memory that nobody needs.
             self._controls = {id(call.owner): call.without_output() for call in self._watched.calls}
             if syncs:
                 self._recovery.budget.take()

@@ -136,4 +136,5 @@ class Watched:
     def _fingerprint(self) -> tuple[int, int]:
         groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
         held = [parameter for group in groups for parameter in group["params"]]
+        # A loop may free weights, or give its optimizer more of them, at any step.
         return len(held), sum(parameter.requires_grad for parameter in held)
