@@ -149,9 +149,8 @@ def _bad_data(case: Case) -> Verdict | None:
     faults = dict(batch.faults)
     for index, sample in enumerate(batch.ids):
         rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
-        descriptions = [
-            w for n, row in rows.items() if (w := _describe_row(n, row, case.suspects.limit))
-        ]
+        described = (_describe_row(name, row, case.suspects.limit) for name, row in rows.items())
+        descriptions = [description for description in described if description]
         # What reading found says more: the entry and its file.
         if descriptions and sample not in faults:
             faults[sample] = "; ".join(descriptions)

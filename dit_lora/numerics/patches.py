@@ -23,15 +23,14 @@ class Patches:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        setattr(owner, name, wrapped)
-        # Where the method was the class's alone, deleting ours shows it again.
-        self._undo.append(
-            lambda: (
+        def restore() -> None:
+            if instance_attribute:
                 setattr(owner, name, instance_attribute)
-                if instance_attribute
-                else delattr(owner, name)
-            )
-        )
+            else:  # the method was the class's alone, which deleting ours shows again
+                delattr(owner, name)
+
+        setattr(owner, name, wrapped)
+        self._undo.append(restore)
 
     def gated_step(self, owner: Any, is_shut: Callable[[], bool]) -> None:
         """Let `owner.step` do nothing while the gate is shut, by a class of its own.

@@ -120,7 +120,7 @@ class Policy:
         return action
 
     def state(self) -> dict[str, int]:
-        """Counts for a checkpoint; `Policy(config, **state)` goes on with them."""
+        """Return counts for a checkpoint; `Policy(config, **state)` goes on with them."""
         return {
             "skips": self.skips,
             "rollbacks": self.rollbacks,
