@@ -8,14 +8,14 @@ from dit_lora.section import Count, Section
 
 
 class ChatConfig(Section):
-    """For families of chat models; `data.path` is then a JSON (or JSON lines) file of conversations."""
+    """Settings of chat models; `data.path` is then a JSON (or JSON lines) file of conversations."""
 
     max_tokens: Count = 1024
     """Tokens of one sample, those of its frames included. A longer question is shortened; an answer never is."""
     length_step: Count = 64
     """Samples whose lengths round up to the same multiple of this share a batch, and are padded to it."""
     frames: Literal["middle", "random"] = "random"
-    """Of data.frames equal parts of a video, the frame in the middle of each, or a random one (in training)."""
+    """The frame of each of data.frames equal parts of a video: the one in the middle, or a random one (in training)."""
     timestamps: bool | None = None
     """Say in the prompt at which seconds the frames are. null: as the model was trained, VideoChat2-Vicuna with them,
     VideoChat2-Mistral and -Phi-3 without."""
@@ -24,6 +24,6 @@ class ChatConfig(Section):
     shuffle_turns: bool = True
     """Give the questions of one sample in another order each time, where they are independent (`QA` lists)."""
     system: str = ""
-    """Put before every conversation."""
+    """Text that is put before every conversation."""
     tiles: Count | None = None
     """VideoChat2-HD: cut each frame into up to this many tiles of data.height x data.width, by its shape."""

@@ -38,7 +38,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script: errors are one line and an exit code."""
+    """Run the console script: errors are one line and an exit code."""
     with reported_errors():
         try:
             app()
@@ -68,12 +68,12 @@ def doctor(
     from dit_lora.compat import probe_environment
     from dit_lora.doctor import render, report
 
-    found = report(probe_environment(), config_file)
+    account = report(probe_environment(), config_file)
     if as_json:
-        print_json(context, found)
+        print_json(context, account)
     else:
-        render(found)
-    if not found["ok"]:
+        render(account)
+    if not account["ok"]:
         raise typer.Exit(CheckFailedError.exit_code)
 
 
@@ -218,11 +218,11 @@ def faults(
 
     judged = run_suite(only, ranks, model, engine_of(engine))
     if as_json:
-        lines = [asdict(one) for one in judged]
+        lines = [asdict(judgment) for judgment in judged]
         print_json(context, {"faults": lines, "totals": totals(judged)})
     else:
         render(judged)
-    if not all(one.passed for one in judged):
+    if not all(judgment.passed for judgment in judged):
         raise typer.Exit(CheckFailedError.exit_code)
 
 
@@ -250,10 +250,10 @@ def audit(
     from dit_lora.report.audit_page import write_audit_page
     from dit_lora.training.audit import audit_target
 
-    found = audit_target(target, overrides or [], encode=encode)
-    for line in found.lines():
+    result = audit_target(target, overrides or [], encode=encode)
+    for line in result.lines():
         echo(line, err=json_file == Path("/dev/stdout"))
-    judged, notes, buckets, encoded = found.judged, found.notes, found.buckets, found.encoded
+    judged, notes, buckets, encoded = result.judged, result.notes, result.buckets, result.encoded
     try:
         if json_file:
             write_json(json_file, judged, notes=notes, buckets=buckets, encoded=encoded)
@@ -265,13 +265,13 @@ def audit(
         write_audit_page(
             html,
             judged,
-            title=found.title,
-            totals=found.totals,
+            title=result.title,
+            totals=result.totals,
             notes=notes,
             buckets=buckets,
             encoded=encoded,
         )
-    if not found.passed:
+    if not result.passed:
         raise typer.Exit(CheckFailedError.exit_code)
 
 
@@ -304,12 +304,12 @@ def cache_verify(
     """Read every entry: digest, finite, in range; exit 1 if one is bad."""
     from dit_lora.training.upkeep import verify
 
-    found = verify(target, overrides or [], set_aside=set_aside)
+    result = verify(target, overrides or [], set_aside=set_aside)
     if as_json:
-        print_json(context, found.record())
+        print_json(context, result.record())
     else:
-        echo(found.told())
-    if not found.passed:
+        echo(result.told())
+    if not result.passed:
         raise typer.Exit(CheckFailedError.exit_code)
 
 
@@ -323,11 +323,11 @@ def cache_stats(
     """Count entries, files and bytes, by kind."""
     from dit_lora.training.upkeep import stats
 
-    found = stats(target, overrides or [])
+    result = stats(target, overrides or [])
     if as_json:
-        print_json(context, found.record())
+        print_json(context, result.record())
     else:
-        echo(found.told())
+        echo(result.told())
 
 
 @cache.command("prune")
@@ -344,11 +344,11 @@ def cache_prune(
     """Remove bad and double entries and leftovers; with --keep, also what no such recipe uses."""
     from dit_lora.training.upkeep import prune
 
-    found = prune(target, overrides or [], keep=keep or [])
+    result = prune(target, overrides or [], keep=keep or [])
     if as_json:
-        print_json(context, found.record())
+        print_json(context, result.record())
     else:
-        echo(found.told())
+        echo(result.told())
 
 
 cli_convert.register(app)
@@ -380,12 +380,12 @@ def replay(
     """Run the micro-batch of an event again and name the cause; exit 1 if it is still not healthy."""
     from dit_lora.training.replay import replay_bundle
 
-    found = replay_bundle(bundle, model=model, device=device, fp32=fp32, without=without or [])
+    result = replay_bundle(bundle, model=model, device=device, fp32=fp32, without=without or [])
     if as_json:
-        print_json(context, found.record())
+        print_json(context, result.record())
     else:
-        echo(found.told())
-    if found.verdict is not None:
+        echo(result.told())
+    if result.verdict is not None:
         raise typer.Exit(CheckFailedError.exit_code)
 
 

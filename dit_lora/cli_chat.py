@@ -30,18 +30,18 @@ def show(
     from dit_lora.report.chat_sample_page import write_chat_sample_page
     from dit_lora.training.chat.show import show_sample
 
-    found = show_sample(recipe, overrides or [], sample, draw)
-    Console().print(found.in_terminal())
+    shown = show_sample(recipe, overrides or [], sample, draw)
+    Console().print(shown.in_terminal())
     if html:
-        conversation = found.entry.conversation
+        conversation = shown.entry.conversation
         write_chat_sample_page(
             html,
-            found.entry.id,
-            found.rendered,
-            found.checkpoint.tokenizer,
+            shown.entry.id,
+            shown.rendered,
+            shown.checkpoint.tokenizer,
             kind=conversation.kind,
-            frames=found.pixels,
-            seconds=found.seconds,
+            frames=shown.pixels,
+            seconds=shown.seconds,
             instruction=conversation.turns[0].instruction,
         )
 

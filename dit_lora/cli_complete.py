@@ -1,4 +1,4 @@
-"""What the shells complete, from names and files alone, and the arguments that verbs share."""
+"""Complete words for the shells, from names and files alone; and the arguments that verbs share."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,44 +13,44 @@ from dit_lora.stock import accelerate_configs, recipe_names, stock_files
 
 
 def recipes_and_families(incomplete: str) -> list[str]:
-    """Recipes for `init`, and the families that stand for one."""
+    """Return recipes for `init`, and the families that stand for one."""
     return _starting([*FAMILIES, *recipe_names()], incomplete)
 
 
 def families(incomplete: str) -> list[str]:
-    """Families with recipes."""
+    """Return the families with recipes."""
     return _starting(FAMILIES, incomplete)
 
 
 def launches(incomplete: str) -> list[str]:
-    """Accelerate configs by name."""
+    """Return the Accelerate configs by name."""
     return _starting(accelerate_configs(), incomplete)
 
 
 def tiny_variants(incomplete: str) -> list[str]:
-    """Tiny checkpoints."""
+    """Return the names of tiny checkpoints."""
     names = [name for family in every_family().values() for name in family.tiny_variants]
     return _starting(names, incomplete)
 
 
 def recipe_files(incomplete: str) -> list[str]:
-    """YAML files, and the folders on the way to them; into a folder that is the only choice."""
-    found = _entries(incomplete)
-    while len(found) == 1 and found[0].endswith("/"):
-        found = _entries(found[0])
-    return found
+    """Return YAML files, and the folders on the way to them; into a folder that is the only choice."""
+    entries = _entries(incomplete)
+    while len(entries) == 1 and entries[0].endswith("/"):
+        entries = _entries(entries[0])
+    return entries
 
 
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """`key.path=`; with the values or the default of a key that is the only choice."""
+    """Return `key.path=`; with the values or the default of a key that is the only choice."""
     if (ctx.params.get("overrides") or [""])[-1] == "=":
         return []  # bash makes three words of key=value: files, for the value
     schema = read_json(stock_files() / "recipes" / "schema.json")
     keys = dict(_keys(schema, schema, ""))
-    found = _starting([f"{key}=" for key in keys], incomplete)
-    if len(found) == 1:  # after a single choice bash would add a space
-        found += [f"{found[0]}{value}" for value in keys[found[0][:-1]]]
-    return found
+    matching = _starting([f"{key}=" for key in keys], incomplete)
+    if len(matching) == 1:  # after a single choice bash would add a space
+        matching += [f"{matching[0]}{value}" for value in keys[matching[0][:-1]]]
+    return matching
 
 
 RecipeFile = Annotated[str, typer.Argument(help="A recipe (.yaml).", autocompletion=recipe_files)]
@@ -68,19 +68,19 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
 
 def _entries(incomplete: str) -> list[str]:
     folder, slash, start = incomplete.rpartition("/")
-    found = []
+    entries = []
     for path in sorted(Path(folder + slash or ".").glob(f"{start}*")):
         if path.is_dir() and not path.name.startswith((".", "__")):
-            found.append(f"{folder}{slash}{path.name}/")
+            entries.append(f"{folder}{slash}{path.name}/")
         elif path.suffix in (".yaml", ".yml"):
-            found.append(f"{folder}{slash}{path.name}")
-    return found
+            entries.append(f"{folder}{slash}{path.name}")
+    return entries
 
 
 def _keys(
     schema: Mapping[str, Any], section: Mapping[str, Any], parent: str
 ) -> Iterator[tuple[str, list[str]]]:
-    """Every key that holds a value, with the values that the schema names."""
+    """Yield every key that holds a value, with the values that the schema names."""
     for name, entry in section["properties"].items():
         options = [entry, *entry.get("anyOf", [])]
         inner = [option["$ref"].split("/")[-1] for option in options if "$ref" in option]

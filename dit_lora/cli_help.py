@@ -52,7 +52,7 @@ EXAMPLES = {
         "--stage videochat2_mistral_7b_stage2.pth --stage videochat2_mistral_7b_stage3.pth",
     ),
 }
-"""What to type, after `dit-lora`."""
+"""Commands to type, after `dit-lora`."""
 
 EPILOG = """Type first:
   dit-lora doctor
@@ -77,7 +77,7 @@ def arrange(app: typer.Typer) -> None:
 
 
 def name_of(verb: CommandInfo | TyperInfo) -> str:
-    """The word that a user types."""
+    """Return the word that a user types."""
     return verb.name or (verb.callback.__name__ if verb.callback else "")
 
 

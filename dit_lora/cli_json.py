@@ -11,7 +11,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 _OUT = "dit_lora.json"
-"""Where a command's context keeps its standard output."""
+"""Key under which a command's context keeps its standard output."""
 
 
 def _begin(context: typer.Context, asked: bool) -> bool:
@@ -34,7 +34,7 @@ def print_json(context: typer.Context, document: Any) -> None:
 
 @contextlib.contextmanager
 def _diverted() -> Iterator[TextIO]:
-    """Standard output; within it, what anybody else writes there goes to standard error, child processes' too."""
+    """Yield standard output; within, what anybody else writes there goes to standard error, child processes' too."""
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         try:
@@ -43,18 +43,19 @@ def _diverted() -> Iterator[TextIO]:
             yield out
             return
         out.flush()
-        own = os.dup(number)
+        # Child processes write to the descriptor, whatever Python's `sys.stdout` is.
+        copied = os.dup(number)
         os.dup2(2, number)
         try:
-            with os.fdopen(own, "w", encoding="utf-8", closefd=False) as kept:
-                yield kept
+            with os.fdopen(copied, "w", encoding="utf-8", closefd=False) as document:
+                yield document
         finally:
             out.flush()
-            os.dup2(own, number)
-            os.close(own)
+            os.dup2(copied, number)
+            os.close(copied)
 
 
 def silence_the_end() -> None:
-    """What libraries print as a process ends goes to standard error, for nothing may follow the document."""
+    """Send what libraries print as a process ends to standard error, for nothing may follow the document."""
     sys.stdout.flush()
     os.dup2(2, 1)

@@ -47,11 +47,11 @@ def plan(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `24GiB`, `24 GB`, `24` (GiB)."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+    """Return the bytes of `24GiB`, `24 GB`, `24` (GiB); raises `DitLoraError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _memory_here() -> int | None:

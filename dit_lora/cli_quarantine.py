@@ -35,12 +35,12 @@ def quarantine(
     if released:
         held.save()
     if as_json:
-        rows = [asdict(one) for one in held.records]
+        rows = [asdict(record) for record in held.records]
         print_json(context, {"left_out": rows, "released": released})
         return
     for name in released:
         echo(f"released {name}: train.resume=auto trains on it again")
-    echo("\n".join(one.told() for one in held.records) or f"{run} leaves no sample out")
+    echo("\n".join(record.told() for record in held.records) or f"{run} leaves no sample out")
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""The verbs of a first hour: which recipes there are, and a folder of one's own to train in."""
+"""The verbs of a first hour: a list of recipes, and a folder of one's own to train in."""
 
 import re
 import shlex
@@ -27,11 +27,11 @@ def recipes(
         raise DitLoraError(f"no family {family!r}; it is one of {', '.join(FAMILIES)}")
     defaults = default_recipes()
     records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
-    found = [record for record in records if family in (None, record["family"])]
+    chosen = [record for record in records if family in (None, record["family"])]
     if as_json:
-        print_json(context, {"recipes": found})
+        print_json(context, {"recipes": chosen})
     else:
-        _render(found)
+        _render(chosen)
 
 
 def init(
@@ -55,8 +55,8 @@ def init(
     chosen = StockRecipe.named(recipe, default_recipes())
     config = accelerate or chosen.accelerate_config
     if config not in accelerate_configs():
-        known = ", ".join(accelerate_configs())
-        raise DitLoraError(f"no Accelerate config {config!r}; it is one of {known}")
+        names = ", ".join(accelerate_configs())
+        raise DitLoraError(f"no Accelerate config {config!r}; it is one of {names}")
     written = write_folder(chosen, out, config)
     echo(f"wrote {', '.join(map(str, written))}")
     if recipe in FAMILIES:
@@ -70,7 +70,7 @@ def init(
 
 
 def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
-    """What to type in the new folder, a line each."""
+    """Return what to type in the new folder, a line each."""
     lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
     lines += recipe.commands[:-1]
     if not recipe.smoke:
@@ -79,7 +79,7 @@ def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
 
 
 def _render(records: list[dict[str, Any]]) -> None:
-    """A table in 80 columns, where only a model's name is folded."""
+    """Print a table in 80 columns, where only a model's name is folded."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -103,12 +103,12 @@ def _render(records: list[dict[str, Any]]) -> None:
 
 
 def _amount(words: str) -> str:
-    """The first figure of a header's words on memory or time, if they begin with one."""
-    found = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", words)
-    if found is None:
+    """Return the first figure of a header's words on memory or time, or `-` if they begin with none."""
+    match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", words)
+    if match is None:
         return "-"
-    unit = "s" if found[2] == "seconds" else found[2]
-    return f"{found[1]} {unit}{' +' if 'activations' in words.lower() else ''}"
+    unit = "s" if match[2] == "seconds" else match[2]
+    return f"{match[1]} {unit}{' +' if 'activations' in words.lower() else ''}"
 
 
 def register(app: typer.Typer) -> None:

@@ -27,12 +27,12 @@ def verify(
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.training.verify_target import verify_adapter
 
-    found = verify_adapter(target, model, allow_extreme_update=allow_extreme_update)
+    verification = verify_adapter(target, model, allow_extreme_update=allow_extreme_update)
     if as_json:
-        print_json(context, found.record())
+        print_json(context, verification.record())
     else:
-        echo("\n".join(found.lines()))
-    if not found.passed:
+        echo("\n".join(verification.lines()))
+    if not verification.passed:
         raise typer.Exit(CheckFailedError.exit_code)
 
 

@@ -119,7 +119,7 @@ def probe_environment() -> Environment:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong or was not tested, and the command that changes it."""
+    """A version that is wrong or was not tested, and the command that changes it."""
 
     id: str
     severity: Severity
@@ -150,7 +150,9 @@ def _within(env: Environment, name: str, low: Release, high: Release | None = No
 
 
 def _torchvision_of_another_torch(env: Environment) -> bool:
-    """Return whether torchvision is not 0.(n + 15), which its metadata pins to torch 2.n."""
+    """Return True unless torchvision 0.(n + 15) meets torch 2.n, against which it is built, as its own metadata
+    pins.
+    """
     torch, vision = env.release("torch"), env.release("torchvision")
     if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
         return False
@@ -219,16 +221,16 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
 
 
 def package_status(name: str, env: Environment) -> Status:
-    """Return the status of a distribution: `in range` up to the tested minor release, `untested` above it."""
-    known = TESTED[name]
+    """Return a distribution's status: `in range` is from the floor to the tested minor release, `untested` is newer."""
+    tested = TESTED[name]
     if name not in env.versions:
-        return "missing" if known.required else "absent"
+        return "missing" if tested.required else "absent"
     release = env.release(name)
-    if release is None or not _release(known.floor) <= release < (known.next_major, 0, 0):
+    if release is None or not _release(tested.floor) <= release < (tested.next_major, 0, 0):
         return "refused"
-    if known.release is None or release[:2] > _release(known.release)[:2]:
+    if tested.release is None or release[:2] > _release(tested.release)[:2]:
         return "untested"
-    return "tested" if release == _release(known.release) else "in range"
+    return "tested" if release == _release(tested.release) else "in range"
 
 
 def problems(env: Environment) -> list[Problem]:
@@ -242,26 +244,26 @@ def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
 
     With `allow_untested` the refusals are among the warnings. What the run handles is not.
     """
-    found = problems(env)
-    refused = [str(problem) for problem in found if problem.severity == "refuse"]
+    issues = problems(env)
+    refused = [str(problem) for problem in issues if problem.severity == "refuse"]
     if refused and not allow_untested:
         raise DitLoraError(
             listed("refused before any work; run.allow_untested=true goes on anyway", refused)
         )
-    return [str(problem) for problem in found if problem.severity != "handled"]
+    return [str(problem) for problem in issues if problem.severity != "handled"]
 
 
 def _version_problem(name: str, env: Environment) -> Problem | None:
-    known, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
+    tested, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
     if status in ("tested", "in range", "absent"):
         return None
-    if status == "untested" and known.release is None:
+    if status == "untested" and tested.release is None:
         what = f"no build of {name} could be tested; got {version}"
         return Problem(name, "warn", what, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
-        what = f"{name} was tested up to {known.release}; got {version}"
-        return Problem(name, "warn", what, _install(f"{name}=={known.release}", env))
-    wanted = known.requirement(name)
+        what = f"{name} was tested up to {tested.release}; got {version}"
+        return Problem(name, "warn", what, _install(f"{name}=={tested.release}", env))
+    wanted = tested.requirement(name)
     received = f"got {version}" if version else "it is not installed"
     return Problem(name, "refuse", f"{wanted} is needed; {received}", _install(wanted, env))
 

@@ -1,4 +1,4 @@
-"""What a recipe says, typed; `dit_lora.recipe` reads it."""
+"""The sections of a recipe, typed; `dit_lora.recipe` reads them."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
+    """Dtype of frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
     quantize: Literal["nf4", "int8", "fp8"] | None = None
     """Store the linear layers of the frozen blocks narrower, and compute in `dtype` all the same: `nf4` (4.5 bits a
     weight, needs bitsandbytes), `int8` or `fp8` (8). What `optim.groups` trains of the base is left as it is."""
@@ -48,7 +48,7 @@ class LoraConfig(Section):
     targets: tuple[str, ...] | None = None
     """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How A starts; B starts at zero. `kaiming` is PEFT's default."""
+    """Start of A; B starts at zero. `kaiming` is PEFT's default."""
 
 
 KernelMode = Literal["auto", "on", "off"]
@@ -83,7 +83,7 @@ class KernelsConfig(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     def ops(self) -> dict[str, KernelMode]:
-        """The modes of what replaces parts of a model."""
+        """Return the modes of what replaces parts of a model."""
         names = set(type(self).model_fields) - {"attention", "finite_norm"}
         return {name: getattr(self, name) for name in sorted(names)}
 
@@ -115,13 +115,13 @@ Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
 
 
 class LadderConfig(Section):
-    """What may be done about a step that tripped."""
+    """The ladder of answers to a step that tripped, with their budgets."""
 
     on_nonfinite: tuple[Rung, ...] = ("skip", "quarantine", "fallback", "rollback", "stop")
-    """What may be done about a step that tripped, in order of preference; the first that fits its cause
-    and has budget left is taken, and the run stops where none does. `skip`: take the step again, once without
-    the sample. `quarantine`: leave the sample out for good. `fallback`: switch the kernel or attention
-    backend off. `rollback`: go back to a snapshot. `[stop]` never goes on."""
+    """Answers to a step that tripped, in order of preference; the first that fits its cause and has budget left is
+    taken, and the run stops where none does. `skip`: take the step again, once without the sample. `quarantine`:
+    leave the sample out for good. `fallback`: switch the kernel or attention backend off. `rollback`: go back to a
+    snapshot. `[stop]` never goes on."""
     max_skips: Annotated[int, Field(ge=0)] = 10
     """Tripped steps that skip and quarantine may answer in one run; then it stops."""
     max_rollbacks: Annotated[int, Field(ge=0)] = 2
@@ -186,7 +186,7 @@ _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]{0,95}", re.ASCII)
 
 
 def repo_id_problem(repo_id: str) -> str | None:
-    """Why this cannot name a repository on the Hub, or None."""
+    """Return why this cannot name a repository on the Hub, or None."""
     parts = repo_id.split("/")
     ends = any(part.endswith((".", "-", ".git")) for part in parts)
     if _REPO_ID.fullmatch(repo_id) and not ends and "--" not in repo_id and ".." not in repo_id:

@@ -55,17 +55,17 @@ def decisions(env: Environment) -> list[Decision]:
 
 
 def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
-    """Return an account of an environment as plain values; `ok` is false if anything in it is refused.
+    """Return a JSON-able account of an environment; `ok` is false if anything in it is refused.
 
     `launch_config` is an Accelerate config file; by default the one that `accelerate launch` reads.
     """
-    found = problems(env)
+    issues = problems(env)
     launch = _launch(env, launch_config)
     return {
-        "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in found),
+        "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in issues),
         "python": env.python,
         "platform": env.platform,
-        "packages": {name: _package(name, env, found) for name in TESTED},
+        "packages": {name: _package(name, env, issues) for name in TESTED},
         "device": {
             "cuda_available": bool(env.devices),
             "torch_cuda": env.torch_cuda,
@@ -79,7 +79,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
                 "source": problem.source,
                 "remedy": problem.remedy,
             }
-            for problem in found
+            for problem in issues
             if problem.id not in TESTED
         ],
         "launch": launch,

@@ -28,7 +28,7 @@ class DitLoraError(Exception):
 
     exit_code = 2
     collective = False
-    """Whether every rank raises it at the same point, after agreeing on it."""
+    """True if every rank raises it at the same point, after agreeing on it."""
     shown = False
     label = "error"
 
@@ -51,12 +51,12 @@ class InterruptedRunError(DitLoraError):
 
 
 def listed(summary: str, offenders: Sequence[str]) -> str:
-    """One line of summary, then every offender on a line of its own."""
+    """Return one line of summary, then every offender on a line of its own."""
     return "\n".join([summary, *(f"  - {offender}" for offender in offenders)])
 
 
 def unwritable(error: OSError) -> DitLoraError:
-    """What the disk did not take, in words."""
+    """Return the error that says what the disk did not take."""
     where = error.filename or "a file of the run"
     return DitLoraError(f"cannot write {where}: {error.strerror or error}")
 

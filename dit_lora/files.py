@@ -32,7 +32,9 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Also an open file by its descriptor, as Linux lists them: a rename would put another in the list's place."""
+    """Return True for a device or pipe, and for an open file by its descriptor: a rename would replace Linux's
+    entry for it.
+    """
     places = (os.path.realpath(path.parent), os.readlink(path) if path.is_symlink() else "")
     is_descriptor = any(f"{place}/".startswith("/proc/") for place in places)
     return path.exists() and not path.is_dir() and (is_descriptor or not path.is_file())
@@ -60,17 +62,17 @@ def append_line(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a JSON-lines file, and how many of its lines are none: a killed process tears them."""
+    """Return the objects of a JSON-lines file, and how many of its lines are none: a killed process tears them."""
     if not path.exists():
         return [], 0
-    found, torn = [], 0
+    objects, torn = [], 0
     for line in path.read_bytes().splitlines():
         try:
             value = parse_json(line)
         except ValueError:
             value = None
         if isinstance(value, dict):
-            found.append(value)
+            objects.append(value)
         elif line.strip():
             torn += 1
-    return found, torn
+    return objects, torn

@@ -1,4 +1,4 @@
-"""What a network is trained to predict: pure fp32 functions of (clean, noise, timestep), or of the next token.
+"""Training objectives: pure fp32 functions of (clean, noise, timestep), or of the next token.
 
 Shapes: clean, noise, prediction are (B, ...); timesteps (B,) int64; losses (B,).
 """
@@ -26,7 +26,7 @@ class LossOutput(NamedTuple):
 
 
 def mean_squared_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Per-sample mean over all but the first dimension, fp32 (B,)."""
+    """Return the per-sample mean over all but the first dimension, fp32 (B,)."""
     return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
 
@@ -37,11 +37,12 @@ def next_token_losses(
     *,
     chunk: int,
 ) -> torch.Tensor:
-    """Mean cross entropy over each sample's labels other than `IGNORE`, fp32 (B,); NaN for a sample with none.
+    """Return the mean cross entropy over each sample's labels other than `IGNORE`, fp32 (B,); NaN for a sample with none.
 
     hidden (B, A, D) are the states that predict labels (B, A), int64; `head` makes logits of (rows, D), and
     log-sum-exp runs in fp32. Memory is that of `chunk` rows of logits whatever B and A are, for backward computes
-    them again, with the same dropout. As `F.cross_entropy(head(hidden).float().mT, labels)` of each sample alone.
+    them again, with the same dropout. The values are those of `F.cross_entropy(head(hidden).float().mT, labels)` of
+    each sample alone.
     """
     if chunk < 1:
         raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk}")
@@ -51,14 +52,14 @@ def next_token_losses(
 
 
 def recomputed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """What the function returns of these; what it saves for backward is computed again there, and not kept."""
+    """Return what the function returns of these; what it saves for backward is computed again there, and not kept."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
 def _cross_entropy(
     head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """Of each row, fp32; 0, with a gradient of 0, where nothing is wanted."""
+    """Return each row's cross entropy, fp32; 0, with a gradient of 0, where nothing is wanted."""
     return F.cross_entropy(head(rows).float(), wanted, ignore_index=IGNORE, reduction="none")
 
 
@@ -82,7 +83,7 @@ class VPrediction:
 
     @classmethod
     def from_alphas_cumprod(cls, alphas_cumprod: torch.Tensor) -> "VPrediction":
-        """Square roots are taken in fp64 and rounded once."""
+        """Make the tables; square roots are taken in fp64 and rounded once."""
         wide = alphas_cumprod.double()
         return cls(wide.sqrt().float(), (1 - wide).sqrt().float())
 
@@ -119,7 +120,7 @@ class FlowMatching:
     """The network sees `s * train_timesteps`."""
 
     def sigmas(self, gaussian: torch.Tensor) -> torch.Tensor:
-        """Noise levels, fp32 in (0, 1), of standard normal draws of the same shape."""
+        """Return noise levels, fp32 in (0, 1), of standard normal draws of the same shape."""
         level = torch.sigmoid(gaussian.float())
         return self.shift * level / (1 + (self.shift - 1) * level)
 
@@ -133,7 +134,7 @@ class FlowMatching:
         return noise.float() - clean.float()
 
     def reported(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """Whole timesteps of these noise levels, int64 from 0 to `train_timesteps` minus one."""
+        """Return whole timesteps of these noise levels, int64 from 0 to `train_timesteps` minus one."""
         return (sigmas * self.train_timesteps).long().clamp(0, self.train_timesteps - 1)
 
 
@@ -164,11 +165,12 @@ class EpsilonPrediction:
 
     @classmethod
     def from_betas(cls, betas: torch.Tensor) -> "EpsilonPrediction":
-        """Everything is computed in fp64 and rounded once."""
+        """Make the tables; everything is computed in fp64 and rounded once."""
         beta = betas.double()
         total = (1 - beta).cumprod(0)
         before = torch.cat([torch.ones(1, dtype=torch.float64), total[:-1]])
         variance = beta * (1 - before) / (1 - total)
+        # It is zero at t = 0, where its logarithm would be -inf.
         variance[0] = variance[1]
         wide = (
             total.sqrt(),
@@ -194,7 +196,7 @@ class EpsilonPrediction:
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
     ) -> torch.Tensor:
-        """Each sample's term of the bound in bits per dimension, fp32 (B,): a gradient for `fraction` alone.
+        """Return each sample's term of the bound in bits per dimension, fp32 (B,): a gradient for `fraction` alone.
 
         `fraction` is the network's, -1 for the smallest and 1 for the largest log variance. At t = 0 it is
         the negative log-likelihood of `clean` in bins of 2/255, elsewhere a Kullback-Leibler divergence.
@@ -219,8 +221,8 @@ class EpsilonPrediction:
 
     @property
     def _tables(self) -> tuple[torch.Tensor, ...]:
-        own = (self.alpha, self.sigma, self.log_beta, self.log_posterior)
-        return (*own, self.clean_share, self.noisy_share)
+        by_timestep = (self.alpha, self.sigma, self.log_beta, self.log_posterior)
+        return (*by_timestep, self.clean_share, self.noisy_share)
 
 
 def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -230,7 +232,7 @@ def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> tor
 def _binned_log_likelihood(
     x: torch.Tensor, mean: torch.Tensor, log_deviation: torch.Tensor
 ) -> torch.Tensor:
-    """log P of the bin of 8-bit pixels around x under a normal distribution; the outermost are open.
+    """Return log P of the bin of 8-bit pixels around x under a normal distribution; the outermost are open.
 
     No probability counts as less than 1e-12, as in the code that DiT was trained with. That code, and OpenDiT's,
     approximates the normal CDF by a tanh: their losses at t = 0 are 0.6 to 1.4 % from this one.

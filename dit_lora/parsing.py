@@ -38,19 +38,20 @@ _DECODER = json.JSONDecoder(parse_int=_whole)
 
 
 class ParseError(DitLoraError, ValueError):
-    """What is wrong with a text, in one line: where nobody knows better what to do, that is what the user reads."""
+    """Says what is wrong with a text, in one line: where nobody knows better what to do, the user reads that."""
 
     def __init__(self, words: str, *, at: int | None = None, where: str = "") -> None:
         super().__init__(f"{words}{where}")
         self.words = words
         self.at = at
-        """The character, where it is known."""
+        """The place of the character in the text, where it is known."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; raises `ParseError`, also for what is not UTF-8."""
+    """Return the value of a JSON text; raises `ParseError`, also for what is not UTF-8."""
     try:
         if isinstance(text, bytes):
+            # Some editors begin UTF-8 with a byte order mark, which JSON does not allow.
             text = text.decode("utf-8-sig")
         value = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as error:
@@ -63,7 +64,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """The value that begins at `start`, and where it ends; raises `ParseError` with its place."""
+    """Return the value that begins at `start`, and where it ends; raises `ParseError` with its place."""
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -75,7 +76,7 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file; raises `OSError`, or `ParseError` that names the file."""
+    """Return the value in a JSON file; raises `OSError`, or `ParseError` that names the file."""
     try:
         return parse_json(path.read_bytes())
     except ParseError as error:
@@ -83,7 +84,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text by the safe tags; raises `ParseError`.
+    """Return the value of a YAML text by the safe tags; raises `ParseError`.
 
     Keys that are given twice, of which YAML would keep the last, are refused; so are texts that are no Unicode.
     """
@@ -99,7 +100,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a YAML file; raises `OSError`, or `ParseError` that names the file."""
+    """Return the value in a YAML file; raises `OSError`, or `ParseError` that names the file."""
     try:
         with path.open(encoding="utf-8") as file:
             return parse_yaml(file.read(MOST_YAML + 1))
@@ -147,20 +148,20 @@ def _require_shallow(value: object, text: str, start: int = 0) -> None:
         return
     level = [value]
     for _ in range(MOST_LEVELS):
-        level = [inner for one in level for inner in _inner(one)]
+        level = [inner for outer in level for inner in _inner(outer)]
         if not level:
             return
     raise ParseError(_DEEP, at=start)
 
 
 def _inner(value: object) -> Iterator[object]:
-    """The lists and objects in one."""
-    held = (
+    """Yield the lists and objects in a value."""
+    items = (
         value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     )
-    for one in held:
-        if isinstance(one, list | dict):
-            yield one
+    for item in items:
+        if isinstance(item, list | dict):
+            yield item
 
 
 @dataclass
@@ -169,31 +170,31 @@ class _Open:
 
     anchor: str | None
     before: int
-    """Nodes before it."""
+    """Number of nodes before it."""
     levels: int = 1
-    """Its own, and those of the deepest in it."""
+    """Number of its levels: its own, and those of the deepest in it."""
 
 
 def _require_few(text: str) -> None:
     """Count levels and nodes as the text's events come, before anything is built of them; raises `ParseError`."""
-    known: dict[str | None, tuple[int, int]] = {}
+    sizes: dict[str | None, tuple[int, int]] = {}
     """The nodes and levels that an alias stands for, by anchor."""
     around: list[_Open] = []
     count = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         nodes, levels = 1, 0
         if isinstance(event, yaml.AliasEvent):
-            if event.anchor in (one.anchor for one in around):
+            if event.anchor in (collection.anchor for collection in around):
                 raise ParseError(f"*{event.anchor} stands for what it is in itself")
-            nodes, levels = known.get(event.anchor, (1, 0))
+            nodes, levels = sizes.get(event.anchor, (1, 0))
         elif isinstance(event, yaml.ScalarEvent):
-            known[event.anchor] = (1, 0)
+            sizes[event.anchor] = (1, 0)
             _require_unicode(event.value)
         elif isinstance(event, yaml.CollectionStartEvent):
             around.append(_Open(event.anchor, count))
         elif isinstance(event, yaml.CollectionEndEvent):
             ended = around.pop()
-            known[ended.anchor] = (count - ended.before, ended.levels)
+            sizes[ended.anchor] = (count - ended.before, ended.levels)
             nodes, levels = 0, ended.levels
         else:
             continue

@@ -1,4 +1,4 @@
-"""How whatever a checkpoint holds is loaded: no code of it is run, and of a folder nothing but the folder is read.
+"""Load whatever a checkpoint holds: no code of it is run, and of a folder nothing but the folder is read.
 
 Transformers asks on standard input whether to run the code that a config names, unless it is told before.
 """

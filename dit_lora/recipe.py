@@ -17,7 +17,7 @@ _SHOWN = 200  # characters of a value in a message
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file with `key.path=value` overrides applied, checked as a whole.
+    """Return the recipe in a YAML file with `key.path=value` overrides applied, checked as a whole.
 
     Every unknown key, missing key and wrong type is listed in one `DitLoraError`.
     """
@@ -36,7 +36,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
-    """A checked `Recipe` from plain values; `source` names them in errors."""
+    """Return a checked `Recipe` from plain values; `source` names them in errors."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -46,7 +46,7 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load_recipe` reads back equal, without what its mode does not have."""
+    """Return the resolved recipe as YAML that `load_recipe` reads back equal, without what its mode does not have."""
     values = recipe.model_dump(mode="json")
     if recipe.train.mode == "full":
         del values["lora"], values["optim"]["groups"]["adapter"]
@@ -55,7 +55,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON Schema of a recipe, for editors."""
+    """Return jSON Schema of a recipe, for editors."""
     return Recipe.model_json_schema()
 
 
@@ -88,17 +88,17 @@ def _problems(error: ValidationError) -> Iterator[str]:
         else:
             words = problem["msg"].removeprefix("Value error, ")
             # Of what the whole recipe or a section contradicts, the words say what was given.
-            told = problem["type"] == "value_error" and isinstance(problem["input"], dict)
-            words = words if told else f"{words}; got {problem['input']!r}"
+            says_input = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+            words = words if says_input else f"{words}; got {problem['input']!r}"
             yield f"{name}: {words}" if name else words
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:
-    """The same key elsewhere in the recipe, else the nearest one in the same section."""
-    known = list(_key_paths(Recipe))
+    """Return the same key elsewhere in the recipe, else the nearest one in the same section."""
+    key_paths = list(_key_paths(Recipe))
     parent = [str(part) for part in location[:-1]]
-    siblings = [path[-1] for path in known if path[:-1] == parent]
-    elsewhere = [".".join(path) for path in known if path[-1] == str(location[-1])]
+    siblings = [path[-1] for path in key_paths if path[:-1] == parent]
+    elsewhere = [".".join(path) for path in key_paths if path[-1] == str(location[-1])]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     near = difflib.get_close_matches(str(location[-1]), siblings, n=1)

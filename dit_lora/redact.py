@@ -1,4 +1,4 @@
-"""What of a text others may read: no token, no absolute path, and everything else as it was.
+"""Redact texts that others may read: no token, no absolute path, and everything else as it was.
 
 One scrubber for all that may leave the machine: bundles, model cards and what is published beside them, reports,
 trackers. Of a path its last part stays; a token becomes `[token]`, and a home folder `[home]`. Hex digits are taken
@@ -129,7 +129,7 @@ _VARIABLE = re.compile(
 )
 _SHORTEST = 6
 _NAMING = re.compile(r"[:=]|key|passw|login|wandb|bearer|secret|token|pwd", re.IGNORECASE)
-"""What every name of a secret has."""
+"""Pattern of something that every name of a secret has."""
 _STRONG_KEY = re.compile(rf"(?:[\w-]*{_STRONG}|authorization|cookie)", re.IGNORECASE)
 _WEAK_KEY = re.compile(rf"[\w-]*{_WEAK}", re.IGNORECASE)
 _SHAPED = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=~.-]{12,}")
@@ -158,7 +158,7 @@ _LOCAL = frozenset(
 
 
 def _paths(posix: str, parts: str) -> re.Pattern[str]:
-    """Addresses, which mostly stay, and absolute paths in text; `posix` is how those of POSIX begin."""
+    """Compile a pattern of addresses, which mostly stay, and absolute paths; `posix` is how those of POSIX begin."""
     certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_SURE})(?:{_FOLDER})*{_LAST}"
     whole = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
     quoted = rf"(?P<quote>[\"'`])(?P<inside>{whole})(?P=quote)"
@@ -175,7 +175,7 @@ _ALONE = re.compile(
 
 
 def redacted(value: Any) -> Any:
-    """The value with tokens and absolute paths taken out of every string in it, keys of mappings as well.
+    """Return the value with tokens and absolute paths taken out of every string in it, keys of mappings as well.
 
     What a key's name says to be a secret goes, whatever it looks like; what is below one of `WORDS` is taken as by
     `redacted_words`. Sequences become lists.
@@ -195,13 +195,14 @@ def redacted_words(text: str) -> str:
 
 
 def without_tokens(text: str) -> str:
-    """Text in which every token is `[token]`, and so is what this process's environment holds as one."""
+    """Return text in which every token is `[token]`, and so is what this process's environment holds as one."""
     return _without_tokens(text, _environment())
 
 
 def _without_tokens(text: str, held: Sequence[str]) -> str:
     if len(text) < _SHORTEST:
         return text
+    # The longest are first: a shorter value that is a part of one would leave the rest of it.
     for value in held:
         text = text.replace(value, TOKEN)
     text = _KNOWN.sub(TOKEN, text)
@@ -211,9 +212,9 @@ def _without_tokens(text: str, held: Sequence[str]) -> str:
 
 
 def _hidden(found: re.Match[str]) -> str:
-    """The name, and the value's quotes around what stands for it."""
-    given = found[0][len(found["name"]) :]
-    quote = given[0] if given[0] in "\"'`" and given[-1] == given[0] and len(given) > 1 else ""
+    """Return the name, and the value's quotes around what stands for it."""
+    value = found[0][len(found["name"]) :]
+    quote = value[0] if value[0] in "\"'`" and value[-1] == value[0] and len(value) > 1 else ""
     return f"{found['name']}{quote}{TOKEN}{quote}"
 
 
@@ -232,17 +233,17 @@ def _nested(value: Any, held: Sequence[str], paths: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
         return {
             _nested(key, held, paths): TOKEN
-            if _is_secret(str(key), one)
-            else _nested(one, held, _IN_WORDS if key in WORDS else paths)
-            for key, one in value.items()
+            if _is_secret(str(key), item)
+            else _nested(item, held, _IN_WORDS if key in WORDS else paths)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_nested(one, held, paths) for one in value]
+        return [_nested(item, held, paths) for item in value]
     return value
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Whether a mapping's key says so; of a `token`, which is a word's part as well, the value must look like one."""
+    """Return True if a mapping's key says so; of a `token`, a part of words as well, the value must look like one."""
     if not isinstance(value, str) or not value:
         return False
     named = _STRONG_KEY.fullmatch(key) is not None
@@ -250,7 +251,7 @@ def _is_secret(key: str, value: Any) -> bool:
 
 
 def _environment() -> list[str]:
-    """What variables named as secrets hold, the longest first; short values and mere words are none."""
+    """Return what variables named as secrets hold, the longest first; short values and mere words are none."""
     held = {
         value
         for name, value in os.environ.items()
@@ -272,7 +273,7 @@ def _cut(found: re.Match[str]) -> str:
 
 
 def _last(path: str) -> str:
-    """The last part of a path; of a user's own folder, which is called as its user is, that it is one."""
+    """Return a path's last part, or for a user's own folder, which is called as its user is, that it is one."""
     parts = [part for part in re.split(r"[/\\]+", path) if part]
     is_home = len(parts) > 1 and parts[-2].lower() in ("home", "users")
     return HOME if is_home and len(parts) <= 3 else parts[-1]

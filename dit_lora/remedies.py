@@ -7,7 +7,7 @@ from pathlib import Path
 from dit_lora.stock import recipe_names
 
 HUB = "hub:"
-"""Before OWNER/NAME: on the Hub, whatever it looks like."""
+"""The prefix of OWNER/NAME: it is on the Hub, whatever it looks like."""
 # What folders of clips, models and runs are called; accounts on the Hub that are called so belong to somebody.
 _FOLDERS = re.compile(
     r"(adapter|archive|audio|base|cache|checkpoint|ckpt|clip|config|data|dataset|demo|doc|download|eval|example|exp|"

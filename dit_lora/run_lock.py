@@ -26,9 +26,9 @@ from dit_lora.parsing import read_json
 
 LOCK = "run.lock"
 BEAT, STALE = 10.0, 90.0
-"""Seconds between signs of life, and after how many without one a process of another host counts as dead."""
+"""Seconds between signs of life, and seconds without one after which a process of another host counts as dead."""
 _TRIES, _PAUSE = 10, 0.2
-"""Who looks at a lock holds it for an instant."""
+"""Tries, and seconds between them: whoever looks at a lock holds it for an instant."""
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
@@ -43,14 +43,14 @@ class Holder:
     """The namespace of its process ids: containers have their own."""
     pid: int
     born: float
-    """When the process began, by its host: ids come again."""
+    """The time at which the process began, by its host: ids come again."""
     since: str
     token: str
     """A token of this lock and no other."""
     job: str = ""
     """Slurm's number of the job, if there is one."""
     restarts: int = 0
-    """How often Slurm has requeued it."""
+    """Number of times that Slurm has requeued the job."""
 
     @classmethod
     def own(cls) -> "Holder":
@@ -68,11 +68,11 @@ class Holder:
         )
 
     def shares_kernel(self, other: "Holder") -> bool:
-        """Containers of one machine do, whatever they call themselves."""
+        """Return True if both run on one kernel, as containers of one machine do, whatever they call themselves."""
         return self.boot == other.boot if self.boot else self.host == other.host
 
     def was_requeued_as(self, other: "Holder") -> bool:
-        """Whether Slurm started `other` in its place, which it does after its end."""
+        """Return True if Slurm started `other` in its place, which it does after its end."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
     def __str__(self) -> str:
@@ -133,7 +133,9 @@ class RunLock:
                 folder.rmdir()
 
     def lost(self) -> DitLoraError | None:
-        """Says that another process has taken the folder, which held this one for dead."""
+        """Return the error that another process has taken the folder, which held this one for dead; None if none
+        has.
+        """
         return self._lost
 
     @property
@@ -142,7 +144,7 @@ class RunLock:
 
     def _make_folder(self) -> None:
         folder = self.path.parent
-        self._made = [one for one in (folder, *folder.absolute().parents) if not one.exists()]
+        self._made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
 
     def _take(self) -> Holder:
@@ -158,17 +160,20 @@ class RunLock:
             if not self._is_in_place():  # its holder let it go in between
                 self._close()
                 continue
+            # The lock says nothing to a host that it is not passed on to; the file's text does.
             named = holder_of(self.path.parent)
             if named is not None and not self._is_over(named, own, honoured=locked is True):
                 self._close()
                 raise self._refusal(named)
+            # Another process may have put a file of its own in this one's place meanwhile.
             if self._is_in_place():
                 return own
             self._close()
         raise self._refusal(holder_of(self.path.parent))
 
     def _is_over(self, named: Holder, own: Holder, *, honoured: bool) -> bool:
-        """Whether the process that a file names has ended; `honoured` says that the kernel gave the lock."""
+        """Return True if the process that a file names has ended; `honoured` says that the kernel gave the lock."""
+        # On one machine the kernel's word is enough; without its lock, the process itself is looked for.
         if named.shares_kernel(own):
             if honoured:
                 return True
@@ -182,7 +187,7 @@ class RunLock:
         return not self._beats(named)
 
     def _beats(self, named: Holder) -> bool:
-        """Whether a lock shows a sign of life; waits until it would have."""
+        """Return True if a lock shows a sign of life; waits until it would have."""
         last = self._time()
         wait = min(STALE, STALE - (_now_at(self.path.parent) - last))
         if wait <= 0:
@@ -214,7 +219,7 @@ class RunLock:
                     return
 
     def _time(self) -> float:
-        """When the file was last changed; opened for it, as NFS remembers what it was told before."""
+        """Return when the file was last changed; it is opened for that, as NFS remembers what it was told before."""
         handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.fstat(handle).st_mtime
@@ -222,7 +227,7 @@ class RunLock:
             os.close(handle)
 
     def _is_in_place(self) -> bool:
-        """Whether the open file is the one that has the name."""
+        """Return True if the open file is the one that has the name."""
         try:
             return os.path.samestat(os.fstat(self._handle), self.path.stat())
         except FileNotFoundError:
@@ -242,16 +247,18 @@ class RunLock:
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """The process that a run's lock names; None without a lock, or where it names none."""
+    """Return the process that a run's lock names; None without a lock, or where it names none."""
     try:
-        found = read_json(folder / LOCK)
-        return Holder(**{one.name: found[one.name] for one in fields(Holder)})
+        record = read_json(folder / LOCK)
+        return Holder(**{entry.name: record[entry.name] for entry in fields(Holder)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def is_live(folder: Path) -> bool | None:
-    """Whether the process that a run's lock names still trains; None without a lock, or where that cannot be told."""
+    """Return True if the process that a run's lock names still trains; None without a lock, or where nothing can
+    tell.
+    """
     path, named = folder / LOCK, holder_of(folder)
     if named is None:
         return None
@@ -272,7 +279,7 @@ def is_live(folder: Path) -> bool | None:
 
 
 def _flock(handle: int, kind: int) -> bool | None:
-    """Whether the lock was given; None where the filesystem has none."""
+    """Return True if the lock was given; None where the filesystem has none."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -285,7 +292,7 @@ def _flock(handle: int, kind: int) -> bool | None:
 
 
 def _is_running(named: Holder) -> bool:
-    """Whether a process of this host is the named one, and no later one with its id."""
+    """Return True if a process of this host is the named one, and no later one with its id."""
     try:
         return abs(psutil.Process(named.pid).create_time() - named.born) < 1
     except psutil.NoSuchProcess:
@@ -295,7 +302,7 @@ def _is_running(named: Holder) -> bool:
 
 
 def _now_at(folder: Path) -> float:
-    """The time by the clock of the machine that keeps the folder."""
+    """Return the time by the clock of the machine that keeps the folder."""
     probe = folder / f".{LOCK}.{os.getpid()}.clock"
     probe.touch()
     try:
@@ -323,7 +330,7 @@ _held: dict[str, RunLock] = {}
 
 
 def _forget_in_child() -> None:
-    """A forked worker may outlive this process for seconds: it must not keep the lock."""
+    """Close the locks in a forked worker, which may outlive this process for seconds and must not keep them."""
     for lock in _held.values():
         lock._close()
     _held.clear()

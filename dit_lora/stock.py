@@ -1,4 +1,6 @@
-"""What the wheel carries beside its code: recipes, the training script, Accelerate configs; found, described, copied."""
+"""The files that the wheel carries beside its code: recipes, the training script, Accelerate configs; found,
+described, copied.
+"""
 
 import difflib
 import re
@@ -14,7 +16,7 @@ from dit_lora.parsing import parse_yaml
 
 
 def stock_files() -> Path:
-    """The folder with recipes/ and accelerate_configs/: inside the installed package, or a checkout's root."""
+    """Return the folder with recipes/ and accelerate_configs/: inside the installed package, or a checkout's root."""
     package = Path(__file__).parent
     for folder in (package / "stock_files", package.parent):
         if (folder / "recipes" / "lora.py").is_file():
@@ -26,16 +28,16 @@ def stock_files() -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Names as `dit-lora init` takes them, `cogvideox/5b_t2v`; those that need no GPU first."""
+    """Return names as `dit-lora init` takes them, `cogvideox/5b_t2v`; those that need no GPU first."""
     root = stock_files() / "recipes"
     names = [path.relative_to(root).with_suffix("").as_posix() for path in root.glob("*/*.yaml")]
     return sorted(names, key=lambda name: (not name.startswith("smoke/"), name))
 
 
 def accelerate_configs() -> dict[str, Path]:
-    """The Accelerate configs by name, `one_gpu`."""
-    found = (stock_files() / "accelerate_configs").glob("*.yaml")
-    return {path.stem: path for path in sorted(found)}
+    """Return the Accelerate configs by name, `one_gpu`."""
+    paths = (stock_files() / "accelerate_configs").glob("*.yaml")
+    return {path.stem: path for path in sorted(paths)}
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class StockRecipe:
 
     @property
     def smoke(self) -> bool:
-        """Whether it is a tiny one for a CPU."""
+        """True for a tiny recipe, which a CPU trains."""
         return self.name.startswith("smoke/")
 
     @property
     def file(self) -> str:
-        """What it is called in a folder of its own: `cogvideox_5b_t2v.yaml`."""
+        """The file's name in a folder of its own: `cogvideox_5b_t2v.yaml`."""
         return f"{self.name.replace('/', '_')}.yaml"
 
     @cached_property
@@ -83,7 +85,7 @@ class StockRecipe:
 
     @cached_property
     def commands(self) -> list[str]:
-        """What the header says to type, each in one line; the launch is the last."""
+        """The commands that the header says to type, each in one line; the launch is the last."""
         block = self.header.split("\n#\n")[1].replace("\\\n#", "\\\n ")
         joined = re.sub(r" *\\\n *", " ", block)
         lines = [line.lstrip("# ") for line in joined.splitlines() if line.startswith("#   ")]
@@ -91,12 +93,12 @@ class StockRecipe:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """What the YAML holds, unchecked."""
+        """The contents of the YAML, unchecked."""
         values: dict[str, Any] = parse_yaml(self.text)
         return values
 
     def record(self, defaults: Mapping[str, str]) -> dict[str, Any]:
-        """What `dit-lora recipes --json` prints of it."""
+        """Return what `dit-lora recipes --json` prints of it."""
         return {
             "name": self.name,
             "family": self.values["model"]["family"],
@@ -114,25 +116,25 @@ class StockRecipe:
     @property
     def accelerate_config(self) -> str:
         """The Accelerate config that its header launches it with; a smoke recipe's is cpu."""
-        found = re.search(r"accelerate_configs/(\w+)\.yaml", self.header)
-        return found[1] if found else "cpu"
+        match = re.search(r"accelerate_configs/(\w+)\.yaml", self.header)
+        return match[1] if match else "cpu"
 
     def launch(self, config: str) -> str:
-        """The command that starts it in a folder of its own; data.path and run.dir are as its file says."""
+        """Return the command that starts it in a folder of its own; data.path and run.dir are as its file says."""
         words = shlex.split(self.commands[-1])
         script = words.index("recipes/lora.py")
         options = [word for word in words[2:script] if not word.startswith("accelerate_configs/")]
         options = [word for word in options if word not in ("--quiet", "--config_file")]
         if config != self.accelerate_config:
             options = []  # --num_processes is another topology's
-        own = ("data.path=", "run.dir=")
-        rest = [word for word in words[script + 2 :] if not word.startswith(own)]
+        in_file = ("data.path=", "run.dir=")
+        rest = [word for word in words[script + 2 :] if not word.startswith(in_file)]
         head = ["accelerate", "launch", "--quiet", "--config_file", f"{config}.yaml", *options]
         return " ".join([*head, "lora.py", self.file, *rest])
 
 
 def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
-    """A folder to train in: the recipe, the training script, an Accelerate config and the editors' schema.
+    """Write a folder to train in: the recipe, the training script, an Accelerate config and the editors' schema.
 
     What they say of each other's places is true there. `out` must be empty or absent.
     """
@@ -157,7 +159,7 @@ def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
 
 
 def _placed(recipe: StockRecipe, config: str) -> str:
-    """The recipe's text with its header's commands and paths as they are in a folder of its own."""
+    """Return the recipe's text with its header's commands and paths as they are in a folder of its own."""
     launch = re.compile(r"accelerate launch (?:[^\n]*\\\n#)*[^\n]*")
     header = launch.sub(lambda _: recipe.launch(config), recipe.header, count=1)
     header = header.replace("$schema=../schema.json", "$schema=schema.json")

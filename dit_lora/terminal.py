@@ -1,4 +1,4 @@
-"""What is printed: file names, captions and other people's words cannot move the cursor, set colours or turn text."""
+"""Print safely: file names, captions and other people's words cannot move the cursor, set colours or turn text."""
 
 import re
 import sys
@@ -12,12 +12,12 @@ _OBEYED = re.compile(
 
 
 def printable(text: object) -> str:
-    """The text with what a terminal would obey written as its escape, as `\\x1b`; line ends and tabs stay."""
+    """Return the text with what a terminal would obey written as its escape, as `\x1b`; line ends and tabs stay."""
     return _OBEYED.sub(_escape, str(text))
 
 
 def one_line(text: object) -> str:
-    """`printable`, with line ends and tabs escaped too: a file's name cannot look like a line of ours."""
+    """Return `printable`, with line ends and tabs escaped too: a file's name cannot look like a line of ours."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

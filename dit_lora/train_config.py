@@ -35,13 +35,13 @@ OptimizerName = Annotated[
 class GroupConfig(Section):
     lr: Positive
     weight_decay: NonNegative | None = None
-    """By default `optim.weight_decay`."""
+    """Weight decay; by default `optim.weight_decay`."""
     clip: Positive | None = None
     """Clip this group's gradient norm on its own; by default it shares `optim.clip`."""
     schedule: Schedule | None = None
-    """By default `optim.schedule`."""
+    """Shape of the learning rate; by default `optim.schedule`."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """By default `optim.warmup_steps`."""
+    """Steps of warm-up; by default `optim.warmup_steps`."""
     modules: tuple[str, ...] | None = None
     """Patterns of parameter names (`patch_embed.*`); only for connector and backbone, by default the family's."""
 
@@ -65,7 +65,7 @@ class GroupsConfig(Section):
         return group
 
     def given(self) -> dict[str, GroupConfig]:
-        """The groups that the recipe names, in a fixed order."""
+        """Return the groups that the recipe names, in a fixed order."""
         return {name: group for name in type(self).model_fields if (group := getattr(self, name))}
 
 
@@ -73,7 +73,8 @@ class OptimConfig(Section):
     name: OptimizerName = DEFAULT
     groups: GroupsConfig = GroupsConfig()
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Of every optimizer as given. Prodigy estimates the learning rate over a horizon of sqrt(beta2)."""
+    """Decay rates of the moments, used as given by every optimizer. Prodigy estimates the learning rate over a
+    horizon of sqrt(beta2)."""
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-4
     clip: Positive | None = 1.0
@@ -94,7 +95,7 @@ class OptimConfig(Section):
         return eps
 
     def rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
-        """Why the optimizer cannot train these groups: Prodigy finds one learning rate, for all of them."""
+        """Return why the optimizer cannot train these groups: Prodigy finds one learning rate, for all of them."""
         record = OPTIMIZERS[self.name]
         if record.multipliers is None:
             return []
@@ -145,7 +146,7 @@ class TrainConfig(Section):
     """Decay of a moving average of what is trained (Diffusers' EMAModel, at first (1 + step) / (10 + step)), which
     is then what is validated and saved; null for none."""
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """What of each block the backward pass computes again, to save memory: `none`; `selective`, all but
+    """Part of each block that the backward pass computes again, to save memory: `none`; `selective`, all but
     attention; `full`, all. `auto`: the least that fits the device's free memory. No value depends on it."""
     context_parallel: Count = 1
     """Processes that share each sample's tokens, for videos too long for one GPU (CogVideoX); batch_size then counts per

@@ -31,7 +31,7 @@ def _average(value: float, step: int) -> Arm:
 
 
 def _moved(stage: Stage) -> None:
-    """0.5 added to one element of rank 1: finite, plausible, and not what the other rank has."""
+    """Add 0.5 to one element of rank 1: finite, plausible, and not what the other rank has."""
     if stage.rank != 1:
         return
 
@@ -44,7 +44,7 @@ def _moved(stage: Stage) -> None:
 
 
 def _bad_output(stage: Stage) -> None:
-    """A module that is NaN only where nothing is trained, as when the result is compared."""
+    """Make a module's output NaN only where nothing is trained, as when the result is compared."""
 
     def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         return output if torch.is_grad_enabled() else output * math.nan
@@ -54,7 +54,7 @@ def _bad_output(stage: Stage) -> None:
 
 
 def _altered(cause: str) -> Expected:
-    """Put back from the snapshot, with the rates as they were: the adapter is that of the clean run."""
+    """Expect a return to the snapshot with the rates as they were: the adapter is that of the clean run."""
     words = ("altered in memory",)
     return Expected(cause, "rollback", words, same_as="clean", nobody_lost=True)
 

@@ -1,6 +1,6 @@
 """Ways to put a fault into a prepared run, by its place: samples, losses, weights, moments, gradients, modules, kernels.
 
-Which moments, and what becomes of a tensor there, is said by `dit_lora.faults.triggers`.
+`dit_lora.faults.triggers` says at which moments, and what becomes of a tensor there.
 """
 
 import random
@@ -27,11 +27,11 @@ Rows = Callable[[Stage, LossOutput, Tensors], list[bool]]
 
 
 def at_once(*arms: Arm) -> Arm:
-    """Several faults in one run."""
+    """Put several faults into one run."""
 
     def arm(stage: Stage) -> None:
-        for one in arms:
-            one(stage)
+        for fault in arms:
+            fault(stage)
 
     return arm
 
@@ -48,7 +48,7 @@ def every_row(stage: Stage, output: LossOutput, batch: Tensors) -> list[bool]:
 
 
 def place_in_batch(index: int) -> Rows:
-    """Whatever sample is there; nobody, in a smaller batch."""
+    """Return the row at an index, whatever sample is there; no row, in a smaller batch."""
     return lambda stage, output, batch: [n == index for n in range(len(output.losses))]
 
 
@@ -115,15 +115,17 @@ def parameter(stage: Stage, name: str) -> torch.Tensor:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not all zero; of a sharded one, which no rank knows alone, whether it has elements."""
+    """Return True if a tensor is not all zero; of a sharded one, which no rank knows alone, if it has elements."""
     return bool(tensor.numel() if isinstance(tensor, DTensor) else tensor.any())
 
 
 def frozen(number: int, dimensions: int = 1) -> Callable[[Stage], torch.Tensor]:
-    """A frozen weight by its number, of at least so many dimensions; none that is all zero, which no factor changes."""
+    """Return a finder of a frozen weight by its number, of at least so many dimensions and not all zero, which no
+    factor changes.
+    """
 
     def find(stage: Stage) -> torch.Tensor:
-        found = [
+        weights = [
             p
             for p in stage.transformer.parameters()
             if not p.requires_grad
@@ -131,47 +133,47 @@ def frozen(number: int, dimensions: int = 1) -> Callable[[Stage], torch.Tensor]:
             and p.ndim >= dimensions
             and _has_values(p)
         ]
-        return found[number % len(found)]
+        return weights[number % len(weights)]
 
     return find
 
 
 def buffer(number: int) -> Callable[[Stage], torch.Tensor]:
     def find(stage: Stage) -> torch.Tensor:
-        found = [b for b in stage.transformer.buffers() if b.is_floating_point()]
-        return found[number % len(found)]
+        buffers = [b for b in stage.transformer.buffers() if b.is_floating_point()]
+        return buffers[number % len(buffers)]
 
     return find
 
 
 def trained(number: int) -> Callable[[Stage], torch.Tensor]:
-    """A trained weight by its number."""
+    """Return a finder of a trained weight by its number."""
 
     def find(stage: Stage) -> torch.Tensor:
-        found = list(stage.trained().values())
-        return found[number % len(found)].data
+        weights = list(stage.trained().values())
+        return weights[number % len(weights)].data
 
     return find
 
 
 def moment(number: int, key: str) -> Callable[[Stage], torch.Tensor]:
-    """A moment of AdamW; of those that ranks share out, one of this rank's."""
+    """Return a finder of a moment of AdamW; where ranks share them out, of one of this rank's."""
 
     def find(stage: Stage) -> torch.Tensor:
         moments = stage.run.setup.engine.own_moments()
-        found = [tensor for name, tensor in moments.items() if name.endswith(f"/{key}")]
-        return found[number % len(found)]
+        tensors = [tensor for name, tensor in moments.items() if name.endswith(f"/{key}")]
+        return tensors[number % len(tensors)]
 
     return find
 
 
 def average(number: int) -> Callable[[Stage], torch.Tensor]:
-    """A moving average of a trained weight."""
+    """Return a finder of a moving average of a trained weight."""
 
     def find(stage: Stage) -> torch.Tensor:
         assert stage.run.ema is not None
-        found = list(stage.run.ema.tensors().values())
-        return found[number % len(found)]
+        averages = list(stage.run.ema.tensors().values())
+        return averages[number % len(averages)]
 
     return find
 
@@ -208,8 +210,8 @@ def gradients(change: Change, number: int | None, when: When) -> Arm:
             return output
 
         stage.checkpoint.after.append(decide)
-        for one in parameters:
-            one.register_hook(lambda grad: change(grad) if acts[0] else grad)
+        for each in parameters:
+            each.register_hook(lambda grad: change(grad) if acts[0] else grad)
 
     return arm
 
@@ -218,7 +220,7 @@ def gradients(change: Change, number: int | None, when: When) -> Arm:
 
 
 def module_output(name: str, change: Change, when: When) -> Arm:
-    """Change what a module gives."""
+    """Change a module's output."""
 
     def arm(stage: Stage) -> None:
         fires = when.fires(stage)
@@ -232,17 +234,17 @@ def module_output(name: str, change: Change, when: When) -> Arm:
 
 
 def add_switch(stage: Stage, name: str) -> dict[str, bool]:
-    """A switch of the run that turns something of ours off; what comes back says whether it is on."""
+    """Give the run a switch that turns something of ours off; the state that is returned says whether it is on."""
     state = {"on": True}
 
     @contextmanager
     def off() -> Iterator[None]:
-        kept = state["on"]
+        before = state["on"]
         state["on"] = False
         try:
             yield
         finally:
-            state["on"] = kept
+            state["on"] = before
 
     switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
     stage.run.guard.suspects.switches.append(switch)
@@ -250,7 +252,7 @@ def add_switch(stage: Stage, name: str) -> dict[str, bool]:
 
 
 def kernel(change: Change, when: When, name: str = "kernel:wrong_op", place: str = OUTPUT) -> Arm:
-    """A fused kernel in one module that goes wrong, with a switch that calls its reference."""
+    """Put in a fused kernel that goes wrong in one module, with a switch that calls its reference."""
 
     def arm(stage: Stage) -> None:
         state = add_switch(stage, name)
@@ -265,7 +267,7 @@ def kernel(change: Change, when: When, name: str = "kernel:wrong_op", place: str
 
 
 def right_kernel(name: str = "kernel:right_op") -> Arm:
-    """A kernel that is right, with a switch: nothing may turn it off."""
+    """Put in a kernel that is right, with a switch: nothing may turn it off."""
 
     def arm(stage: Stage) -> None:
         add_switch(stage, name)
@@ -274,7 +276,7 @@ def right_kernel(name: str = "kernel:right_op") -> Arm:
 
 
 def attention(change: Change, when: When) -> Arm:
-    """A flash backend that goes wrong; the others are right."""
+    """Let the flash backend go wrong; the others are right."""
 
     def arm(stage: Stage) -> None:
         right, fires = F.scaled_dot_product_attention, when.fires(stage)
@@ -292,7 +294,7 @@ def attention(change: Change, when: When) -> Arm:
 
 
 def first_passes(count: int) -> Arm:
-    """The first passes after every start of a step are NaN, and the next are not: a replay that comes late is healthy."""
+    """Make the first passes after every start of a step NaN, and the next not: a replay that comes late is healthy."""
 
     def arm(stage: Stage) -> None:
         passes = [0]
@@ -314,9 +316,10 @@ def first_passes(count: int) -> Arm:
 
 
 def out_of_memory(when_recovering: Fires) -> Arm:
-    """A replay that does not fit into memory: passes while the guard looks for a cause raise it."""
+    """Raise out-of-memory in passes while the guard looks for a cause, as where a replay does not fit."""
 
     def arm(stage: Stage) -> None:
+        # A recovery may meet another trip, and so recover within itself.
         depth = [0]
         inner = stage.run.guard.recover
 
@@ -339,7 +342,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
 
 
 def passes_from(first: int) -> Fires:
-    """From the pass of that number on, counted from 1."""
+    """Return a trigger that fires from the pass of that number on, counted from 1."""
     seen = [0]
 
     def fires() -> bool:

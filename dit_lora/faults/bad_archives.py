@@ -12,7 +12,7 @@ _TAR = "shard-000000.tar"
 
 
 def member(name: str, data: bytes) -> tuple[tarfile.TarInfo, bytes]:
-    """A file for `write_tar`."""
+    """Return a file for `write_tar`."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     return info, data
@@ -34,7 +34,7 @@ def write_tar(path: Path, members: Members, mode: str = "w") -> None:
 
 
 def _pair(folder: Path, name: str, stem: str) -> Members:
-    """A clip of some picture and its caption, below a stem."""
+    """Return a clip of some picture and its caption, below a stem."""
     path = folder / f"{name}.mp4"
     write_good(path)
     text = path.with_suffix(".txt")
@@ -57,7 +57,7 @@ def _with(
     code: str | None,
     change: Callable[[Members], Members] = lambda members: members,
 ) -> Kind:
-    """A tar with the sound sample and another one."""
+    """Return a kind: a tar with the sound sample and another one."""
 
     def make(folder: Path) -> None:
         write_tar(
@@ -78,6 +78,7 @@ def _two(folder: Path) -> Members:
 def _torn(folder: Path) -> None:
     write_tar(folder / _TAR, _two(folder))
     data = (folder / _TAR).read_bytes()
+    # Past the member's header of 512 bytes and into its data.
     middle = data.index(b"clip.mp4") + 512 + 1000
     (folder / _TAR).write_bytes(data[:middle])
 

@@ -1,4 +1,4 @@
-"""What can go wrong with an entry of the cache after it was written: values, bytes, a file that is cut."""
+"""Damage to an entry of the cache after it was written: values, bytes, a file that is cut."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ _AT = 7  # the number of the first value that is overwritten
 
 @dataclass(frozen=True)
 class Damage:
-    """Done to an entry where it lies on the disk."""
+    """One damage to an entry where it lies on the disk."""
 
     name: str
     do: Callable[[Stored], None]
     code: str
     """A finding that the entry's sample must have."""
     whole: bool = True
-    """Whether the entry still seems to be there, so that only reading it tells."""
+    """True if the entry still seems to be there, so that only reading it tells."""
     reaches_neighbour: bool = False
-    """Whether the entries before it in its shard are lost too."""
+    """True if the entries before it in its shard are lost too."""
 
 
 def _value(tensor: str, value: float) -> Callable[[Stored], None]:
@@ -30,7 +30,7 @@ def _value(tensor: str, value: float) -> Callable[[Stored], None]:
 
 
 def flip(entry: Stored) -> None:
-    """One byte of a value: finite, and not what was written."""
+    """Flip one byte of a value: it is finite, and not what was written."""
     with entry.path.open("r+b") as file:
         file.seek(entry.end - 5)
         (byte,) = file.read(1)
@@ -39,19 +39,20 @@ def flip(entry: Stored) -> None:
 
 
 def cut(entry: Stored) -> None:
-    """Its shard ends in the middle of it."""
+    """Truncate the entry's shard in the middle of it."""
     with entry.path.open("r+b") as file:
         file.truncate((entry.start + entry.end) // 2)
 
 
 def empty(entry: Stored) -> None:
-    """Its shard has no bytes, as after a full disk."""
+    """Leave no bytes in the entry's shard, as after a full disk."""
     entry.path.write_bytes(b"")
 
 
 def scramble(entry: Stored) -> None:
-    """Its shard's header is no JSON."""
+    """Overwrite the header of the entry's shard with what is no JSON."""
     with entry.path.open("r+b") as file:
+        # After the 8 bytes of its length and the opening brace.
         file.seek(9)
         file.write(b"\xff" * 16)
 

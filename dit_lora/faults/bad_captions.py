@@ -15,7 +15,7 @@ _LISTING = "metadata.jsonl"
 def _caption(
     name: str, text: bytes | None, verdict: Verdict = "ok", code: str | None = None
 ) -> Kind:
-    """A sound clip with this beside it."""
+    """Return a kind: a sound clip with these bytes as its caption, or none."""
 
     def make(folder: Path) -> None:
         write_good(folder / "clip.mp4")
@@ -35,7 +35,7 @@ def _one_for_all(folder: Path) -> None:
 
 
 def _colliding(folder: Path) -> None:
-    """Two clips of one stem that differ in picture and caption."""
+    """Write two clips of one stem that differ in picture and caption."""
     for scene in ("one", "two"):
         write_good(folder / f"{scene}.mp4")
         (folder / scene).mkdir()
@@ -44,7 +44,7 @@ def _colliding(folder: Path) -> None:
 
 
 def _classes(name: str, files: Sequence[str], code: str, verdict: Verdict) -> Kind:
-    """One folder a class; the first of the files is the bad one."""
+    """Return a kind with one folder a class; the first of the files is the bad one."""
 
     def make(folder: Path) -> None:
         for file in files:
@@ -59,10 +59,11 @@ Line = Mapping[str, str] | str
 
 
 def _listed(name: str, lines: Sequence[Line], file: str, code: str | None) -> Kind:
-    """A metadata.jsonl that has a line of the sound clip, then these."""
+    """Return a kind: a metadata.jsonl that has a line of the sound clip, then these."""
 
     def make(folder: Path) -> None:
         write_good(folder / "clip.mp4")
+        # For the line that names a folder.
         (folder / "clips.mp4").mkdir()
         sound = {"file_name": "good.mp4", "text": "what is good"}
         rows = [line if isinstance(line, str) else json.dumps(line) for line in (sound, *lines)]

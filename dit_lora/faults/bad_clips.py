@@ -21,12 +21,12 @@ _STEADY = 1000 // FPS  # milliseconds a frame
 
 
 def _as(codec: str = "libx264", *, of: str = "", **how: Any) -> Callable[[Path], None]:
-    """A moving picture, encoded in some way."""
+    """Return a writer of a moving picture, encoded in some way."""
     return lambda path: encode(path, moving(of or path.stem), codec, **how)
 
 
 def _of(picture: Callable[[str], Video], codec: str = "libx264") -> Callable[[Path], None]:
-    """Some picture, encoded in the usual way."""
+    """Return a writer of some picture, encoded in the usual way."""
     return lambda path: encode(path, picture(path.stem), codec)
 
 
@@ -35,7 +35,7 @@ def _sized(height: int, width: int, **how: Any) -> Callable[[Path], None]:
 
 
 def _with_alpha(name: str) -> Video:
-    """A moving picture of which a part is see-through."""
+    """Return a moving picture of which a part is see-through."""
     video = moving(name)
     alpha = moving(f"alpha of {name}")[..., :1]
     return np.concatenate([video, alpha], axis=-1)
@@ -56,7 +56,7 @@ def _shifted(start: int, **how: Any) -> Callable[[Path], None]:
 
 
 def two_streams(path: Path) -> None:
-    """Two different pictures in one file."""
+    """Write two different pictures into one file."""
     with av.open(path, "w") as container:
         streams = []
         for name in ("first", "second"):
@@ -70,13 +70,14 @@ def two_streams(path: Path) -> None:
 
 
 def sound(path: Path, cover: bool = False) -> None:
-    """A tone of 0.6 s, on request with a picture of the album."""
+    """Write a tone of 0.6 s, on request with a picture of the album."""
     rate, length = 16_000, 1024
     with av.open(path, "w") as container:
         stream = container.add_stream("aac", rate=rate)
         picture = container.add_stream("mjpeg") if cover else None
         if picture is not None:
             picture.height, picture.width, picture.pix_fmt = HEIGHT, WIDTH, "yuvj420p"
+            # As a cover: a picture that is attached is no video stream, though it looks like one.
             picture.disposition = av.stream.Disposition.attached_pic
         tone = 0.1 * np.sin(np.arange(length, dtype=np.float32) / 5)[None]
         for number in range(10):
@@ -92,15 +93,16 @@ def sound(path: Path, cover: bool = False) -> None:
 
 
 def interlaced(path: Path) -> None:
-    """Two fields a frame, the upper first."""
+    """Write two fields a frame, the upper first."""
     options = {"flags": "+ildct+ilme", "x264-params": "tff=1"}
     encode(path, moving(path.stem), options=options)
 
 
 def promising_more(path: Path) -> None:
-    """An AVI whose headers count three times as many frames as it holds."""
+    """Write an AVI whose headers count three times as many frames as it holds."""
     encode(path, moving(path.stem), "mpeg4")
     data = bytearray(path.read_bytes())
+    # dwTotalFrames of the main header and dwLength of the stream's, each after a tag and a size of 8 bytes.
     for offset in (data.index(b"avih") + 8 + 16, data.index(b"strh") + 8 + 32):
         data[offset : offset + 4] = (3 * FRAMES).to_bytes(4, "little")
     del data[data.rindex(b"idx1") :]  # else FFmpeg counts there
@@ -108,7 +110,7 @@ def promising_more(path: Path) -> None:
 
 
 def longer_in_words(path: Path) -> None:
-    """A Matroska file that says 6 s and holds 2 s."""
+    """Write a Matroska file that says 6 s and holds 2 s."""
     encode(path, moving(path.stem))
     data = bytearray(path.read_bytes())
     at = data.index(b"\x44\x89\x88") + 3  # Duration, a float of 8 bytes

@@ -17,7 +17,7 @@ _SHARP = {"crf": "10"}
 
 
 def content(path: Path) -> tuple[bytearray, int, int]:
-    """An mp4's bytes, and where its coded frames (`mdat`) begin and end."""
+    """Return an mp4's bytes, and where its coded frames (`mdat`) begin and end."""
     data = bytearray(path.read_bytes())
     at = 0
     while at < len(data):
@@ -35,17 +35,17 @@ def _cut(path: Path, muxing: dict[str, str]) -> None:
 
 
 def cut_in_the_frames(path: Path) -> None:
-    """The header says everything, and half of the frames are gone."""
+    """Write a file whose header says everything, and half of whose frames are gone."""
     _cut(path, _FAST_START)
 
 
 def cut_before_the_header(path: Path) -> None:
-    """The header came last: nothing can be told of what is left."""
+    """Write a file whose header came last: nothing can be told of what is left."""
     _cut(path, {})
 
 
 def damaged_in_the_middle(path: Path) -> None:
-    """A fifth of the coded frames is random bytes."""
+    """Make a fifth of the coded frames random bytes."""
     encode(path, moving(path.stem), options=_SHARP)
     data, start, end = content(path)
     first, last = start + (end - start) * 2 // 5, start + (end - start) * 3 // 5
@@ -54,7 +54,7 @@ def damaged_in_the_middle(path: Path) -> None:
 
 
 def flipped_bits(path: Path) -> None:
-    """One bit in every 200 bytes of the second half of the coded frames."""
+    """Flip one bit in every 200 bytes of the second half of the coded frames."""
     encode(path, moving(path.stem), options=_SHARP)
     data, start, end = content(path)
     for at in range((start + end) // 2, end, 200):
@@ -120,7 +120,7 @@ def _of_a_name(kind: str, file: str) -> Kind:
 
 
 def _instead(act: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Something that is no file of its own, with a caption."""
+    """Put something in the clip's place that is no file of its own, with a caption."""
 
     def make(folder: Path) -> None:
         write_caption(folder / "clip.mp4")
@@ -141,7 +141,7 @@ def _locked(path: Path) -> None:
 
 
 def _linked(path: Path) -> None:
-    """A sound clip that lies elsewhere."""
+    """Link to a sound clip that lies elsewhere."""
     store = path.with_name(".store")
     store.mkdir()
     encode(store / "blob", moving(path.stem), muxer="mp4")

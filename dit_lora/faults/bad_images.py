@@ -55,26 +55,27 @@ def _one_colour(*colour: int) -> Draw:
 
 
 def _lying(path: Path) -> None:
-    """Stored lying, with a tag that says how to turn it."""
+    """Store an image lying, with a tag that says how to turn it."""
     exif = Image.Exif()
+    # Orientation: turn by 90 degrees.
     exif[0x0112] = 6
     _picture(path.stem, WIDTH, HEIGHT).save(path, exif=exif)
 
 
 def _moving_webp(path: Path) -> None:
-    pictures = [Image.fromarray(one) for one in moving(path.stem, 5)]
+    pictures = [Image.fromarray(frame) for frame in moving(path.stem, 5)]
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
 
 
 def cut_jpeg(path: Path) -> None:
-    """Its second half is gone."""
+    """Write a JPEG whose second half is gone."""
     data = io.BytesIO()
     _picture(path.stem).save(data, "JPEG", quality=95)
     path.write_bytes(data.getvalue()[: len(data.getvalue()) // 2])
 
 
 def damaged_png(path: Path) -> None:
-    """Some bytes in the middle of the pixels differ: zlib's checksum, or a code, is wrong."""
+    """Write a PNG of which some bytes in the middle of the pixels differ: zlib's checksum, or a code, is wrong."""
     _picture(path.stem).save(path)
     data = bytearray(path.read_bytes())
     start = data.index(b"IDAT") + 4
@@ -84,7 +85,7 @@ def damaged_png(path: Path) -> None:
 
 
 def huge_png(path: Path) -> None:
-    """A few bytes that promise 3.6 gigapixels."""
+    """Write a few bytes that promise 3.6 gigapixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checksum = zlib.crc32(kind + data)

@@ -28,7 +28,7 @@ def _half_black(name: str) -> Video:
 
 
 def _faint_noise(name: str) -> Video:
-    """Grey levels of 126 to 130."""
+    """Return grey levels of 126 to 130."""
     return np.random.default_rng(0).integers(126, 131, flat(0).shape, np.uint8)
 
 
@@ -39,7 +39,7 @@ def _two_scenes(name: str) -> Video:
 
 
 def _greyish(name: str) -> Video:
-    """It moves well between 100 and 163."""
+    """Return a picture that moves well between 100 and 163."""
     return moving(name) // 4 + 100
 
 
@@ -48,12 +48,12 @@ def _still(name: str) -> Video:
 
 
 def _near_copy(path: Path) -> None:
-    """What the good clip shows, encoded anew at a worse quality."""
+    """Encode what the good clip shows anew, at a worse quality."""
     encode(path, moving("good"), options={"crf": "30"})
 
 
 def _copy(path: Path) -> None:
-    """The good clip's bytes."""
+    """Copy the good clip's bytes."""
     shutil.copy(path.with_name("good.mp4"), path)
 
 

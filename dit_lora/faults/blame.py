@@ -37,12 +37,12 @@ _NAN, _INF = times(math.nan), times(math.inf)
 
 
 def _base(name: str, change: Change, step: int = 4, rank: int = ALL_RANKS) -> Arm:
-    """A frozen weight, by name, altered in memory."""
+    """Alter a frozen weight, by name, in memory."""
     return before(step, lambda stage: parameter(stage, name), change, rank)
 
 
 def _table(step: int) -> Arm:
-    """One row of the table of classes: all samples of that class fail, and no other."""
+    """Set one row of the table of classes: all samples of that class fail, and no other."""
     return before(step, lambda stage: parameter(stage, "{class_table}"), row(1e30), ALL_RANKS)
 
 
@@ -56,7 +56,7 @@ def _at_random(p: float) -> Arm:
 
 _FF = "{ff_out}.weight"
 _HOOKED: tuple[Engine, ...] = ("ddp", "zero2")
-"""Where a hook sees a parameter's gradient: not where FSDP2 shares it out."""
+"""Engines under which a hook sees a parameter's gradient; under FSDP2 none does, which shares it out."""
 
 
 def _damaged(*words: str) -> Expected:

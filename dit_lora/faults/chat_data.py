@@ -44,12 +44,13 @@ def _bad(
     clip: bool = True,
     **times: float,
 ) -> ChatDataFault:
-    """A record about a copy of a good clip, or about `content`, or about a file that is not there."""
+    """Return a record about a copy of a good clip, or about `content`, or about a file that is not there."""
     file = f"{name.replace(' ', '_')}.mp4"
 
     def put(folder: Path) -> None:
         if content is not None:
             (folder / file).write_bytes(content)
+        # A copy of a good clip, so that nothing but the record is at fault.
         elif clip:
             shutil.copy(min(folder.rglob("00_*.mp4")), folder / file)
         _ask(folder, file, {"q": question, "a": answer}, **times)

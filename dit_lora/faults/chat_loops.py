@@ -31,8 +31,8 @@ class Stock:
         recipe = world.recipe("stock", world.clips, world.root / "caches" / "stock", ())
         family: Any = world.family
         self.checkpoint = family.open(recipe.model, recipe)
-        found = find_conversations(recipe, self.checkpoint, recipe.data, quiet=True)
-        clips = training_set(found.entries, self.checkpoint, recipe)
+        conversations = find_conversations(recipe, self.checkpoint, recipe.data, quiet=True)
+        clips = training_set(conversations.entries, self.checkpoint, recipe)
         self.batch = collate([clips.sample(entry, 0) for entry in clips.entries[:2]])
         self.model: Any = self.checkpoint.load_model(torch.float16)
         torch.manual_seed(3)
@@ -44,16 +44,16 @@ class Stock:
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
     def run(self, guard: Guard | None = None) -> None:
-        """Two updates, and what stands before a save."""
-        given = self.checkpoint.inputs(self.batch.tensors)
-        given["pixel_values"] = given["pixel_values"].half()
+        """Take two updates, and check what stands before a save."""
+        inputs = self.checkpoint.inputs(self.batch.tensors)
+        inputs["pixel_values"] = inputs["pixel_values"].half()
         tensors = self.batch.tensors
         answers = {
             "answer_positions": tensors["answer_positions"],
             "answer_labels": tensors["labels"],
         }
         for _ in range(_UPDATES):
-            losses = self.model(**given, **answers)
+            losses = self.model(**inputs, **answers)
             self.accelerator.backward(losses.mean())
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -89,7 +89,7 @@ def _stock(world: World, change: Change) -> Iterator[Stock]:
 
 
 def _guarded(world: World, change: Change, then: Change = lambda model: None) -> Observation:
-    """The loop under the two lines of the plugin; `then` is done to the model after them."""
+    """Run the loop under the two lines of the plugin; `then` is done to the model after them."""
     guard, error = None, None
     with _stock(world, change) as loop:
         try:
@@ -113,7 +113,9 @@ def _guarded(world: World, change: Change, then: Change = lambda model: None) ->
 
 
 def _half(fault: Fault, world: World) -> Observation:
-    """Without a guard the first update makes NaN of a finite loss; with it, the loop does not begin."""
+    """Run half-precision LoRA: unguarded, the first update makes NaN of a finite loss; guarded, the loop does not
+    begin.
+    """
     with _stock(world, _lora) as loop:
         loop.run()
         if not loop.bad():
@@ -122,12 +124,12 @@ def _half(fault: Fault, world: World) -> Observation:
 
 
 def _halved_later(fault: Fault, world: World) -> Observation:
-    """`model.half()` after the guard was attached: nothing that it has looked at shows it."""
+    """Halve the model after the guard was attached: nothing that it has looked at shows it."""
     return _guarded(world, _wide_lora, lambda model: model.half())
 
 
 def _queries(model: Any) -> None:
-    """Only the extra queries train, in fp32, read in fp16; a loss scale that fp16 needs."""
+    """Train only the extra queries, in fp32, read in fp16; scale the loss as fp16 needs."""
     model.requires_grad_(False)
     queries = model.get_parameter(_QUERIES)
     queries.data = queries.data.float()
@@ -147,7 +149,7 @@ def _zero_queries(model: Any) -> None:
 
 
 def _zero_in_fp16(fault: Fault, world: World) -> Observation:
-    """A loop that is healthy with queries that differ, and is not with zeros."""
+    """Run a loop that is healthy with queries that differ, and is not with zeros."""
     usual = _guarded(world, _queries)
     if usual.error is not None or usual.events:
         raise CheckFailedError(f"it fails without the fault: {usual.error or usual.events}")
@@ -155,7 +157,9 @@ def _zero_in_fp16(fault: Fault, world: World) -> Observation:
 
 
 def _zero_in_our_run(fault: Fault, world: World) -> Observation:
-    """In fp32 it is finite, and a thousand times the others' gradient: the connector's norm of its own shows it."""
+    """Run with zero queries: in fp32 that is finite, at a thousand times the others' gradient, which the
+    connector's norm shows.
+    """
     folder = world.root / "zero_queries"
     path, name = folder / "model.safetensors", str(world.site.queries)
     if world.accelerator.is_main_process:
@@ -166,7 +170,7 @@ def _zero_in_our_run(fault: Fault, world: World) -> Observation:
     world.accelerator.wait_for_everyone()
     usual = world.observe(f"{fault.name}, usual", None)
     seen = world.observe(fault.name, None, (("model.path", str(folder)),))
-    before, after = (_connector_norm(one.folder) for one in (usual, seen))
+    before, after = (_connector_norm(seen_run.folder) for seen_run in (usual, seen))
     error = seen.error
     if not error and not after > _MORE * before:
         error = CheckFailedError(f"the connector's gradient norm is {after:g}, without {before:g}")
@@ -176,13 +180,13 @@ def _zero_in_our_run(fault: Fault, world: World) -> Observation:
 
 
 def _connector_norm(folder: Path) -> float:
-    """Before clipping, at the first step."""
+    """Return the connector's gradient norm before clipping, at the first step."""
     line = (folder / "metrics.jsonl").read_text("utf-8").splitlines()[0]
     return json.loads(line)["grad_norm_groups"]["connector"]
 
 
 def _constant_queries(world: World) -> int:
-    """How many queries of a model that is made anew have one value throughout."""
+    """Return how many queries of a model that is made anew have one value throughout."""
     checkpoint: Any = world.family.open(world.recipe("new", world.clips, world.root, ()).model)
     queries = checkpoint.model_class(checkpoint.config).get_parameter(world.site.queries)
     return int((queries.amax(-1) == queries.amin(-1)).sum())

@@ -21,7 +21,7 @@ from dit_lora.training.chat.training_set import ChatEntry, ChatSet
 
 
 def _no_labels(stage: Stage) -> None:
-    """Cutting on the right, as VideoChat2 does, takes a long sample's whole answer (N12)."""
+    """Cut answers on the right, as VideoChat2 does, which takes a long sample's whole answer (N12)."""
     read = ChatSet._read
 
     def cut(clips: ChatSet, entry: ChatEntry, *args: Any) -> Batch:
@@ -35,7 +35,7 @@ def _no_labels(stage: Stage) -> None:
 
 
 def _fails_for_all(stage: Stage) -> None:
-    """The vision encoder gives NaN from step 3 on, whatever it is shown."""
+    """Let the vision encoder give NaN from step 3 on, whatever it is shown."""
     state = {"armed": False}
     stage.before_step(3, lambda: state.update(armed=True))
 
@@ -47,7 +47,7 @@ def _fails_for_all(stage: Stage) -> None:
 
 
 def _fp16_scores(stage: Stage) -> None:
-    """Attention of the vision encoder as the original has it: q @ k in fp16, norms of 300, then softmax (N4)."""
+    """Compute the vision encoder's attention as the original does: q @ k in fp16, norms of 300, then softmax (N4)."""
     assert stage.site.vision_attention is not None
     module = stage.transformer.get_submodule(stage.site.vision_attention)
     right, state = F.scaled_dot_product_attention, {"armed": False, "inside": False}
@@ -60,7 +60,9 @@ def _fp16_scores(stage: Stage) -> None:
             return right(*args, **kwargs)
         query, key, value = args
         dtype = torch.float32 if query.dtype is torch.float32 else torch.float16
-        long_query, long_key = (300 * F.normalize(one.to(dtype), dim=-1) for one in (query, key))
+        long_query, long_key = (
+            300 * F.normalize(states.to(dtype), dim=-1) for states in (query, key)
+        )
         # One direction that all share, as trained queries and keys have.
         scores = long_query.abs() @ long_key.abs().mT
         return scores.softmax(-1).to(value.dtype) @ value
@@ -69,7 +71,7 @@ def _fp16_scores(stage: Stage) -> None:
 
 
 def _own_autocast(stage: Stage) -> None:
-    """`maybe_autocast` of the original: a part of the model opens fp16 whatever the recipe says (N15)."""
+    """Open fp16 in a part of the model whatever the recipe says, as `maybe_autocast` of the original does (N15)."""
     part = stage.transformer.get_submodule(stage.site.vision_attention or "")
     inner = part.forward
 
@@ -81,7 +83,7 @@ def _own_autocast(stage: Stage) -> None:
 
 
 def _half_trainables(stage: Stage) -> None:
-    """PEFT's attach is fp32 here, whatever the base; somebody halves the model after it (N13)."""
+    """Halve the model after PEFT's attach, which is fp32 here whatever the base is (N13)."""
     wide = {parameter.dtype for parameter in stage.trained().values()}
     if wide != {torch.float32}:
         raise CheckFailedError(f"attached in {wide}, not in fp32")
@@ -90,12 +92,12 @@ def _half_trainables(stage: Stage) -> None:
 
 
 def _new_token(stage: Stage) -> None:
-    """A tokenizer that has learned a word, and a model that has not: an index beyond the table of embeddings."""
+    """Teach the tokenizer a word that the model has not learned: an index beyond the table of embeddings."""
     stage.checkpoint.tokenizer.add_tokens([_WORD])
 
 
 def _wrong_lora(change: Callable[[torch.Tensor], torch.Tensor], *, from_step: int) -> Arm:
-    """The fused LoRA layer goes wrong; PEFT's own is right."""
+    """Let the fused LoRA layer go wrong; PEFT's own is right."""
 
     def arm(stage: Stage) -> None:
         right, state = lora.lora_qkv, {"armed": from_step == 0}
@@ -112,14 +114,14 @@ def _wrong_lora(change: Callable[[torch.Tensor], torch.Tensor], *, from_step: in
 
 
 def _lossy(output: torch.Tensor) -> torch.Tensor:
-    """Right forward; backward, a fifth of the gradient is lost."""
+    """Leave the forward right, and lose a fifth of the gradient backward."""
     if output.requires_grad:
         output.register_hook(lambda grad: grad * 0.8)
     return output
 
 
 def _rots(path: Path) -> Arm:
-    """The clip's file breaks off before step 3: it was read before."""
+    """Break off the clip's file before step 3: it was read before."""
 
     def arm(stage: Stage) -> None:
         def cut() -> None:
@@ -133,7 +135,7 @@ def _rots(path: Path) -> Arm:
 
 
 def _loses_its_loss(stage: Stage) -> None:
-    """NaN for the target from step 3 on: what a run without the rotten clip is compared with."""
+    """Make the target's loss NaN from step 3 on: the run that one without the rotten clip is compared with."""
     state = {"armed": False}
     stage.before_step(3, lambda: state.update(armed=True))
 
@@ -145,7 +147,7 @@ def _loses_its_loss(stage: Stage) -> None:
 
 
 def _rotten(fault: Fault, world: World) -> Observation:
-    """A run whose clip rots, equal to one that leaves the same sample out at the same step."""
+    """Compare a run whose clip rots with one that leaves the same sample out at the same step."""
     folder = world.root / "rotten_clips"
     world.copy_data(folder)
     seen = world.observe(fault.name, _rots(folder / world.target), clips=folder)
@@ -156,7 +158,7 @@ def _rotten(fault: Fault, world: World) -> Observation:
 
 
 def _expert(what: str, key: str) -> Fault:
-    """A part of the model that gives NaN for one sample: named, though the loss is all that shows it."""
+    """Return the fault of a part of the model that gives NaN for one sample: named, though only the loss shows it."""
 
     def arm(stage: Stage) -> None:
         op_of_target(divided, stage.site.experts[key])(stage)

@@ -19,12 +19,12 @@ from dit_lora.faults.kind import Kind, write_good
 from dit_lora.faults.world import Engine, Observation, Overrides, Stage, World, poisoned_files
 
 Change = Callable[[Path], None]
-"""Of a run's folder of data."""
+"""Changes a run's folder of data."""
 _METADATA = "metadata.jsonl"
 
 
 def _leave(folder: Path) -> None:
-    """As it is."""
+    """Leave the folder as it is."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class DataFault(Fault):
         return super().fits(site, ranks, engine) and site.samples == self.samples
 
     def judge(self, world: World) -> Judged:
-        """A run that refuses it, one that leaves out it and its peers, one that never had them; collective."""
+        """Judge a run that refuses the sample, one that leaves out it and its peers, one that never had them;
+        collective.
+        """
         data = self.folder(world, self.name, self.layout, self.put)
         reached: list[Stage] = []
         refused = self.run(world, f"{self.name}, refuse", self.given(data), reached)
@@ -54,6 +56,7 @@ class DataFault(Fault):
         if reached:
             unnamed.append("training had begun")
         left_out = self.left_out(world)
+        # One run for all peers: one for each would double the time that the suite takes.
         return self.told((refused, left_out), said or error, unnamed, self.lacks(world, left_out))
 
     def given(self, data: Path) -> Overrides:
@@ -62,12 +65,12 @@ class DataFault(Fault):
     def run(
         self, world: World, name: str, overrides: Overrides, reached: list[Stage] | None = None
     ) -> Observation:
-        """One run; `reached` gets its stage when it is about to train."""
+        """Run once; `reached` gets its stage when it is about to train."""
         arm = None if reached is None else reached.append
         return world.observe(name, arm, overrides)
 
     def folder(self, world: World, name: str, *changes: Change) -> Path:
-        """The good data, changed; written by one rank."""
+        """Return the good data, changed; written by one rank."""
 
         def put(folder: Path) -> None:
             for change in changes:
@@ -79,29 +82,29 @@ class DataFault(Fault):
     def peers(self) -> tuple["DataFault", ...]:
         """The faults whose samples one run leaves out together, this one among them."""
         like = [
-            one
-            for one in _SAMPLES
-            if one.file and (one.layout, one.samples) == (self.layout, self.samples)
+            fault
+            for fault in _SAMPLES
+            if fault.file and (fault.layout, fault.samples) == (self.layout, self.samples)
         ]
         return tuple(dict.fromkeys([*like, self]))
 
     def left_out(self, world: World) -> Observation:
-        """The run that goes on without them; one for all."""
+        """Return the run that goes on without them; one for all."""
         if self.peers not in world.shared:
             name = f"all left out {len(world.shared)}"
-            data = self.folder(world, name, self.layout, *(one.put for one in self.peers))
+            data = self.folder(world, name, self.layout, *(peer.put for peer in self.peers))
             skip = (*self.given(data), ("data.rejects", "skip"))
             world.shared[self.peers] = self.run(world, name, skip)
         return world.shared[self.peers]
 
     def lacks(self, world: World, left_out: Observation) -> list[str]:
-        """What the run lacks that should have gone on without the sample."""
+        """Return what is missing in the run that should have gone on without the sample."""
         if left_out.error is not None:
             return [f"it failed without the sample: {left_out.error}"]
         events = [event for event in left_out.events if event.get("kind") == "data_rejected"]
         ids = sorted(sample for event in events for sample in event["sample_ids"])
         lacks = []
-        if ids != sorted(one.file for one in self.peers):
+        if ids != sorted(peer.file for peer in self.peers):
             lacks.append(f"events name {ids}")
         if self.file not in left_out.said:
             lacks.append(f"not said: {self.file} is left out")
@@ -121,7 +124,7 @@ class DataFault(Fault):
             self.when,
             named=not unnamed,
             recovered=not lost,
-            poisoned_files=sum(len(poisoned_files(one)) for one in seen),
+            poisoned_files=sum(len(poisoned_files(observation)) for observation in seen),
             action=self.expected.action,
             verdict=" ".join(verdict.split()),
             why=(*unnamed, *lost),
@@ -133,10 +136,10 @@ class SoundOddity(DataFault):
     """Samples that look odd and are sound: the run must train on each of them."""
 
     files: tuple[str, ...] = ()
-    """Their ids."""
+    """The samples' ids."""
 
     def judge(self, world: World) -> Judged:
-        """One run that may refuse; collective."""
+        """Judge one run that may refuse; collective."""
         data = self.folder(world, self.name, self.layout, self.put)
         reached: list[Stage] = []
         seen = self.run(world, self.name, self.given(data), reached)
@@ -144,7 +147,7 @@ class SoundOddity(DataFault):
         if seen.error is not None:
             unnamed.append(f"refused: {seen.error}")
         encoded: list[Any] = [stage.run.setup.data for stage in reached]
-        entries = [entry for one in encoded for entry in one.clips.entries]
+        entries = [entry for run_data in encoded for entry in run_data.clips.entries]
         keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
         lost = [f"{file} is not trained on" for file in self.files if file not in keys]
         if len(set(keys.values())) < len(keys):
@@ -155,7 +158,7 @@ class SoundOddity(DataFault):
 
 
 def _put(kind: Kind) -> Change:
-    """Writes a kind's sample among the good data, and its lines where they have a list."""
+    """Return what writes a kind's sample among the good data, and its lines where they have a list."""
 
     def put(folder: Path) -> None:
         before = {*folder.rglob("*.*")}
@@ -168,7 +171,7 @@ def _put(kind: Kind) -> Change:
 
 
 def _list(folder: Path, file: str) -> None:
-    """A line in metadata.jsonl with the caption that is beside the file, or with none."""
+    """Add a line to metadata.jsonl with the caption that is beside the file, or with none."""
     beside = (folder / file).with_suffix(".txt")
     row = {"file_name": file, "text": beside.read_text("utf-8") if beside.exists() else "a clip"}
     with (folder / _METADATA).open("a", encoding="utf-8") as listing:
@@ -176,7 +179,7 @@ def _list(folder: Path, file: str) -> None:
 
 
 def _into_tar(folder: Path) -> None:
-    """All clips and their captions as one tar, in place of files and list."""
+    """Pack all clips and their captions into one tar, in place of files and list."""
     rows = map(json.loads, (folder / _METADATA).read_text("utf-8").splitlines())
     members = []
     for row in rows:
@@ -191,7 +194,7 @@ def _into_tar(folder: Path) -> None:
 
 
 def _climbing_member(folder: Path) -> None:
-    """A member whose name leads out of the folder."""
+    """Add a member whose name leads out of the folder."""
     clip = folder / "clip.mp4"
     write_good(clip)
     write_tar(folder / _TAR, [member("../clip.mp4", clip.read_bytes())], "a")
@@ -200,7 +203,7 @@ def _climbing_member(folder: Path) -> None:
 
 
 def _unknown_label(folder: Path) -> None:
-    """A sample of a class that the recipe does not name."""
+    """Add a sample of a class that the recipe does not name."""
     good = next(path for path in sorted((folder / "0").iterdir()))
     (folder / "2").mkdir()
     shutil.copy(good, folder / "2" / f"clip{good.suffix}")
@@ -241,7 +244,7 @@ def _unknown(what: str, samples: str, suffix: str) -> DataFault:
 
 
 def _damaged(what: str, do: Callable[[Stored], None]) -> Fault:
-    """A shard of the cache that has to be encoded anew."""
+    """Return the fault of a shard of the cache that has to be encoded anew."""
 
     def before_start(cache: Path) -> None:
         do(next(TensorCache(cache / "videos").entries()))

@@ -1,4 +1,4 @@
-"""What a fault is, what it must lead to, and whether it did."""
+"""An injected fault, what it must lead to, and the judgment of whether it did."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,23 +27,23 @@ class Expected:
     """The verdict and the action that a fault must get."""
 
     cause: str
-    """Of the verdict, or `refused` where the run must not start or a file must not be written."""
+    """The verdict's cause, or `refused` where the run must not start or a file must not be written."""
     action: str
     words: tuple[str, ...] = ()
-    """Each must be in the verdict's words, or in the error's."""
+    """Words, each of which must be in the verdict's words, or in the error's."""
     names_target: bool = False
-    """The sample at fault, and no other."""
+    """True if the sample at fault must be named, and no other."""
     module: str | None = None
-    """The module's name ends so."""
+    """The end of the module's name."""
     same_as: str | None = None
     """`clean` or `without` the target: the run whose adapter this must be, bit for bit."""
     close_to: str | None = None
-    """As `same_as`, but where other kernels ran, which round otherwise."""
+    """The same for a run in which other kernels ran, which round otherwise."""
     exit_code: int = DONE
     nobody_lost: bool = False
-    """No sample may be left out for good."""
+    """True if no sample may be left out for good."""
     may_be_off: tuple[str, ...] = ()
-    """What is wrong and may be switched off beside the action that is expected."""
+    """Switches of what is wrong too, and may be off beside the action that is expected."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Judged:
     action: str
     verdict: str
     why: tuple[str, ...] = ()
-    """What was not as expected."""
+    """The differences from what was expected."""
 
     @property
     def passed(self) -> bool:
@@ -78,11 +78,11 @@ class Fault:
     overrides: Overrides = ()
     before_start: Callable[[Any], None] = field(default=lambda cache: None)
     play: Callable[["Fault", World], Observation] | None = None
-    """For faults that are not put into one plain run."""
+    """Plays the fault, where it is not put into one plain run."""
     needs: tuple[str, ...] = ()
-    """What a `Site` must have; the others do not know this fault."""
+    """Attributes that a `Site` must have; sites without them do not know this fault."""
     ranks: int = 1
-    """How many it takes at least."""
+    """The fewest ranks that it takes."""
     most_ranks: int = 8
     engines: tuple[Engine, ...] = ENGINES
 
@@ -91,7 +91,7 @@ class Fault:
         return enough and all(getattr(site, need) for need in self.needs)
 
     def judge(self, world: World) -> Judged:
-        """Run it and compare; collective."""
+        """Run the fault and compare; collective."""
         if self.play is not None:
             seen = self.play(self, world)
         else:
@@ -106,7 +106,7 @@ class Fault:
 def judged(
     fault: Fault, seen: Observation, reference: Tensors | None, target: str, site: Site
 ) -> Judged:
-    """Whether what was seen is what was expected."""
+    """Return the judgment: whether what was seen is what was expected."""
     expected = fault.expected
     named, why = _named(expected, seen, target, site)
     recovered = _recovered(expected, seen, reference)
@@ -125,20 +125,20 @@ def judged(
 
 
 def _named(expected: Expected, seen: Observation, target: str, site: Site) -> tuple[str, list[str]]:
-    """The verdict in words, and what is missing in it."""
+    """Return the verdict in words, and what is missing in it."""
     if expected.cause == "none":
-        told = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
-        why = [f"{told} is named, and nothing is to be told"] if told else []
+        causes = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
+        why = [f"{causes} is named, and nothing is to be told"] if causes else []
         return "nothing to tell: what is damaged is passed over", why
     if expected.cause == "refused":
         text = str(seen.error or "")
         words = [site.named(word) for word in expected.words]
         return text.split("\n")[0], [f"not said: {word}" for word in words if word not in text]
     verdicts = [event["verdict"] for event in seen.events]
-    found = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
-    if not found:
+    matching = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
+    if not matching:
         return "", [f"cause {expected.cause} is not among {[v['cause'] for v in verdicts]}"]
-    verdict = found[0]
+    verdict = matching[0]
     words = [site.named(word) for word in expected.words]
     why = [f"not said: {word}" for word in words if word not in verdict["words"]]
     if expected.names_target and verdict["sample_ids"] != [target]:
@@ -157,24 +157,26 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
     actions = [event["action"] for event in seen.events]
     if expected.cause not in ("refused", "none") and expected.action not in actions:
         why.append(f"action {expected.action} is not among {actions}")
+    # A switch that is off for nothing costs speed for the rest of the run: as wrong as a missed one.
     off = {event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"}
     if expected.action != "fallback" and (right := off - {*expected.may_be_off}):
         why.append(f"switched off, though nothing is wrong with it: {right}")
     if expected.nobody_lost and (lost := left_out(seen)):
         why.append(f"left out for good: {lost}")
+    # The proof of a recovery: bit for bit the adapter of a run that never had the fault.
     if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
         why.append("the adapter is not that of the run it must equal")
     return why
 
 
 def left_out(seen: Observation) -> list[str]:
-    """The samples that a run leaves out for good."""
+    """Return the samples that a run leaves out for good."""
     records = Quarantine.load(seen.folder / "quarantine.jsonl").records
-    return [one.sample_id for one in records if one.to_epoch is None]
+    return [record.sample_id for record in records if record.to_epoch is None]
 
 
 def equal(one: Tensors | None, other: Tensors, exactly: bool = True) -> bool:
-    """Whether these are the same adapter, bit for bit or up to what other kernels round."""
+    """Return True if these are the same adapter, bit for bit or up to what other kernels round."""
     if one is None or one.keys() != other.keys():
         return False
     if exactly:

@@ -1,4 +1,4 @@
-"""One kind of bad sample: how it is made, and what must be said of it."""
+"""One kind of bad sample: the way it is made, and what must be said of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ class Kind:
     data: Mapping[str, Any] = field(default_factory=lambda: CLIPS)
     """The recipe's `data` section that it is bad for, without its path."""
     root_can: bool = True
-    """Whether it is bad for root as well, whom no permission stops."""
+    """False if root can read it anyway, whom no permission stops: then it is not bad for root."""
     good: str = "good.mp4"
     """The id of a sound sample beside it."""
     whole: bool = False
-    """Whether `make` writes the sound sample too."""
+    """True if `make` writes the sound sample too."""
 
     def write(self, folder: Path) -> None:
         """Write it, beside a sound sample, into a folder of its own."""
@@ -42,7 +42,7 @@ class Kind:
 
 
 def write_good(path: Path) -> None:
-    """A sound clip or image, by its suffix, and its caption."""
+    """Write a sound clip or image, by its suffix, and its caption."""
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".png":
         encode(path, moving(path.stem, frames=1), "png", pixels="rgb24", muxer="image2")
@@ -52,7 +52,7 @@ def write_good(path: Path) -> None:
 
 
 def write_caption(path: Path, text: str | None = None) -> None:
-    """The .txt beside a clip; by default one that no other file has."""
+    """Write the .txt beside a clip; by default a caption that no other file has."""
     caption = text if text is not None else f"coloured clouds drift slowly, as in {path.stem!r}"
     path.with_suffix(".txt").write_text(caption, encoding="utf-8")
 
@@ -65,7 +65,7 @@ def media_kind(
     code: str | None = None,
     data: Mapping[str, Any] = CLIPS,
 ) -> Kind:
-    """A kind that is one file, with a caption that is as it should be."""
+    """Return a kind that is one file, with a caption that is as it should be."""
 
     def make(folder: Path) -> None:
         write(folder / file)

@@ -16,16 +16,17 @@ def _first_row(output: torch.Tensor) -> torch.Tensor:
 
 
 class _Stale:
-    """What it gave in the pass before, where the shape is the same."""
+    """Gives what it gave in the pass before, where the shape is the same."""
 
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        given, self.kept = self.kept, output.detach().clone()
-        if given is None or given.shape != output.shape:
+        stale, self.kept = self.kept, output.detach().clone()
+        if stale is None or stale.shape != output.shape:
             return output
-        return output + (given - output).detach()
+        # The stale values, with the gradient of the fresh ones: the backward stays plausible.
+        return output + (stale - output).detach()
 
 
 _COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 2))
@@ -43,7 +44,7 @@ _WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
 
 
 def _late(change: Callable[[], Change], step: int) -> Arm:
-    """A kernel with a state of its own in each run."""
+    """Return an arm whose kernel has a state of its own in each run."""
     return lambda stage: kernel(change(), When("from", step))(stage)
 
 

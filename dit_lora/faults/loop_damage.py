@@ -16,7 +16,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def nobody_is_blamed(loop: ToyLoop) -> str | None:
-    """Whether a sample is named for what none of them did."""
+    """Return a complaint if a sample is named for what none of them did."""
     named = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] in _BLAMING]
     return f"named, though no sample is at fault: {named}" if named else None
 
@@ -62,6 +62,7 @@ def _spoiled_passes(fails: Callable[[int, int], bool]) -> Any:
             passes[0] += 1
             return output * torch.nan if fails(step, passes[0]) else None
 
+        # The hook of the step before is replaced: each counts the passes of one step alone.
         for handle in loop.handles:
             handle.remove()
         loop.handles[:] = [loop.bare.first.register_forward_hook(after)]
@@ -76,7 +77,7 @@ def _by_chance(p: float) -> Callable[[int, int], bool]:
 
 
 def _stepped_far(loop: ToyLoop, step: int, batch: Batch) -> None:
-    """All weights far away, as one update at a wild rate leaves them."""
+    """Move all weights far away, as one update at a wild rate leaves them."""
     if step == 4:
         with torch.no_grad():
             for parameter in loop.bare.parameters():

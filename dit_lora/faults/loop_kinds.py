@@ -18,11 +18,11 @@ _WIDTH = 6
 
 
 class Encoder(nn.Linear):
-    """What comes before the denoiser and is trained with it."""
+    """The model that comes before the denoiser and is trained with it."""
 
 
 class Denoiser(nn.Linear):
-    """What the guard is given."""
+    """The model that the guard is given."""
 
 
 def _batch(step: int, rank: int) -> Tensor:
@@ -54,7 +54,7 @@ def _accelerated(world: World) -> Iterator[Any]:
 
 
 def _observed(world: World, guard: Guard, loop: Callable[[], str | None]) -> Observation:
-    """What the guard said of a loop, which returns what is not as it must be."""
+    """Return what the guard said of a loop, which returns what is not as it must be."""
     error: DitLoraError | None = None
     try:
         wrong = loop()
@@ -68,7 +68,7 @@ def _observed(world: World, guard: Guard, loop: Callable[[], str | None]) -> Obs
 
 
 def _two_models(fault: Fault, world: World) -> Observation:
-    """An infinite gradient element of the text encoder, which the guard was never told of."""
+    """Make one gradient element infinite in the text encoder, which the guard was never told of."""
     with _accelerated(world) as accelerator:
         models = [Encoder(_WIDTH, _WIDTH), Denoiser(_WIDTH, 2)]
         parameters = [p for model in models for p in model.parameters()]
@@ -87,6 +87,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
                 accelerator.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+                # Only the spoiled step may leave everything as it was.
                 if _same(_everything(models, optimizer), before) is not (step == 3):
                     return f"step {step} moved what it must not, or not what it must"
             return None
@@ -95,6 +96,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
 
 
 def _spoil_once(parameter: Tensor) -> None:
+    # Removed at once: a replay must find the gradient healthy.
     def hook(gradient: Tensor) -> Tensor:
         handle.remove()
         gradient = gradient.clone()
@@ -105,7 +107,7 @@ def _spoil_once(parameter: Tensor) -> None:
 
 
 def _after_a_resume(fault: Fault, world: World) -> Observation:
-    """A moment goes bad after weights and moments were loaded: back to what was loaded, not to the attach."""
+    """Make a moment NaN after weights and moments were loaded: back to what was loaded, not to the attach."""
     with _accelerated(world) as accelerator:
         model = Denoiser(_WIDTH, 2)
         prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -130,7 +132,7 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
 
 
 def _every_epoch(fault: Fault, world: World) -> Observation:
-    """One bad sample of seven, for more epochs than `max_skips`."""
+    """Give one bad sample of seven, for more epochs than `max_skips`."""
     config = LadderConfig(max_skips=3)
     with _accelerated(world) as accelerator:
         model = Denoiser(_WIDTH, 2)
@@ -154,7 +156,7 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
 
 
 def _closure(fault: Fault, world: World) -> Observation:
-    """A loop in plain PyTorch, whose optimizer runs the backward itself, as Lightning has it."""
+    """Run a loop in plain PyTorch whose optimizer runs the backward itself, as Lightning has it."""
     torch.manual_seed(3)
     model = Denoiser(_WIDTH, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

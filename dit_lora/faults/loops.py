@@ -115,7 +115,7 @@ def _toy(
 
 
 def _observed(loop: ToyLoop, world: World, check: Callable[[ToyLoop], str | None]) -> Observation:
-    """What the loop's guard said, and whether the loop's own state is as it must be."""
+    """Return what the loop's guard said, and any state of the loop itself that is not as it must be."""
     error: DitLoraError | None = None
     try:
         loop.run()
@@ -136,13 +136,13 @@ def _not_finite(loop: ToyLoop) -> str | None:
 
 
 def forget(accelerator: Accelerator) -> None:
-    """The world's accelerator serves every fault; it must not keep this one's model."""
+    """Empty the accelerator, which serves every fault and must not keep this one's model."""
     for prepared in (accelerator._models, accelerator._optimizers, accelerator._schedulers):
         prepared.clear()
 
 
 def _two_skipped(loop: ToyLoop) -> str | None:
-    """One step of six was not taken, by anybody."""
+    """Return a complaint unless one step of six was not taken, by anybody."""
     taken = _STEPS - 1
     counts = {int(state["step"]) for state in loop.optimizer.state.values()}
     rate = loop.schedule.get_last_lr()[0]
@@ -179,7 +179,7 @@ def _wrong_label(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> No
 
 
 def _nan_gradient(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
-    """One element, after the backward and before clipping, once."""
+    """Set one element, after the backward and before clipping, once."""
     if step == 3:
         weight = next(iter(loop.bare.parameters()))
         handle: list[Any] = []
@@ -194,7 +194,7 @@ def _nan_gradient(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> N
 
 
 def _fp16(model: Toy) -> None:
-    """fp16 as in a frozen base: only the table of classes trains, in fp32."""
+    """Hold layers in fp16 as a frozen base is: only the table of classes trains, in fp32."""
     for layer in (model.first, model.norm, model.last):
         layer.half().requires_grad_(False)
 
@@ -217,7 +217,7 @@ def _overflowing(model: Toy) -> None:
 
 
 def _zero_queries(model: Toy) -> None:
-    """BERT's eps of 1e-12 over rows that are all zero: 1e6 times the gradient, beyond fp16 (N14)."""
+    """Put BERT's eps of 1e-12 over rows that are all zero: 1e6 times the gradient, beyond fp16 (N14)."""
     _fp16(model)
     model.norm.eps = 1e-12
     with torch.no_grad():
@@ -264,7 +264,9 @@ def _scaled_nan(fault: Fault, world: World) -> Observation:
 
 
 def _fp16_weights(fault: Fault, world: World) -> Observation:
-    """PEFT 0.5 to 0.11 on an fp16 base: AdamW makes NaN of a gradient of zero (N13)."""
+    """Attach to fp16 adapters, as PEFT 0.5 to 0.11 made on an fp16 base: AdamW makes NaN of a gradient of zero
+    (N13).
+    """
     error: DitLoraError | None = None
     try:
         _toy(world, change=lambda model: model.half())  # type: ignore[arg-type, return-value]
@@ -276,7 +278,7 @@ def _fp16_weights(fault: Fault, world: World) -> Observation:
 
 
 def _trainer(fault: Fault, world: World) -> Observation:
-    """A Trainer of Transformers on a tiny language model, one sample without a label to learn from."""
+    """Run a Trainer of Transformers on a tiny language model, one sample without a label to learn from."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     from dit_lora.numerics.callback import GuardCallback

@@ -37,7 +37,7 @@ class _BadGradient(torch.autograd.Function):
 
 
 def divided(x: torch.Tensor) -> torch.Tensor:
-    """0 / 0 in one place."""
+    """Compute 0 / 0 in one place."""
     scale = torch.ones(x.shape, dtype=x.dtype)
     scale.view(-1)[5] = 0.0
     return x * scale / scale
@@ -48,7 +48,7 @@ def _bad_backward(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel(change: Change, module: str, *, from_step: int, rank: int = -1) -> Arm:
-    """A fused kernel in one module that goes wrong, with a switch that calls its reference."""
+    """Put in a fused kernel that goes wrong in one module, with a switch that calls its reference."""
 
     def arm(stage: Stage) -> None:
         state = {"on": True, "armed": False}
@@ -65,7 +65,7 @@ def _kernel(change: Change, module: str, *, from_step: int, rank: int = -1) -> A
 
 
 def _restless(stage: Stage) -> None:
-    """A fused kernel of which every other call is off, whatever it is given."""
+    """Put in a fused kernel of which every other call is off, whatever it is given."""
     calls = count()
     _kernel(lambda x: x * (1 + 0.01 * (next(calls) % 2)), _PLACE, from_step=3)(stage)
 
@@ -85,7 +85,7 @@ def _add_switch(stage: Stage, name: str, state: dict[str, bool]) -> None:
 
 
 def _wrong_rows(stage: Stage) -> None:
-    """OpenDiT's fused modulation: every sample gets the first one's scale and shift (k_fused_modulate.py:38)."""
+    """Give every sample the first one's scale and shift, as OpenDiT's fused modulation did (k_fused_modulate.py:38)."""
     state = {"on": True}
 
     def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _wrong_rows(stage: Stage) -> None:
 
 
 def _slightly_wrong_backward(stage: Stage) -> None:
-    """A kernel that is right forward and loses a fifth of its gradient backward."""
+    """Put in a kernel that is right forward and loses a fifth of its gradient backward."""
     state = {"on": True}
 
     def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _slightly_wrong_backward(stage: Stage) -> None:
 
 
 def _attention(change: Change) -> Arm:
-    """A flash backend that goes wrong from step 3 on; the others are right."""
+    """Let the flash backend go wrong from step 3 on; the others are right."""
 
     def arm(stage: Stage) -> None:
         right, state = F.scaled_dot_product_attention, {"armed": False}
@@ -126,14 +126,14 @@ def _attention(change: Change) -> Arm:
 
 
 def _masked_row(output: torch.Tensor) -> torch.Tensor:
-    """What softmax makes of a row in which every key is masked: exp(-inf - -inf)."""
+    """Return what softmax makes of a row in which every key is masked: exp(-inf - -inf)."""
     masked = torch.zeros_like(output)
     masked[..., -1, :] = -torch.inf
     return output + (masked - masked)
 
 
 def op_of_target(change: Change, module: str) -> Arm:
-    """An op that fails for one sample's values only, in a module."""
+    """Let an op in a module fail for one sample's values only."""
 
     def arm(stage: Stage) -> None:
         rows: list[list[bool]] = [[]]
@@ -156,7 +156,7 @@ def op_of_target(change: Change, module: str) -> Arm:
 
 
 def _hidden(stage: Stage) -> None:
-    """Inf in the output of a linear layer, which the module around it cuts back: the loss never shows it."""
+    """Put Inf into a linear layer's output, which the module around it cuts back: the loss never shows it."""
 
     def overflow(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():  # what the base gives is noted, and stays as it was
@@ -173,7 +173,7 @@ def _hidden(stage: Stage) -> None:
 
 
 def _half_schedule(stage: Stage) -> None:
-    """1 / (1 - alpha_bar) in the weights' dtype: in bf16 alpha_bar rounds to 1 (N9, N10)."""
+    """Compute 1 / (1 - alpha_bar) in the weights' dtype: in bf16 alpha_bar rounds to 1 (N9, N10)."""
     module = stage.transformer.get_submodule(stage.site.ff)
     state = {"armed": False}
     stage.before_step(3, lambda: state.update(armed=True))
@@ -200,7 +200,7 @@ _MODULATE = Expected(
     same_as="clean",
 )
 _LATE = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean")
-"""It is seen at its own output, or where a residual hides that, at a gradient."""
+"""The place is its own output, or where a residual hides that, a gradient."""
 _LOSSY = Expected("kernel", "fallback", ("kernel:lossy_backward", "gradient"), same_as="clean")
 # The adapter alone: on a CPU, autocast leaves LayerNorm the dtypes that it is given, and queries that train are fp32.
 BF16 = (

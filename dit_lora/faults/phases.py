@@ -20,14 +20,14 @@ from dit_lora.recipe import dump_recipe
 
 
 def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
-    """A VAE that gives a bad value for one clip, on whichever rank encodes it."""
+    """Let the VAE give a bad value for one clip, on whichever rank encodes it."""
 
     def play(fault: Fault, world: World) -> Observation:
         owner: Any = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
         load = owner.load_video_encoder
 
-        def loaded(self: Any, *args: Any, **given: Any) -> Any:
-            encode = load(self, *args, **given)
+        def loaded(self: Any, *args: Any, **options: Any) -> Any:
+            encode = load(self, *args, **options)
 
             def bad(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
                 encoded = encode(pixels, image)
@@ -45,7 +45,7 @@ def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
 
 
 def _cut_clip(fault: Fault, world: World) -> Observation:
-    """A clip whose file breaks off."""
+    """Run with a clip whose file breaks off."""
 
     def cut(folder: Path) -> None:
         clip = folder / world.target
@@ -57,7 +57,7 @@ def _cut_clip(fault: Fault, world: World) -> Observation:
 
 
 def _held_out(stage: Stage) -> None:
-    """The loss is not finite whenever nothing is trained."""
+    """Make the loss not finite whenever nothing is trained."""
 
     def change(output: Any, batch: Any, streams: Any) -> Any:
         if torch.is_grad_enabled():
@@ -68,13 +68,13 @@ def _held_out(stage: Stage) -> None:
 
 
 def _other_conversations(fault: Fault, world: World) -> Observation:
-    """Chat models measure on conversations of their own; here those that they train on."""
+    """Measure a chat model on conversations of its own, here those that it trains on."""
     others = ("validation.conversations", str(data_of(world.site, world.clips)))
     return world.observe(fault.name, _held_out, (others,))
 
 
 def _before_save(value: float, rank: int) -> Arm:
-    """A weight goes bad between the last healthy step and its checkpoint, once."""
+    """Let a weight go bad between the last healthy step and its checkpoint, once."""
 
     def arm(stage: Stage) -> None:
         from dit_lora.training import fit as module
@@ -82,6 +82,7 @@ def _before_save(value: float, rank: int) -> Arm:
         check, pending = module.require_not_lost, [True]
 
         def poisoned(*args: Any) -> None:
+            # After the run's own check has passed, and before anything of step 3 is written.
             check(*args)
             if pending and args[-1] == 3:
                 pending.clear()
@@ -95,7 +96,7 @@ def _before_save(value: float, rank: int) -> Arm:
 
 
 def _before_adapter(stage: Stage) -> None:
-    """A weight goes bad after the last checkpoint, before the adapter is written."""
+    """Let a weight go bad after the last checkpoint, before the adapter is written."""
     task = type(stage.run.setup.task)
     write = task.save
 
@@ -122,7 +123,7 @@ def _disk_full(stage: Stage) -> None:
 
 
 def _resumed(damage: Callable[[Path], None]) -> Callable[[Fault, World], Observation]:
-    """A run that stopped half way, whose newest checkpoint is damaged, goes on with train.resume=auto."""
+    """Stop a run half way and damage its newest checkpoint; it goes on with train.resume=auto."""
 
     def play(fault: Fault, world: World) -> Observation:
         shorter = (*fault.overrides, ("train.steps", 5), ("train.save_every", 2))
@@ -141,7 +142,7 @@ def _truncate(checkpoint: Path) -> None:
 
 
 def _poison(checkpoint: Path) -> None:
-    """NaN in a byte-exact file: only its digest can tell."""
+    """Write NaN into a byte-exact file: only its digest can tell."""
     path = checkpoint / "optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-4:] = b"\x00\x00\xc0\x7f"
@@ -153,13 +154,14 @@ def _without_manifest(checkpoint: Path) -> None:
 
 
 def _killed(fault: Fault, world: World) -> Observation:
-    """kill -9 in the middle of the checkpoint of step 3, with as many ranks as this suite has."""
+    """Kill a run (-9) in the middle of the checkpoint of step 3, with as many ranks as this suite has."""
     recipe = world.recipe(fault.name, world.clips, world.cache(fault.name), ())
     config = world.root / "killed.yaml"
     if world.accelerator.is_main_process:
         write_whole(config, dump_recipe(recipe))
         ranks = world.accelerator.num_processes
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        # The suite's own place among ranks must not reach a launch of its own.
         alone = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
         head = [sys.executable, *(launch if ranks > 1 else [])]
         killed = [*head, "-m", "dit_lora.faults.killed", str(config), world.engine]

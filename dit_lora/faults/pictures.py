@@ -1,4 +1,4 @@
-"""Small moving pictures, and the files that they are encoded to: what the bad media are made of.
+"""Small moving pictures, and the files that they are encoded to: the material of the bad media.
 
 Shapes: F frames, H and W pixels, C channels.
 """
@@ -22,7 +22,7 @@ Video = np.ndarray
 
 
 def moving(name: str, frames: int = FRAMES, height: int = HEIGHT, width: int = WIDTH) -> Video:
-    """Coloured clouds that drift, from 0 to 255; other names give other pictures."""
+    """Return coloured clouds that drift, from 0 to 255; other names give other pictures."""
     random = np.random.default_rng(crc32(name.encode()))
     t, y, x = np.arange(frames) / FPS, np.arange(height) / HEIGHT, np.arange(width) / WIDTH
     channels = []
@@ -41,7 +41,7 @@ def moving(name: str, frames: int = FRAMES, height: int = HEIGHT, width: int = W
 
 
 def flat(level: int, frames: int = FRAMES) -> Video:
-    """One grey in every pixel."""
+    """Return one grey in every pixel."""
     return np.full((frames, HEIGHT, WIDTH, 3), level, np.uint8)
 
 
@@ -65,6 +65,7 @@ def encode(
         added = container.add_stream(codec, rate=fps, options=dict(options or {}))
         stream = cast(av.VideoStream, added)
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], pixels
+        # With several threads an encoder's bytes, and so a file's digest, may differ from run to run.
         stream.thread_count = 1
         if times is not None:
             stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)

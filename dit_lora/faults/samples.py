@@ -64,7 +64,7 @@ _NEEDS = {"latent_logvar": ("posterior",), "prompt_embeds": ("text",)}  # beside
 
 
 def cached() -> list[Fault]:
-    """Bad values on disk."""
+    """Return the faults of bad values on disk."""
     faults = [
         Fault(
             f"{kind} in a cached {tensor}",
@@ -98,7 +98,7 @@ def cached() -> list[Fault]:
 
 
 def _in_target(value: float, tensor: str, *, once: bool = False) -> Arm:
-    """A bad value in the target's row after it was read: a broken transform, or memory."""
+    """Put a bad value into the target's row after it was read: a broken transform, or memory."""
 
     def arm(stage: Stage) -> None:
         pending = [True]
@@ -119,7 +119,7 @@ def _in_target(value: float, tensor: str, *, once: bool = False) -> Arm:
 
 
 def _loss_of_target(value: float, *, once: bool = False) -> Arm:
-    """An extra loss that is not finite for one sample."""
+    """Add a loss that is not finite for one sample."""
 
     def arm(stage: Stage) -> None:
         pending = [True]
@@ -140,7 +140,7 @@ def _loss_of_target(value: float, *, once: bool = False) -> Arm:
 
 
 def _loss_in_micro_step(value: float, micro_step: int, rank: int = -1) -> Arm:
-    """One micro-step of the third step, once; on one rank or on all."""
+    """Spoil one micro-step of the third step, once; on one rank or on all."""
 
     def arm(stage: Stage) -> None:
         calls: list[int] = []
@@ -161,10 +161,11 @@ def _loss_in_micro_step(value: float, micro_step: int, rank: int = -1) -> Arm:
 
 
 def _with_one_draw(value: float, stream: str) -> Arm:
-    """A bad value in what is drawn for the target in its second epoch, and only there."""
+    """Put a bad value into what is drawn for the target in its second epoch, and only there."""
 
     def arm(stage: Stage) -> None:
         normal = streams.normal
+        # A sample's generator is seeded from its draw number: a draw is known by its seed, in replays too.
         draw = draw_number(stage.target, epoch=1)
         bad = fold(stage.run.setup.recipe.train.seed, stream, draw) & 0xFFFFFFFF
 
@@ -183,7 +184,7 @@ def _with_one_draw(value: float, stream: str) -> Arm:
 
 
 def _bad_timestep(stage: Stage) -> None:
-    """A timestep embedding that is not finite at one timestep of the schedule's end."""
+    """Make the timestep embedding not finite at the timesteps of the schedule's end."""
 
     def arm_module(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (args[0].float() * torch.where(args[0] > _LATE, torch.inf, 1.0), *args[1:])

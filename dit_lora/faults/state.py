@@ -19,17 +19,17 @@ _LAYER = "{key}.lora_B.default"
 
 
 def _write(value: float, stage: Stage, tensor: torch.Tensor, rank: int = -1) -> None:
-    """On one rank, or on all."""
-    own = local(tensor)
-    if rank == -1 and own is not tensor and stage.rank:
+    """Set one element on one rank, or on all."""
+    part = local(tensor)
+    if rank == -1 and part is not tensor and stage.rank:
         return  # of sharded weights the first rank's part, so that one element of the whole is bad
     if rank in (-1, stage.rank) or rank >= stage.ranks:
         with torch.no_grad():
-            own.view(-1)[2] = value
+            part.view(-1)[2] = value
 
 
 def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> Arm:
-    """A trained weight that goes bad in memory between two steps."""
+    """Let a trained weight go bad in memory between two steps."""
 
     def arm(stage: Stage) -> None:
         def act() -> None:
@@ -45,12 +45,12 @@ def _moment(value: float, step: int, key: str, *, rank: int = -1) -> Arm:
     def arm(stage: Stage) -> None:
         def act() -> None:
             moments = stage.run.setup.engine.own_moments()
-            own = [moment for name, moment in moments.items() if name.endswith(f"/{key}")]
+            this_ranks = [moment for name, moment in moments.items() if name.endswith(f"/{key}")]
             wanted = f"{stage.site.named(_WHERE)}/{key}"
-            found = [moment for name, moment in moments.items() if name.endswith(wanted)]
-            if not found and rank == -1:
+            matching = [moment for name, moment in moments.items() if name.endswith(wanted)]
+            if not matching and rank == -1:
                 return  # where ranks share moments out, this one is another rank's
-            _write(value, stage, (found or own)[0], rank)
+            _write(value, stage, (matching or this_ranks)[0], rank)
 
         stage.before_step(step, act)
 
@@ -69,11 +69,11 @@ def _gradient(
             return change(grad) if state["armed"] else grad
 
         wanted = stage.site.named(name) if name else None
-        found = [p for n, p in stage.trained().items() if wanted in (None, n)]
+        parameters = [p for n, p in stage.trained().items() if wanted in (None, n)]
         if is_sharded(stage.transformer):
-            _hook_parts(stage, found, hook)
+            _hook_parts(stage, parameters, hook)
         else:
-            for parameter in found:
+            for parameter in parameters:
                 parameter.register_hook(hook)
 
         def set_armed(value: bool) -> None:
@@ -115,7 +115,7 @@ def _one_nan(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _average(stage: Stage) -> None:
-    """NaN in the moving average of one weight: nothing that is trained shows it."""
+    """Put NaN into the moving average of one weight: nothing that is trained shows it."""
 
     def act() -> None:
         assert stage.run.ema is not None
@@ -125,7 +125,7 @@ def _average(stage: Stage) -> None:
 
 
 def _loss_once(stage: Stage) -> None:
-    """A NaN loss in step 3, once; the average must not move for it."""
+    """Make the loss NaN in step 3, once; the average must not move for it."""
     calls: list[int] = []
     stage.before_step(3, lambda: calls.append(0))
 
@@ -144,7 +144,7 @@ def _frozen(stage: Stage) -> None:
 
 
 def _zero_loss(stage: Stage) -> None:
-    """From step 3 on the loss no longer depends on the model."""
+    """Make the loss no longer depend on the model, from step 3 on."""
     state = {"armed": False}
     stage.before_step(3, lambda: state.update(armed=True))
 
@@ -156,7 +156,7 @@ def _zero_loss(stage: Stage) -> None:
 
 
 def _two_samples(stage: Stage) -> None:
-    """Every sample of one epoch is bad in one micro-batch: the target, and whoever is beside it."""
+    """Make every sample of one epoch bad in one micro-batch: the target, and whoever is beside it."""
 
     def change(batch: Tensors, streams: Streams) -> Tensors:
         is_bad = any(stage.is_target(batch))
@@ -168,7 +168,7 @@ def _two_samples(stage: Stage) -> None:
 
 
 def _weight_and_sample(stage: Stage) -> None:
-    """A weight goes bad in the step in which the target's data is bad too."""
+    """Let a weight go bad in the step in which the target's data is bad too."""
     _weight(torch.nan, 4)(stage)
 
     def change(batch: Tensors, streams: Streams) -> Tensors:

@@ -48,7 +48,7 @@ _LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
 
 
 def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
-    """Every fault that a tiny checkpoint can have on so many ranks, in the order of the table."""
+    """Return every fault that a tiny checkpoint can have on so many ranks, in the order of the table."""
     every = [
         *samples.cached(),
         *samples.DRAWN,
@@ -68,11 +68,11 @@ def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
 
 
 def chosen(pattern: str | None, site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
-    """The site's faults whose name matches a pattern such as `*latent*`; all without one."""
-    known = catalog(site, ranks, engine)
-    faults = [f for f in known if pattern is None or fnmatch.fnmatchcase(f.name, pattern)]
+    """Return the site's faults whose name matches a pattern such as `*latent*`; all without one."""
+    faults_here = catalog(site, ranks, engine)
+    faults = [f for f in faults_here if pattern is None or fnmatch.fnmatchcase(f.name, pattern)]
     if not faults:
-        names = ", ".join(fault.name for fault in known)
+        names = ", ".join(fault.name for fault in faults_here)
         raise DitLoraError(f"no fault is called {pattern!r}; there are: {names}")
     return faults
 
@@ -91,6 +91,7 @@ def run_suite(
         launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         arguments = [str(out), variant, engine, *([pattern] if pattern else [])]
         command = [sys.executable, "-m", *launch, "-m", "dit_lora.faults.suite", *arguments]
+        # One thread a rank: they share this machine's processors.
         done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ})
         if done.returncode or not out.exists():
             raise DitLoraError(f"the suite ended with {done.returncode} on {ranks} ranks")
@@ -99,17 +100,17 @@ def run_suite(
 
 
 def totals(judged: Sequence[Judged]) -> dict[str, int]:
-    """What the last line of the table says."""
+    """Return what the last line of the table says."""
     return {
         "faults": len(judged),
-        "named": sum(one.named for one in judged),
-        "recovered": sum(one.recovered for one in judged),
-        "poisoned_files": sum(one.poisoned_files for one in judged),
+        "named": sum(judgment.named for judgment in judged),
+        "recovered": sum(judgment.recovered for judgment in judged),
+        "poisoned_files": sum(judgment.poisoned_files for judgment in judged),
     }
 
 
 def judge_all(faults: Sequence[Fault], site: Site, engine: Engine = "ddp") -> Iterator[Judged]:
-    """Inject one after the other; on every rank alike, each in a run of its own."""
+    """Inject one fault after the other; on every rank alike, each in a run of its own."""
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -138,7 +139,7 @@ def main(argv: Sequence[str]) -> None:
         unit="fault",
         disable=not is_main,
     )
-    lines = [asdict(one) for one in bar]
+    lines = [asdict(judgment) for judgment in bar]
     if is_main:
         write_whole(out, json.dumps(lines))
 

@@ -1,4 +1,6 @@
-"""When a fault acts, and what it makes of a tensor: the parts that faults of every place are put together from."""
+"""The moment when a fault acts, and the change that it makes to a tensor: the parts that faults of every place are
+put together from.
+"""
 
 import random
 from collections.abc import Callable
@@ -18,7 +20,7 @@ Fires = Callable[[], bool]
 
 
 def here(stage: Stage, rank: int) -> bool:
-    """Whether a fault of that rank is on this one: of one that is not there, it is on all."""
+    """Return True if a fault of that rank is on this one; a fault of a rank that is not there is on all."""
     return rank in (ALL_RANKS, stage.rank) or rank >= stage.ranks
 
 
@@ -75,8 +77,9 @@ class When:
 
 
 def step_seeds(stage: Stage, step: int) -> set[int]:
-    """What torch's own generator is seeded with in a step's micro-steps, on any rank: so a pass of that step is known
-    wherever it is run again."""
+    """Return the seeds of torch's own generator in a step's micro-steps, on any rank: they tell a pass of that step
+    wherever it is run again.
+    """
     recipe = stage.run.setup.recipe
     return {
         fold(recipe.train.seed, "dropout", step, micro_step, rank)
@@ -87,9 +90,9 @@ def step_seeds(stage: Stage, step: int) -> set[int]:
 
 def write(tensor: torch.Tensor, change: Change) -> None:
     """Change a tensor where it lies; of a sharded one this rank's part."""
-    own = local(tensor.detach())
+    part = local(tensor.detach())
     with torch.no_grad():
-        own.copy_(change(own))
+        part.copy_(change(part))
 
 
 def before(step: int, tensor: Callable[[Stage], torch.Tensor], change: Change, rank: int) -> Arm:
@@ -103,10 +106,11 @@ def before(step: int, tensor: Callable[[Stage], torch.Tensor], change: Change, r
 
 
 def element(value: float, index: int = 2) -> Change:
-    """One element set."""
+    """Return a change that sets one element."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.clone()
+        # A rank's part of a tensor may have fewer elements.
         changed.view(-1)[index % max(1, changed.numel())] = value
         return changed
 
@@ -114,12 +118,12 @@ def element(value: float, index: int = 2) -> Change:
 
 
 def times(factor: float) -> Change:
-    """All of it multiplied."""
+    """Return a change that multiplies all of it."""
     return lambda tensor: tensor * factor
 
 
 def row(value: float, index: int = 0) -> Change:
-    """One row set, such as the embedding of a class."""
+    """Return a change that sets one row, such as the embedding of a class."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.clone()
@@ -143,12 +147,12 @@ class _Backward(torch.autograd.Function):
 
 
 def backward_of(change: Change) -> Change:
-    """A change of the gradient in place of the value."""
+    """Return a change of the gradient in place of the value."""
     return lambda tensor: _Backward.apply(tensor, change) if tensor.requires_grad else tensor
 
 
 def divided(tensor: torch.Tensor) -> torch.Tensor:
-    """0 / 0 in one place, as a kernel does: the origin is an op, not a constant."""
+    """Compute 0 / 0 in one place, as a kernel does: the origin is an op, not a constant."""
     scale = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     scale.view(-1)[5 % scale.numel()] = 0.0
     return tensor * scale / scale

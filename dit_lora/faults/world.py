@@ -48,7 +48,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def engine_of(name: str) -> Engine:
-    """The engine of that name; raises `DitLoraError` for another."""
+    """Return the engine of that name; raises `DitLoraError` for another."""
     for engine in ENGINES:
         if engine == name:
             return engine
@@ -57,7 +57,7 @@ def engine_of(name: str) -> Engine:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a run showed, on the main process."""
+    """The events, files and messages of one run, on the main process."""
 
     events: list[dict[str, Any]]
     error: DitLoraError | None
@@ -80,10 +80,10 @@ class ArmedCheckpoint:
         return getattr(self.inner, name)
 
     def losses(self, transformer: nn.Module, batch: Tensors, streams: Streams) -> LossOutput:
-        given = batch
+        changed = batch
         for change in self.before:
-            given = change(dict(given), streams)
-        output = self.inner.losses(transformer, given, streams)
+            changed = change(dict(changed), streams)
+        output = self.inner.losses(transformer, changed, streams)
         for change_output in self.after:
             output = change_output(output, batch, streams)
         return output
@@ -100,7 +100,7 @@ class Stage:
     checkpoint: ArmedCheckpoint
     patches: ExitStack = field(default_factory=ExitStack)
     acted: int | None = None
-    """How often a fault that waits for its moment acted on this rank; None without one."""
+    """Number of times that a fault that waits for its moment acted on this rank; None without one."""
 
     @property
     def rank(self) -> int:
@@ -118,15 +118,17 @@ class Stage:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
     def held(self, name: str | None = None) -> list[torch.Tensor]:
-        """Where this rank holds a trained weight, or all: the parameter, and what ZeRO-2 takes its steps with."""
-        found = [p.data for n, p in self.trained().items() if name in (None, n)]
-        for known, tensor in self.run.setup.engine.own_state().items():
-            if known.endswith("/part" if name is None else f"/{name}/part"):
-                found.append(tensor)
-        return found
+        """Return where this rank holds a trained weight, or all: the parameter, and what ZeRO-2 takes its steps
+        with.
+        """
+        tensors = [p.data for n, p in self.trained().items() if name in (None, n)]
+        for key, tensor in self.run.setup.engine.own_state().items():
+            if key.endswith("/part" if name is None else f"/{name}/part"):
+                tensors.append(tensor)
+        return tensors
 
     def is_target(self, batch: Tensors) -> list[bool]:
-        """Which rows of a micro-batch are the target's, by the site's mark: a latent, or the answers."""
+        """Return which rows of a micro-batch are the target's, by the site's mark: a latent, or the answers."""
         return [torch.equal(row, self._mark) for row in batch[self.site.mark]]
 
     @cached_property
@@ -146,6 +148,7 @@ class Stage:
         inner = watcher.forward
 
         def forward(number: int) -> Any:
+            # Once: a step that is taken again after a recovery begins anew.
             if number == step and pending:
                 pending.pop()()
             return inner(number)
@@ -169,14 +172,14 @@ class World:
         self.root = root
         self.accelerator = accelerator
         self.engine: Engine = engine
-        """How ranks share a step, where there are several."""
+        """The way in which ranks share a step, where there are several."""
         self.site = site
         self.family: DiffusionFamily | ChatFamily = get_family(site.family)
         self.model = root / "model"
         self.clips = root / "clips"
         self.without = root / "clips_without"
         self.aim = TARGET
-        """What the name of the clip begins with that is to be at fault."""
+        """The beginning of the name of the clip that is to be at fault."""
         self._references: dict[tuple[str, Overrides], Tensors] = {}
         self.shared: dict[Hashable, Observation] = {}
         """Runs that several faults are judged by."""
@@ -197,7 +200,7 @@ class World:
 
     @cached_property
     def target_latent(self) -> torch.Tensor:
-        """What the VAE makes of the target."""
+        """The latent that the VAE makes of the target."""
         clips = TensorCache(self.root / "caches" / "reference_0" / "videos")
         for entry in clips.entries():
             if entry.sample == self.target:
@@ -243,8 +246,12 @@ class World:
         return parse_recipe(values, source=name)
 
     def reference(self, kind: str, overrides: Overrides) -> Tensors:
-        """The adapter of the run without a fault: on all clips, or where the target never was."""
-        key = (kind, tuple(one for one in overrides if not one[0].startswith("guard.")))
+        """Return the adapter of the run without a fault: on all clips, or where the target never was."""
+        # The guard's settings change nothing of a run without a fault, which may so serve many.
+        key = (
+            kind,
+            tuple(override for override in overrides if not override[0].startswith("guard.")),
+        )
         if key not in self._references:
             clips = self.clips if kind == "clean" else self.without
             name = f"reference_{len(self._references)}"
@@ -264,10 +271,11 @@ class World:
         before_start: Callable[[Path], None] = lambda cache: None,
         fresh_cache: bool = False,
     ) -> Observation:
-        """One run with a fault in it, from the cache to the saved adapter. Collective."""
+        """Make one run with a fault in it, from the cache to the saved adapter. Collective."""
         cache = self.root / "caches" / name if fresh_cache else self.cache(name)
         recipe = self.recipe(name, clips or self.clips, cache, overrides)
         said, error = StringIO(), None
+        # The guard may switch a backend off for good, and this process has other runs to make.
         with redirect_stderr(said), kept_attention():
             try:
                 if self.accelerator.is_main_process:
@@ -293,7 +301,7 @@ class World:
             require_verified(run.setup.runtime, finish(run).verification)
 
     def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
-        """A copy of the good data, changed; written by one rank, once."""
+        """Return a copy of the good data, changed; written by one rank, once."""
         if self.accelerator.is_main_process and not folder.exists():
             shutil.copytree(self.clips, folder)
             change(folder)
@@ -301,7 +309,7 @@ class World:
         return folder
 
     def cache(self, name: str) -> Path:
-        """A cache of its own, begun with everything that was encoded in the first run."""
+        """Return a cache of its own, begun with everything that was encoded in the first run."""
         cache, first = self.root / "caches" / name, self.root / "caches" / "reference_0"
         if self.accelerator.is_main_process and first.exists() and not cache.exists():
             shutil.copytree(first, cache)
@@ -312,7 +320,7 @@ class World:
 def prepared_run(
     recipe: Recipe, accelerator: Accelerator, checkpoint: Any, engine: Engine = "ddp"
 ) -> Run:
-    """A run as recipes/lora.py prepares it, in a process that goes on after it."""
+    """Prepare a run as recipes/lora.py does, in a process that goes on after it."""
     accelerator.gradient_accumulation_steps = recipe.train.accumulate
     family = get_family(recipe.model.family)
     precision = choose_precision(recipe.model.dtype, accelerator.device)
@@ -340,11 +348,11 @@ def prepared_run(
 
 
 def poisoned_files(seen: Observation) -> list[Path]:
-    """Files that a run left as good though a value in them is not finite; bundles hold evidence."""
-    kept = [*seen.folder.rglob("*.safetensors"), *seen.cache.rglob("*.safetensors")]
+    """Return files that a run left as good though a value in them is not finite; bundles hold evidence."""
+    written = [*seen.folder.rglob("*.safetensors"), *seen.cache.rglob("*.safetensors")]
     return [
         path
-        for path in kept
+        for path in written
         if "bundles" not in path.parts
         and ("checkpoints" not in path.parts or is_whole(path.parent))
         and not all(
@@ -361,7 +369,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _adapter(folder: Path) -> Tensors | None:
-    """The adapter, and base weights that were trained with it."""
+    """Return the adapter, and base weights that were trained with it."""
     files = sorted((folder / "adapter").glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return tensors or None

@@ -1,4 +1,4 @@
-"""Which `scaled_dot_product_attention` calls a model makes, and which backends are right at exactly these.
+"""Record a model's `scaled_dot_product_attention` calls, and measure each backend at exactly these.
 
 Shapes: B batch, H heads, L queries, S keys, D head width.
 """
@@ -52,7 +52,7 @@ _CHUNK = 1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 ke
 
 
 class Layout(NamedTuple):
-    """Where a tensor's values lie: kernels err on strides as well as on shapes."""
+    """Shape and strides of a tensor: kernels err on strides as well as on shapes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -65,11 +65,11 @@ class Layout(NamedTuple):
         return "x".join(map(str, self.shape))
 
     def first(self, heads: int) -> "Layout":
-        """One sample and at most so many heads of it, at the same strides."""
+        """Return the layout of one sample and of at most `heads` of its heads, at the same strides."""
         lead = self.shape[:-2]
         limits = (*([1] * (len(lead) - 1)), heads)
-        kept = (min(size, limit) for size, limit in zip(lead, limits, strict=False))
-        return self._replace(shape=(*kept, *self.shape[-2:]))
+        lead_sizes = (min(size, limit) for size, limit in zip(lead, limits, strict=False))
+        return self._replace(shape=(*lead_sizes, *self.shape[-2:]))
 
     @property
     def dense(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Layout(NamedTuple):
     def filled(
         self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A tensor so laid out with these values, of shape `dense`."""
+        """Return a tensor of this layout that holds `values`, which have the shape `dense`."""
         stored = torch.empty_strided(self.dense, self.strides, dtype=dtype, device=device)
         return stored.copy_(values).expand(self.shape)
 
@@ -93,7 +93,7 @@ class Mask:
     low: float
     """The smallest value: False, or what is added to masked logits."""
     empty_row: bool
-    """Whether some query may look at no key at all."""
+    """True if some query may look at no key at all."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class AttentionCall:
 
     @property
     def out(self) -> Layout:
-        """Of the output's gradient, which arrives the way the query came."""
+        """Layout of the output and of its gradient, which arrives the way the query came."""
         shape = (*self.query.shape[:-1], self.value.shape[-1])
         if shape == self.query.shape:
             return self.query
@@ -129,17 +129,17 @@ class AttentionCall:
         return _TF32_TOLERANCE if tf32 and self.dtype is torch.float32 else TOLERANCE[self.dtype]
 
     def __str__(self) -> str:
-        words = [f"q {self.query}, k {self.key}, v {self.value}, {self.dtype} on {self.device}"]
+        facts = [f"q {self.query}, k {self.key}, v {self.value}, {self.dtype} on {self.device}"]
         if self.mask is not None:
             empty = " with empty rows" if self.mask.empty_row else ""
-            words.append(f"{self.mask.dtype} mask {self.mask.layout}{empty}")
-        words += ["causal"] * self.is_causal + ["grouped queries"] * self.enable_gqa
-        return ", ".join(words)
+            facts.append(f"{self.mask.dtype} mask {self.mask.layout}{empty}")
+        facts += ["causal"] * self.is_causal + ["grouped queries"] * self.enable_gqa
+        return ", ".join(facts)
 
     def small(self) -> "AttentionCall":
-        """The same call on one sample and two heads; lengths, D and strides, on which bugs depend, stay.
+        """Return the same call on one sample and two heads; lengths, D and strides, on which bugs depend, stay.
 
-        Of grouped queries two groups of two stay.
+        Two groups of two grouped queries stay.
         """
         key, heads = self.key.first(2), 2
         if self.enable_gqa:
@@ -155,16 +155,16 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class BackendParity:
-    """How a backend did at one call."""
+    """The errors of one backend at one call, or why it did not run."""
 
     call: AttentionCall
     name: str
     available: bool
-    """Whether it runs the call at all; if not it cannot be chosen, so it does no harm."""
+    """True if it runs the call at all; a backend that does not cannot be chosen, so it does no harm."""
     reason: str
-    """What torch said if it did not run the call, or failed."""
+    """Torch's message if it did not run the call, or failed."""
     errors: Mapping[str, float]
-    """Of out, dq, dk and dv: the largest error over the largest value; empty if it did not run."""
+    """Largest error over largest value of out, dq, dk and dv; empty if it did not run."""
 
     @property
     def finite(self) -> bool:
@@ -172,7 +172,7 @@ class BackendParity:
 
     @property
     def ok(self) -> bool:
-        """Whether its results may be trained on."""
+        """True if its results may be trained on."""
         return self.finite and max(self.errors.values()) <= self.call.tolerance
 
     def __str__(self) -> str:
@@ -183,12 +183,12 @@ class BackendParity:
 
 
 def only(name: str) -> AbstractContextManager[Any]:
-    """Inside, this backend or a RuntimeError."""
+    """Allow this backend alone within; a call that it cannot take raises RuntimeError."""
     return sdpa_kernel([BACKENDS[name]])
 
 
 def without(*names: str) -> AbstractContextManager[Any]:
-    """Inside, every backend that was allowed before except these."""
+    """Allow within every backend that was allowed before, except these."""
     allowed = [name for name, is_allowed in _ALLOWED.items() if is_allowed()]
     return sdpa_kernel([BACKENDS[name] for name in allowed if name not in names])
 
@@ -229,7 +229,7 @@ def _facts(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    """Its parameters are those of `scaled_dot_product_attention`."""
+    """Return the facts of one call; the parameters are those of `scaled_dot_product_attention`."""
     return AttentionCall(
         query=Layout.of(query),
         key=Layout.of(key),
@@ -254,7 +254,7 @@ def _mask_facts(mask: torch.Tensor) -> Mask:
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:
-    """The tensor's dtype inside the call, which autocast changes and a function mode does not see."""
+    """Return the tensor's dtype inside the call, which autocast changes and a function mode does not see."""
     kind = tensor.device.type
     if tensor.is_floating_point() and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -268,7 +268,7 @@ def parity(
     attention: Attention = F.scaled_dot_product_attention,
     seed: int = 0,
 ) -> BackendParity:
-    """Values and gradients of one backend at this call, on random inputs, against fp64 math.
+    """Compare one backend's values and gradients at this call, on random inputs, with fp64 math.
 
     Runs `call.small()` once for each draw of `_draw`, without dropout, which cannot be compared; the worst
     errors count.
@@ -279,7 +279,7 @@ def parity(
     errors = []
     for draw in draws:
         inputs = _draw(small, draw, seed)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")  # where torch says why a backend cannot run a call
             try:
                 with only(name):
@@ -287,7 +287,7 @@ def parity(
             except torch.AcceleratorError:
                 raise  # the device is lost, whatever ran on it
             except RuntimeError as error:
-                reason = "; ".join([str(error), *(str(warning.message) for warning in said)])
+                reason = "; ".join([str(error), *(str(warning.message) for warning in caught)])
                 return BackendParity(call, name, not _cannot_run(error), reason, errors={})
         errors.append(_errors(small, inputs, got))
     worst = torch.stack(errors).amax(0).tolist()  # NaN if any is
@@ -295,7 +295,7 @@ def parity(
 
 
 def _cannot_run(error: RuntimeError) -> bool:
-    """Whether the backend refused the call; anything else that it raises would end a run."""
+    """Return True if the backend refused the call; anything else that it raises would end a run."""
     return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(_UNAVAILABLE)
 
 
@@ -308,7 +308,7 @@ class _Inputs(NamedTuple):
 
 
 def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
-    """Random inputs of the call's layouts; a mask hides 3 keys in 10, never all but in one `empty_row`.
+    """Return random inputs of the call's layouts; a mask hides 3 keys in 10, never all but in one `empty_row`.
 
     `low` puts every logit 120 below `usual`, which softmax must not notice: exp(-logit) is then beyond fp32,
     and a backward pass that computes it gives NaN (pytorch#196678).
@@ -329,6 +329,7 @@ def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
 
 def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generator) -> torch.Tensor:
     allowed = torch.rand(mask.layout.dense, generator=random) < 0.7
+    # A row that is masked by chance would be an empty one, which only some draws mean.
     allowed[..., 0] = True
     if kind == "empty_row":
         allowed.view(-1, allowed.shape[-1])[-1] = False
@@ -339,7 +340,7 @@ def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generat
 
 
 def _results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
-    """Out, dq, dk and dv."""
+    """Return out, dq, dk and dv."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         out = attention(
@@ -353,7 +354,7 @@ def _results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list
 
 
 def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
-    """What `_results` should be: fp64 math, a slice of the queries at a time to bound its memory."""
+    """Return what `_results` should be: fp64 math, a slice of the queries at a time to bound its memory."""
     length, keys = call.query.shape[-2], call.key.shape[-2]
     query, key, value, grad = (tensor.double() for tensor in inputs[:4])
     mask = inputs.mask
@@ -374,10 +375,10 @@ def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
 
 
 def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest error over the largest reference value of each result.
+    """Return the largest error over the largest reference value of each result.
 
-    Or over the size that it has where attention is spread evenly, if that is larger: with one key, or with
-    every key masked, the reference is zero and what is left is rounding.
+    The divisor is at least the size that a result has where attention is spread evenly: with one key, or with every
+    key masked, the reference is zero and what is left is rounding.
     """
     length, keys = call.query.shape[-2], call.key.shape[-2]
     logit_grad = call.logit_scale * math.sqrt(call.query.shape[-1])

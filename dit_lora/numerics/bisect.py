@@ -1,4 +1,4 @@
-"""From a tripped step to its cause: what is bad in the data, in the weights, or what makes the replay finite.
+"""Find the cause of a tripped step: what is bad in the data or the weights, or what makes its replay finite.
 
 The order is from facts to experiments: tensors that are not finite, or not what they were, need no experiment. What
 does not come out the same each time is `transient`, and convicts nothing.
@@ -54,7 +54,9 @@ def diagnose(
     verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
     if verdict is not None:
         return verdict
+    # A pass of such a model would wait for ranks that are not diagnosing.
     if needs_all_ranks(suspects.model) and not suspects.lockstep:
+        # A loss is a sample's own; a gradient is of all samples together and names none.
         ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
         words = "not replayed: the model is sharded, and one rank cannot run it alone"
         return case.found("unknown", words, sample_ids=ids)
@@ -72,9 +74,10 @@ def diagnose(
 def _replayed(case: Case) -> Verdict:
     """Return the verdict by running the micro-batch again. Raises `UnsteadyError` if it fails by chance."""
     outcome = case.again()
+    # The same bits must fail each time: what fails by chance convicts nothing.
     for _ in range(REPLAYS - 1):
-        one = case.again()
-        if case.is_healthy(one) != case.is_healthy(outcome):
+        repeat = case.again()
+        if case.is_healthy(repeat) != case.is_healthy(outcome):
             raise UnsteadyError
     if not case.failed:
         return _healthy_again(case)
@@ -85,20 +88,21 @@ def _replayed(case: Case) -> Verdict:
     if outcome.failed_on and same_on_all:
         return _of_ranks(case, outcome.failed_on, lambda: case.again().failed_on)
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
-    found = _trace(case)
-    case.rank = found.rank
-    case.evidence |= _evidence(outcome, found.trace)
-    if found.alone and same_on_all:
-        verdict = _of_ranks(case, found.alone, lambda: _trace(case).alone)
+    watched = _trace(case)
+    case.rank = watched.rank
+    case.evidence |= _evidence(outcome, watched.trace)
+    if watched.alone and same_on_all:
+        verdict = _of_ranks(case, watched.alone, lambda: _trace(case).alone)
     else:
         verdict = _experiments(case)
-    return _located(verdict, found.trace, outcome, case.micro_batch)
+    return _located(verdict, watched.trace, outcome, case.micro_batch)
 
 
 def _healthy_again(case: Case) -> Verdict:
     suspects = case.suspects
     trained = [p.detach() for p in suspects.model.parameters() if p.requires_grad]
     peak = weight_peak(trained, together=suspects.lockstep)
+    # Weights that have run away are finite, and so may be the losses that they give.
     if has_run_away(peak, suspects.start_peak):
         return run_away(case.micro_batch, suspects)
     case.evidence["replays"] = {"failed": 0, "of": case.runs}
@@ -106,6 +110,7 @@ def _healthy_again(case: Case) -> Verdict:
 
 
 def _unsteady(case: Case) -> Verdict:
+    # A rate that is told of two or three runs would be an accident.
     while case.runs < _RATE_OF:
         case.again()
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
@@ -139,16 +144,19 @@ def _trace(case: Case) -> Traced:
 
 
 def _bad_data(case: Case) -> Verdict | None:
-    """Samples whose tensors are not finite, are out of range, or have no label to learn from."""
+    """Return the verdict on samples that are not finite, are out of range, or have no label; None if there are none."""
     batch = case.micro_batch
     faults = dict(batch.faults)
     for index, sample in enumerate(batch.ids):
         rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
-        words = [w for n, row in rows.items() if (w := _describe_row(n, row, case.suspects.limit))]
-        if words and sample not in faults:
-            faults[sample] = "; ".join(words)
+        described = (_describe_row(name, row, case.suspects.limit) for name, row in rows.items())
+        descriptions = [description for description in described if description]
+        # What reading found says more: the entry and its file.
+        if descriptions and sample not in faults:
+            faults[sample] = "; ".join(descriptions)
     if faults:
         return case.found("data", _each(faults), sample_ids=tuple(faults))
+    # A mean over the tokens of all samples is NaN only if none has a label. Losses by sample: `_unlabelled`.
     labels = _label_faults(batch)
     if labels and len(labels) == len(batch.ids):
         return case.found("labels", _each(labels), sample_ids=tuple(labels))
@@ -156,14 +164,14 @@ def _bad_data(case: Case) -> Verdict | None:
 
 
 def _label_faults(batch: MicroBatch) -> dict[str, str]:
-    """What is wrong with each sample's labels, where the micro-batch has labels."""
+    """Return what is wrong with labels, by sample; empty where the micro-batch has none."""
     rows = zip(batch.ids, batch.tensors.get("labels", ()), strict=False)
-    found = {sample: label_faults(row, ignore=IGNORE) for sample, row in rows}
-    return {sample: fault for sample, fault in found.items() if fault}
+    faults = {sample: label_faults(row, ignore=IGNORE) for sample, row in rows}
+    return {sample: fault for sample, fault in faults.items() if fault}
 
 
 def _unlabelled(case: Case, outcome: Outcome) -> Verdict | None:
-    """Where each sample has a loss of its own: those without a label are bad, and no other is."""
+    """Convict the samples without a label where each sample has a loss of its own and theirs alone are NaN."""
     batch = case.micro_batch
     labels = _label_faults(batch)
     bad = {sample for sample, loss in zip(batch.ids, outcome.losses, strict=False) if loss != loss}
@@ -173,19 +181,24 @@ def _unlabelled(case: Case, outcome: Outcome) -> Verdict | None:
 
 
 def _each(faults: Mapping[str, str]) -> str:
-    """The fault of one sample, or of each by its name."""
+    """Return the fault of one sample, or of each by its name."""
     if len(faults) == 1:
         return next(iter(faults.values()))
     return "; ".join(f"{sample}: {fault}" for sample, fault in faults.items())
 
 
 def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | None:
-    words = describe_bad(name, row, limit)
-    if words is None or row.ndim != 2 or "embed" not in name:
-        return words
+    description = describe_bad(name, row, limit)
+    if description is None or row.ndim != 2 or "embed" not in name:
+        return description
+    # Embeddings have a row for each token.
     bad = ~torch.isfinite(row).all(dim=-1)
     tokens = bad.nonzero().flatten().tolist()
-    return f"{words}, at token {tokens[0]} of {len(row)}{others(tokens)}" if tokens else words
+    return (
+        f"{description}, at token {tokens[0]} of {len(row)}{others(tokens)}"
+        if tokens
+        else description
+    )
 
 
 def _experiments(case: Case) -> Verdict:
@@ -202,7 +215,7 @@ def _experiments(case: Case) -> Verdict:
 
 
 def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: MicroBatch) -> Verdict:
-    """The verdict with the first module and op, the timesteps, and whose input it was."""
+    """Return the verdict with the first bad module and op, the timesteps, and whose input it was."""
     timesteps = outcome.timesteps
     if verdict.sample_ids:
         rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
@@ -230,11 +243,11 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
 
 
 def _given(verdict: Verdict, trace: Trace) -> Verdict:
-    """No op is to blame: the model was given bad values, though the samples' own are good."""
+    """Say that the model was given bad values, though the samples' own are good: then no op is to blame."""
     if not trace.bad_inputs or verdict.cause not in ("unknown", "data", "inputs"):
         return verdict
-    given = "; ".join(trace.bad_inputs.values())
-    words = f"{verdict.words}; the model was given values that are not finite, though the cached ones are: {given}"
+    bad_inputs = "; ".join(trace.bad_inputs.values())
+    words = f"{verdict.words}; the model was given values that are not finite, though the cached ones are: {bad_inputs}"
     if verdict.cause != "unknown":
         return replace(verdict, words=words)
     return replace(verdict, cause="inputs", words=words)
@@ -251,12 +264,13 @@ def _may_try_fp32(case: Case) -> bool:
 
 
 def _autocasts(model: nn.Module) -> bool:
-    """Accelerate wraps the forward of a model that computes in half precision."""
+    """Return True if Accelerate wraps the model's forward, as it does to compute in half precision."""
     return "_original_forward" in model.__dict__
 
 
 def _evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:
     return {
+        # JSON has no NaN and no infinity.
         "losses": [
             loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses
         ],

@@ -1,4 +1,4 @@
-"""A kernel against the stock code, block by block, on the inputs that a stock forward pass brings to each block.
+"""Compare a kernel with the stock code, block by block, on the inputs that a stock pass brings to each block.
 
 One block's weights at a time are copied to fp32, so that the comparison that tells a small wrong from rounding needs
 no second copy of a model in half precision. The rows of a micro-batch are its samples: give several, with draws of
@@ -25,60 +25,62 @@ from dit_lora.numerics.shards import gathered_here
 from dit_lora.numerics.switches import Switch, in_fp32
 
 PASSES = 32
-"""At least as many passes through blocks with a kernel ask whether it repeats itself: two a block in a deep model."""
+"""Least number of passes through blocks that ask whether a kernel repeats itself: two a block in a deep model."""
 _OF_STOCK = 4.0
-"""On a GPU, how many times farther a kernel may be from itself than the stock code is from itself there."""
+"""Times farther that a kernel may be from itself, on a GPU, than the stock code is from itself there."""
 
 _OF_BACKEND = 0.02
-"""The same for an attention backend that was asked for, as a relative error."""
+"""Relative error by which a kernel may differ from itself, on a GPU, where an attention backend was asked for."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Where a kernel parts from the stock code, or from itself."""
+    """The place where a kernel parts from the stock code, or from itself."""
 
     where: str
     error: float
     repeats: bool
-    """Whether the same inputs give the same values again."""
+    """True if the same inputs give the same values again."""
 
 
 @dataclass
 class Coverage:
-    """Which blocks were compared, and why others were not."""
+    """Names of the blocks that were compared, and the reason for each that was not."""
 
     compared: set[str] = field(default_factory=set)
     missed: dict[str, str] = field(default_factory=dict)
 
 
 Learning = dict[str, tuple[bool, ...]]
-"""Which floating inputs of each block have a gradient in training."""
+"""Flags by block name, one for each floating input: True if it has a gradient in training."""
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Modules that together are called for all of the model: its repeated blocks, and what stands beside them."""
+    """Return the modules that together are called for all of the model: its repeated blocks, and what stands beside
+    them.
+    """
     lists = {name for name, module in model.named_modules() if _repeats(module)}
     around = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
-    found: list[str] = []
+    names: list[str] = []
     for name, _ in model.named_modules():
-        is_part = found and name.startswith(f"{found[-1]}.")
+        is_part = names and name.startswith(f"{names[-1]}.")
         if name and name not in lists and name not in around and not is_part:
-            found.append(name)
+            names.append(name)
         elif name.rpartition(".")[0] in lists and not is_part:
-            found.append(name)  # that it has lists of its own is its own affair
-    return found or [""]
+            names.append(name)  # that it has lists of its own is its own affair
+    return names or [""]
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Whether it lists blocks: modules of one class, made of modules."""
+    """Return True if the module lists blocks: modules of one class, made of modules."""
     if not isinstance(module, nn.ModuleList) or not len(module):
         return False
-    return len({type(one) for one in module}) == 1 and any(True for _ in module[0].children())
+    return len({type(block) for block in module}) == 1 and any(True for _ in module[0].children())
 
 
 @contextmanager
 def noting_inputs(model: nn.Module) -> Iterator[Learning]:
-    """Within a training forward pass: which inputs of which blocks learn."""
+    """Note, during a training forward pass within, which inputs of which blocks learn."""
     noted: Learning = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -100,22 +102,24 @@ def noting_inputs(model: nn.Module) -> Iterator[Learning]:
 
 @dataclass
 class BlockComparison:
-    """One switch on and off in every block that a forward pass reaches; what was found is in `found`, in order."""
+    """Compares one switch on and off in every block that a forward pass reaches; `found` has what differed, in
+    order.
+    """
 
     model: nn.Module
     switch: Switch
     others: Sequence[Switch]
-    """What is off all the time."""
+    """Switches that are off all the time."""
     not_in_fp32: Sequence[Switch]
-    """What has no fp32, and is off where that is computed."""
+    """Switches that have no fp32, and are off where that is computed."""
     learning: Learning
     passes: int
     only: Collection[str] | None = None
-    """The blocks that are compared, where not all are."""
+    """The blocks to compare; None for all."""
     inside: str | None = None
     """The one block to look into, instead of all: what its modules return is compared too."""
     widen: bool = False
-    """Whether inputs of one row are given a second one: what mixes rows up is right for one."""
+    """True to give inputs of one row a second: what mixes rows up is right for one."""
     coverage: Coverage = field(default_factory=Coverage)
     found: list[Apart] = field(default_factory=list)
 
@@ -123,12 +127,14 @@ class BlockComparison:
         """Go through the model once, by its stock code."""
         names = [self.inside] if self.inside is not None else blocks_of(self.model)
         names = [name for name in names if self.only is None or name in self.only]
+        # All blocks together make `passes`; one pass alone has nothing to be compared with.
         self._repeats = max(2, math.ceil(self.passes / max(1, sum(map(is_repeated, names)))))
         self._busy, self._seen = False, set[str]()
         handles = []
         with ExitStack() as stack:
             for switch in self.others:
                 stack.enter_context(switch.off())
+            # The pass is stock code's: a wrong kernel must not spoil the inputs of the blocks after it.
             self._stock = stack.enter_context(_Stock(self.switch))
             for name in names:
                 module = self.model.get_submodule(name)
@@ -143,8 +149,10 @@ class BlockComparison:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
+            # A comparison calls the block itself, and so this hook.
             if self._busy or name in self._seen:
                 return
+            # A block that is called more than once is compared at its first call.
             self._seen.add(name)
             self._busy = True
             try:
@@ -176,6 +184,7 @@ class BlockComparison:
         return BlockCall(name, block, args, kwargs, learning, inside_of=inside_of, widen=widen)
 
     def _compare(self, block: BlockCall) -> None:
+        # Backends such as flash attention have no fp32 to be compared in.
         in_halves = block.is_half and self.switch.cause != "attention_backend"
         wrong, exact = None, None
         if in_halves:
@@ -192,6 +201,7 @@ class BlockComparison:
         expected, fused = self._both(block, wide=False)
         dtype = block.dtype if block.is_half else torch.float32
         with torch.no_grad():
+            # NaN is like nothing: of stock code that gives it, nothing can be told.
             if not all(torch.isfinite(x).all() for x in expected.values()) and not in_halves:
                 self.coverage.missed[block.name] = "its stock values are not finite"
                 return
@@ -205,7 +215,7 @@ class BlockComparison:
             self.found.append(Apart(*wrong, repeats=True))
 
     def _in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
-        """Where it differs in fp32, and the stock code's values."""
+        """Return where it differs in fp32, if anywhere, and the stock code's values."""
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
             if any(True for _ in block.module.parameters()):
@@ -233,14 +243,13 @@ class BlockComparison:
         return first_apart(expected, fused, BLOCK[dtype], inputs, exact)
 
     def _unsteady(self, block: BlockCall, expected: Values, fused: Values) -> float | None:
-        """How far the kernel is from itself on equal inputs, if that is more than the stock code is."""
+        """Return how far the kernel is from itself on equal inputs, if that is more than the stock code is."""
         allowed = 0.0
         if block.device.type == "cuda":  # where backends of PyTorch may sum in any order
             allowed = _OF_STOCK * apart(expected, block.values(wide=False))
             if self.not_in_fp32 or self.switch.cause == "attention_backend":
-                allowed = max(
-                    allowed, _OF_BACKEND
-                )  # flash attention's backward, where stock has another
+                # Flash attention's backward sums in any order; the stock code's may be another.
+                allowed = max(allowed, _OF_BACKEND)
         times = self._repeats if is_repeated(block.name) else 2
         with self._stock.left():
             # All of them, whatever is found: ranks that share a sample go through a block together.
@@ -249,7 +258,7 @@ class BlockComparison:
 
 
 class _Stock(AbstractContextManager["_Stock", None]):
-    """A switch that is off, but within `left`."""
+    """Holds a switch off, except within `left`."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch, self._held = switch, ExitStack()
@@ -271,13 +280,13 @@ class _Stock(AbstractContextManager["_Stock", None]):
 
 
 def is_repeated(block: str) -> bool:
-    """Whether it is one of a list."""
+    """Return True if the block is one of a list."""
     return block.rpartition(".")[2].isdigit()
 
 
 @contextmanager
 def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
-    """Within it the block can be called by itself: its weights are whole and stay so, and casts are made anew."""
+    """Let the block be called by itself within: its weights are whole and stay so, and casts are made anew."""
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()  # of a pass without gradients, casts of adapters have none

@@ -25,7 +25,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a bundle's folder holds."""
+    """The contents of a bundle's folder."""
 
     facts: Mapping[str, Any]
     """`event`, `recipe`, `replay` (seed, step, micro-step, rank, ids, draws), `packages`, `left_out`."""
@@ -55,15 +55,16 @@ def write_bundle(
             contents[name], limit = tensors, limit - size
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in contents.items():
-        kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        write_whole(folder / name, save(kept))
+        on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        write_whole(folder / name, save(on_cpu))
+    # The facts come last: a folder without them is no whole bundle.
     public = redacted({**facts, "format": FORMAT, "left_out": left_out})
     write_whole(folder / _FACTS, json.dumps(public, indent=2, sort_keys=True) + "\n")
     return left_out
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """The bundle in a folder; raises `DitLoraError` if it is none, is torn, or lacks what a replay needs."""
+    """Return the bundle in a folder; raises `DitLoraError` if it is none, is torn, or lacks what a replay needs."""
     try:
         facts = parse_json((folder / _FACTS).read_text(encoding="utf-8"))
         version = facts["format"]

@@ -33,7 +33,7 @@ class GuardCallback(TrainerCallback):
         self.config = config
         self.checks = checks
         self.guard: Guard | None = None
-        """From the start of training on."""
+        """The guard, from the start of training on."""
 
     def on_train_begin(
         self,
@@ -59,7 +59,7 @@ class GuardCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """The trainer writes its checkpoint after its callbacks, if they leave `should_save` set."""
+        """Check before a checkpoint: the trainer writes it after its callbacks, if they leave `should_save` set."""
         if self.guard is not None and control.should_save:
             self.guard.require_finite()
 

@@ -22,7 +22,7 @@ OUTPUT_GRADIENT = "gradient of the output"
 
 @dataclass
 class CapturedCall:
-    """One forward of the model and what came back to it."""
+    """One forward of the model, and the gradient that came back to its output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -37,14 +37,14 @@ class CapturedCall:
     owner: nn.Module | None = None
     """The model that was called."""
     micro_step: int = 0
-    """A model that is called again begins the next micro-batch."""
+    """Number of the micro-batch, from 0: a model that is called again begins the next."""
 
     @property
     def batch_size(self) -> int:
         return len(self.ids)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What has a row for each sample, by argument name."""
+        """Return the tensors that have a row for each sample, by argument name."""
         named = {f"argument {i}": arg for i, arg in enumerate(self.args)} | self.kwargs
         rows = {n: t for n, t in named.items() if _has_rows(t, self.batch_size)}
         gradient = self.output_gradient
@@ -58,7 +58,7 @@ class CapturedCall:
         return self.output is not None and is_finite(self.output)
 
     def single(self, index: int) -> "CapturedCall":
-        """The call of one sample."""
+        """Return the call of one sample."""
 
         def row(value: Any) -> Any:
             return value[index : index + 1] if _has_rows(value, self.batch_size) else value
@@ -74,7 +74,10 @@ class CapturedCall:
         )
 
     def run(self, model: nn.Module) -> LossOutput:
-        """Per-sample sums of output times its recorded gradient: their backward is the recorded one."""
+        """Run the call again; return per-sample sums of output times its recorded gradient, whose backward is the
+        recorded one.
+        """
+        # Dropout in the model draws from these: the same masks need the same state.
         torch.set_rng_state(self.random_state)
         if self.cuda_random_state is not None:
             torch.cuda.set_rng_state(self.cuda_random_state)
@@ -90,7 +93,7 @@ class CapturedCall:
 
     @contextmanager
     def _generator_as_it_was(self) -> Iterator[None]:
-        """The loop's generator in the state of the call; afterwards where the loop has it."""
+        """Put the loop's generator into the state of the call within; afterwards it is where the loop has it."""
         if self.generator is None:
             yield
             return
@@ -103,7 +106,7 @@ class CapturedCall:
             generator.set_state(now)
 
     def without_output(self) -> "CapturedCall":
-        """What the model was given, alone."""
+        """Return the call with nothing but what the model was given."""
         return replace(self, output=None, output_gradient=None)
 
     def micro_batch(
@@ -115,7 +118,7 @@ class CapturedCall:
         rank: int,
         place: "CapturedCall | None" = None,
     ) -> MicroBatch:
-        """The call as a micro-batch that can be run again; `place` is the one that failed in a step.
+        """Return the call as a micro-batch that can be run again; `place` is the one that failed in a step.
 
         Another call is run at its place with its random state, as dropout has it; a call's noise is the loop's own,
         and cannot be drawn again.
@@ -148,10 +151,10 @@ class CapturedCall:
         )
 
     def _timesteps(self, count: int) -> torch.Tensor:
-        """Diffusers' name for them; -1 for a model that has none."""
-        given = self.kwargs.get("timestep")
-        if isinstance(given, torch.Tensor) and given.numel() == count:
-            return given.detach().flatten()
+        """Return the call's `timestep` (Diffusers' name), one a sample; -1 for a model that has none."""
+        timesteps = self.kwargs.get("timestep")
+        if isinstance(timesteps, torch.Tensor) and timesteps.numel() == count:
+            return timesteps.detach().flatten()
         return torch.full((count,), -1)
 
 
@@ -163,10 +166,10 @@ class Recorder:
     ids: Callable[[int, int], tuple[str, ...]]
     """(number of the micro-batch, samples in it) to the samples' names."""
     calls: list[CapturedCall] = field(default_factory=list)
-    """In the order in which they were made; recorders of several models may share it."""
+    """Calls in the order in which they were made; recorders of several models may share the list."""
     generator: torch.Generator | None = None
     given: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
-    """Told what a call is given, before its samples' names are asked for."""
+    """Called with the tensors of a call, before its samples' names are asked for."""
     _open: list[CapturedCall] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
 
@@ -182,21 +185,19 @@ class Recorder:
         self._handles.clear()
 
     def out_of_range(self) -> list[str]:
-        """Samples of the last call whose integers no embedding table of the model has, in words."""
+        """Return samples of the last call whose integers no embedding table of the model has, in words."""
         if not self.calls:
             return []
-        call, tables = (
-            self.calls[-1],
-            {
-                name: table.num_embeddings
-                for name, table in self.model.named_modules()
-                if isinstance(table, nn.Embedding)
-            },
-        )
-        given = {n: t for n, t in call.tensors().items() if not t.is_floating_point()}
+        call = self.calls[-1]
+        tables = {
+            name: table.num_embeddings
+            for name, table in self.model.named_modules()
+            if isinstance(table, nn.Embedding)
+        }
+        integers = {n: t for n, t in call.tensors().items() if not t.is_floating_point()}
         return [
             f"{call.ids[row]}: {name} has {int(values.max())}, {table} has 0..{size - 1}"
-            for name, tensor in given.items()
+            for name, tensor in integers.items()
             for table, size in tables.items()
             for row, values in enumerate(tensor)
             if int(values.max()) >= size
@@ -205,6 +206,7 @@ class Recorder:
     def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _is_training():
             return
+        # Detached: what is kept must not hold a graph in memory.
         kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
         tensors = _tensors((args, kwargs))
         self.given(tensors)
@@ -214,6 +216,7 @@ class Recorder:
             kept_kwargs,
             self.ids(micro_step, _count(args, kwargs)),
             torch.get_rng_state(),
+            # Asking CUDA's generator would start CUDA in a loop that runs on the CPU.
             torch.cuda.get_rng_state() if any(t.is_cuda for t in tensors) else None,
             (self.generator, self.generator.get_state()) if self.generator else None,
             owner=self.model,
@@ -225,6 +228,7 @@ class Recorder:
     def _micro_step(self) -> int:
         if not self.calls:
             return 0
+        # Several models may be called for one micro-batch, each of them once.
         last = self.calls[-1].micro_step
         callers = [call.owner for call in self.calls if call.micro_step == last]
         return last + any(caller is self.model for caller in callers)
@@ -232,9 +236,10 @@ class Recorder:
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not _is_training():
             return
+        # Calls may nest: the last that began is the first to end.
         call, tensor = self._open.pop(), main_output(output)
         if tensor is None:  # an output that is no tensor and holds none: there is nothing to replay
-            self.calls[:] = [one for one in self.calls if one is not call]
+            self.calls[:] = [made for made in self.calls if made is not call]
             return
         call.output = tensor.detach()
         if tensor.requires_grad:
@@ -242,11 +247,12 @@ class Recorder:
             def keep(gradient: torch.Tensor) -> None:
                 call.output_gradient = gradient.detach()
 
+            # The gradient comes with the loop's own backward, long after this call.
             tensor.register_hook(keep)
 
 
 def main_output(output: Any) -> torch.Tensor | None:
-    """The tensor that the loss is made of: the first with a gradient, in a tuple, a ModelOutput or an object."""
+    """Return the tensor that the loss is made of: the first with a gradient, in a tuple, a ModelOutput or an object."""
     values: Any = output
     if isinstance(output, Mapping):
         values = list(output.values())
@@ -273,7 +279,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _count(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Samples in a call: the rows of its first tensor."""
+    """Return samples in a call: the rows of its first tensor."""
     shaped = [t for t in _tensors((list(args), dict(kwargs))) if t.ndim]
     return len(shaped[0]) if shaped else 1
 

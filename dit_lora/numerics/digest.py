@@ -33,6 +33,7 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     """
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     rest = -len(raw) % 8
+    # Words of 8 bytes need their alignment, which a copy has.
     if rest or raw.data_ptr() % 8 or raw.storage_offset() % 8:
         raw = torch.cat([raw, raw.new_zeros(rest)])
     words = raw.view(torch.int64)
@@ -40,20 +41,23 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
         mixed = chunk * odd[: len(chunk)]
+        # Times 3, so that chunks in another order have another sum.
         total = total * 3 + mixed.bitwise_xor_(mixed >> 32).sum()
     return total
 
 
 @torch.no_grad()
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """The digest of all, a signed integer of 64 bits; one read of each device. Any one altered element changes it."""
+    """Return the digest of all, a signed integer of 64 bits; one read of each device. Any one altered element
+    changes it.
+    """
     totals: dict[torch.device, torch.Tensor] = {}
     waiting: dict[torch.device, list[torch.Tensor]] = {}
 
     def count(device: torch.device) -> None:
         parts = waiting.pop(device)
-        one = tensor_digest(torch.cat(parts) if len(parts) > 1 else parts[0])
-        totals[device] = totals[device] * 3 + one if device in totals else one
+        value = tensor_digest(torch.cat(parts) if len(parts) > 1 else parts[0])
+        totals[device] = totals[device] * 3 + value if device in totals else value
 
     for tensor in tensors:
         if not tensor.numel():
@@ -66,6 +70,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     for device in list(waiting):
         count(device)
     total = 0
-    for one in totals.values():
-        total = total * 3 + int(one.item())
+    for device_total in totals.values():
+        total = total * 3 + int(device_total.item())
+    # Python's integers do not wrap around as the device's do.
     return (total + 2**63) % 2**64 - 2**63

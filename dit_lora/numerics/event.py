@@ -9,11 +9,11 @@ from dit_lora.numerics.verdict import Cause, Verdict
 
 @dataclass(frozen=True)
 class Event:
-    """What was seen at a step, and what was done about it."""
+    """One line of events.jsonl: what was seen at a step, and what was done about it."""
 
     step: int
     kind: str
-    """What tripped, or which check saw it."""
+    """The kind of trip, or the check that saw it."""
     verdict: Mapping[str, Any]
     """A `Verdict` as a record; at the least its cause and words."""
     action: str = "report"

@@ -1,4 +1,4 @@
-"""What is wrong with a tensor's values, in words and numbers: NaN, Inf, and the room left in its dtype."""
+"""Describe what is wrong with a tensor's values: NaN, Inf, and the room left in its dtype."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,33 +6,36 @@ import torch
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether NaN and Inf are possible in it and it holds anything."""
+    """Return True if NaN and Inf are possible in the tensor and it holds anything."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return is_number and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every value is finite; reads the device. Integer tensors are."""
+    """Return True if every value is finite, as integers always are; reads the device."""
     return not has_values(tensor) or bool(torch.isfinite(_readable(tensor)).all())
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """PyTorch asks no 8-bit float whether it is infinite; bf16 holds all of their values."""
+    """Return 8-bit floats as bf16, which holds all of their values: PyTorch does not ask them whether they are
+    infinite.
+    """
     return tensor.to(torch.bfloat16) if tensor.element_size() == 1 else tensor
 
 
 def abs_max(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, fp32 scalar on the device; NaN if any value is NaN."""
+    """Return the largest magnitude, fp32 scalar on the device; NaN if any value is NaN."""
+    # fp32 comes last: a copy of the whole tensor in it would be as large again, or twice.
     return tensor.detach().abs().max().float()
 
 
 def headroom(peak: float, dtype: torch.dtype) -> float:
-    """How many times the largest magnitude fits into the dtype's range: 1 is the edge, below 1 is beyond."""
+    """Return how many times the largest magnitude fits into the dtype's range: 1 is the edge, below 1 is beyond."""
     return torch.finfo(dtype).max / peak if peak else float("inf")
 
 
 def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) -> str | None:
-    """`name has 2 NaN and 1 Inf among 96 values`, or that it reaches beyond `limit`; None if neither."""
+    """Return `name has 2 NaN and 1 Inf among 96 values`, or that it reaches beyond `limit`; None if neither."""
     if not has_values(tensor):
         return None
     tensor = _readable(tensor)
@@ -46,11 +49,11 @@ def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) ->
 
 
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Every tensor with a value that is not finite, described."""
-    return [words for name, tensor in tensors if (words := describe_bad(name, tensor))]
+    """Return a description of every tensor with a value that is not finite."""
+    return [description for name, tensor in tensors if (description := describe_bad(name, tensor))]
 
 
 def describe_all(tensors: Mapping[str, torch.Tensor], limit: float | None = None) -> str | None:
-    """`describe_bad` of each, joined; None if nothing is wrong."""
-    words = [words for name, t in tensors.items() if (words := describe_bad(name, t, limit))]
-    return "; ".join(words) or None
+    """Return `describe_bad` of each, joined; None if nothing is wrong."""
+    descriptions = (describe_bad(name, tensor, limit) for name, tensor in tensors.items())
+    return "; ".join(text for text in descriptions if text) or None

@@ -1,4 +1,4 @@
-"""What training must not change: frozen weights and buffers, noted at the start and compared when it matters.
+"""Note frozen weights and buffers, which training must not change, at the start, and compare them when it matters.
 
 A norm does not see a flipped sign and a sum does not see two rows exchanged, so that the bits themselves are
 compared, by a 64-bit digest a tensor. It reads every byte once: 10 GB take some 10 ms on a GPU and seconds on a CPU.
@@ -50,13 +50,16 @@ class FrozenRecord:
         ]
 
     def _taken(self) -> Mapping[str, tuple[tuple[object, ...], int]]:
-        """Digests by name, with shape and dtype; the host reads each device once."""
-        found: dict[str, tuple[tuple[object, ...], Tensor]] = {}
+        """Return digests by name, with shape and dtype; the host reads each device once."""
+        on_device: dict[str, tuple[tuple[object, ...], Tensor]] = {}
         for name, values in untrained(self._model):
             if values.numel() and values.device.type != "meta":
-                found[name] = ((values.shape, values.dtype), tensor_digest(values))
+                on_device[name] = ((values.shape, values.dtype), tensor_digest(values))
         digests: dict[str, int] = {}
-        for device in {digest.device for _, digest in found.values()}:
-            there = {name: digest for name, (_, digest) in found.items() if digest.device == device}
+        # One read a device, and not one a tensor: a model has hundreds.
+        for device in {digest.device for _, digest in on_device.values()}:
+            there = {
+                name: digest for name, (_, digest) in on_device.items() if digest.device == device
+            }
             digests |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
-        return {name: (shape, digests[name]) for name, (shape, _) in found.items()}
+        return {name: (shape, digests[name]) for name, (shape, _) in on_device.items()}

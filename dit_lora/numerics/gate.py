@@ -32,7 +32,7 @@ class NonFiniteError(DitLoraError):
 
 
 class PoisonedStateError(DitLoraError):
-    """What was about to be kept is not finite, or lost; raised on every rank, for the loop to recover from."""
+    """Raised on every rank where what was about to be kept is not finite, or lost; the loop recovers from it."""
 
     exit_code = 3
     collective = True
@@ -40,9 +40,9 @@ class PoisonedStateError(DitLoraError):
     def __init__(self, message: str, kind: str, verdict: Verdict | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        """Of the `Trip` that it makes."""
+        """The `kind` of the `Trip` that it makes."""
         self.verdict = verdict
-        """What is known of it already, equal on all ranks."""
+        """The verdict, where it is known already; equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Trip:
     micro_batches: tuple[tuple[int, int], ...] = ()
     """(rank, micro-step) of those whose loss or data was bad; empty where the step as a whole was."""
     verdict: Verdict | None = None
-    """Where what found it knows the cause: then nothing is replayed."""
+    """The verdict, where what found the trip knows the cause: then nothing is replayed."""
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Gate:
 
     def losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
         """Note per-sample losses (B,) before their backward, and what reading the data found."""
+        # Noted on the device: reading it here would make the host wait in every micro-step.
         bad = ~torch.isfinite(losses.detach()).all()
         self._bad.append(bad | bad_data)
 
@@ -81,9 +82,10 @@ class Gate:
         self._bad += [~torch.isfinite(stacked).all(), (stacked == 0).all()]
 
     def agreed(self) -> torch.Tensor:
-        """1.0 if any rank noted anything bad in this step, else 0.0; one all-reduce, on the device."""
+        """Return 1.0 if any rank noted anything bad in this step, else 0.0; one all-reduce, on the device."""
         flag = torch.stack(self._bad).any().float()
         if self.accelerator.num_processes > 1:
+            # Accelerate reduces sums and means, no maxima.
             flag = self.accelerator.reduce(flag, reduction="sum").clamp(max=1.0)
         return flag
 
@@ -103,6 +105,7 @@ def gated_step(optimizer: torch.optim.Optimizer | AcceleratedOptimizer, bad: tor
     try:
         optimizer.step()
     finally:
+        # Left there, the flag would decide about the next step too.
         del inner.found_inf
 
 
@@ -119,12 +122,11 @@ def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Whether a trained weight is not finite after the step, a bool scalar on the device.
+    """Return a bool scalar on the device: True if a trained weight is not finite after the step.
 
     Catches what no gradient shows: a moment that went bad in memory, an update that overflowed.
     """
     weights = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
-    norms = torch._foreach_norm(
-        weights, float("inf")
-    )  # squares of finite weights may not be finite
+    # The maximum norm: squares of finite weights may not be finite.
+    norms = torch._foreach_norm(weights, float("inf"))
     return ~torch.isfinite(torch.stack([norm.float() for norm in norms])).all()

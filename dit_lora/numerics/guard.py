@@ -82,9 +82,11 @@ class Guard:
         out of the loop's dataset: it skips, and names it.
         """
         models = [model] if isinstance(model, nn.Module) else list(model or ())
-        wrong = [type(one).__name__ for one in models if not isinstance(one, nn.Module)]
-        if wrong or not models:
-            received = wrong[0] if wrong else "none"
+        wrong_types = [
+            type(candidate).__name__ for candidate in models if not isinstance(candidate, nn.Module)
+        ]
+        if wrong_types or not models:
+            received = wrong_types[0] if wrong_types else "none"
             raise DitLoraError(f"Guard.attach: model is a torch.nn.Module; got {received}")
         device = next((p.device for p in models[0].parameters()), torch.device("cpu"))
         host = Host(accelerator, device)
@@ -92,7 +94,7 @@ class Guard:
         guard = cls(
             host,
             models,
-            [host.prepared(one) for one in optimizers],
+            [host.prepared(each) for each in optimizers],
             config=config or LadderConfig(),
             folder=Path(folder) if folder is not None else None,
             checks=checked(checks),
@@ -108,12 +110,12 @@ class Guard:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What events.jsonl has, a dict a line."""
+        """The records of events.jsonl, one dict a line."""
         return self._recovery.events
 
     @property
     def suspects(self) -> Suspects:
-        """What a diagnosis of the model may look at."""
+        """The part of the first model that a diagnosis may look at and switch off."""
         return next(iter(self._watched.suspects.values()))
 
     @contextmanager
@@ -166,24 +168,28 @@ class Guard:
         for optimizer in self._state.optimizers:
             patches.method(optimizer, "step", partial(steps.step, optimizer))
             patches.method(optimizer, "load_state_dict", steps.load)
+            # In plain PyTorch nothing else says that a backward has been used up.
             if accelerator is None:
                 patches.method(optimizer, "zero_grad", steps.zero_grad)
+        # Weights may be loaded past Accelerate: what is held from before is then of no use.
         for module in self._watched.owners():
             patches.handle(module.register_load_state_dict_post_hook(steps.loaded))
         for owner in (lr_scheduler, ema):
             if owner is not None:
+                # A step that is not taken must not move the learning rate or the average.
                 patches.gated_step(owner, lambda: steps.tripped)
         prepared = accelerator._dataloaders if accelerator is not None else []
-        for one in [*prepared, *([loader] if loader is not None else [])]:
-            self._names.watch(one, patches)
+        for data_loader in [*prepared, *([loader] if loader is not None else [])]:
+            self._names.watch(data_loader, patches)
         self._state.ema = ema
-        own = [lr_scheduler] if lr_scheduler else []
-        self._state.schedules = [*(accelerator._schedulers if accelerator else []), *own]
+        schedules = [lr_scheduler] if lr_scheduler else []
+        self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
+        # The start is held, so that a fault in the first steps has something to go back to.
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
 
     def _require_wide_weights(self) -> None:
-        """fp16 weights cannot be trained: AdamW's eps of 1e-8 is 0 there, and 0 / 0 is NaN."""
+        """Refuse fp16 weights, which cannot be trained: AdamW's eps of 1e-8 is 0 there, and 0 / 0 is NaN."""
         dtypes = {name: p.dtype for name, p in self._state.parameters.items()}
         if torch.float16 in dtypes.values():
             names = [name for name, dtype in dtypes.items() if dtype is torch.float16]
@@ -204,10 +210,11 @@ class Guard:
         return original(*args, **kwargs)
 
     def _say_what_was_lost(self) -> None:
-        words = self._recovery.budget.closing()
-        if words and not self._said and self._host.rank == 0:
+        summary = self._recovery.budget.closing()
+        # Once: the end of training and `detach` may both come.
+        if summary and not self._said and self._host.rank == 0:
             self._said = True
-            _LOG.warning("guard: %s", words)
+            _LOG.warning("guard: %s", summary)
 
     def _skip_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loader = original(*args, **kwargs)

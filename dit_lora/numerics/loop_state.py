@@ -1,4 +1,4 @@
-"""What a loop that is not ours trains: its weights, its optimizer's state, its schedules; to go back to."""
+"""The trained state of a loop that is not ours, to go back to: weights, optimizer state, schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from dit_lora.numerics.state import decay_share
 
 
 class Averages(Protocol):
-    """What is needed of a moving average of weights, as Diffusers' EMAModel has it."""
+    """The part of a moving average of weights that is needed, as Diffusers' EMAModel has it."""
 
     shadow_params: list[torch.Tensor]
     optimization_step: int
@@ -37,7 +37,9 @@ class LoopState:
         self._schedule_states: dict[int, list[dict[str, Any]]] = {}
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """As `<parameter>/<name>`; numbers are copies, of groups `group <number>/<name>`."""
+        """Return state as `<parameter>/<name>` and `group <number>/<name>`; numbers become tensors, which are
+        copies.
+        """
         return {
             f"{prefix}/{key}": as_tensor(value)
             for prefix, state in self._optimizer_state()
@@ -60,6 +62,7 @@ class LoopState:
             return
         self.snapshots.take(step)
         self._schedule_states = {step: [dict(schedule.state_dict()) for schedule in self.schedules]}
+        # EMAModel's decay follows its count of steps, which so has to go back with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
 
     def forget(self) -> None:
@@ -68,14 +71,15 @@ class LoopState:
             self.snapshots.forget(step)
 
     def newest(self, gathered: Callable[[Sequence[str]], list[str]]) -> int | None:
-        """The newest snapshot that is finite on every rank, after dropping those that are not; collective."""
+        """Return the newest snapshot that is finite on every rank, after dropping those that are not; collective."""
         for held in self.snapshots.steps:
+            # A snapshot that is bad on one rank is no state of the run.
             if gathered(self.snapshots.not_finite(held)):
                 self.snapshots.forget(held)
         return max(self.snapshots.steps, default=None)
 
     def restore(self, step: int) -> None:
-        """The state of a held step, bit for bit; optimizer state that is younger is dropped."""
+        """Put back the state of a held step, bit for bit; optimizer state that is younger is dropped."""
         self._drop(self.snapshots.restore(step))
         for schedule, state in zip(self.schedules, self._schedule_states[step], strict=True):
             schedule.load_state_dict(state)
@@ -87,11 +91,12 @@ class LoopState:
         for group in self._groups():
             group["lr"] *= factor
         for schedule in self.schedules:
+            # Accelerate's scheduler wraps torch's, which computes its rates from `base_lrs`.
             inner = schedule.scheduler if "scheduler" in vars(schedule) else schedule
             inner.base_lrs = [rate * factor for rate in inner.base_lrs]
 
     def largest_decay(self) -> float:
-        """The largest share of a weight that a step's weight decay takes away."""
+        """Return the largest share of a weight that a step's weight decay takes away."""
         return decay_share(self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -120,4 +125,5 @@ class LoopState:
             for parameter in list(optimizer.state):
                 owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
                 if any(f"{owner}/{key}" in born_since for key in state):
+                    # Without state an optimizer begins anew with a parameter, as it did then.
                     del optimizer.state[parameter]

@@ -33,7 +33,7 @@ class _Key(NamedTuple):
 
 
 class Monitor:
-    """Statistics of every `every`-th step; 0 is never. Made after the model is prepared.
+    """Collects statistics of every `every`-th step; 0 is never. Made after the model is prepared.
 
     In a step that is `due`: the forward passes inside `watching`, `gradients` after backward and before
     clipping, `before_update` and `after_update` around the optimizer's step, then `collect`.
@@ -52,7 +52,7 @@ class Monitor:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, keep the largest magnitude of the modules' outputs; whatever was kept before is dropped.
+        """Keep the largest magnitude of the modules' outputs within; whatever was kept before is dropped.
 
         Outputs stay the same bits. Gradient checkpointing computes an output twice, which changes no
         maximum.
@@ -88,7 +88,7 @@ class Monitor:
         self._before = []
 
     def collect(self) -> dict[str, dict[str, float]]:
-        """`grad_norm`, `update_ratio`, `abs_max` and `headroom` by module, each where known; starts afresh.
+        """Return `grad_norm`, `update_ratio`, `abs_max` and `headroom` by module, each where known; starts afresh.
 
         Rounded to four significant digits. A module whose outputs were all zero has no headroom to tell.
         """
@@ -106,7 +106,7 @@ class Monitor:
         return statistics
 
     def hidden_infinities(self) -> list[str]:
-        """After `collect`: the modules with an Inf or NaN in their outputs, in the order in which they ran.
+        """Return, after `collect`, the modules with an Inf or NaN in their outputs, in the order in which they ran.
 
         If the loss was finite, something after the first of them hides it: a clamp, a mask, `nan_to_num`.
         """
@@ -117,9 +117,11 @@ class Monitor:
     ) -> None:
         if not tensors:
             return
-        own = [local(tensor.detach()) for tensor in tensors.values()]
-        norms = list(torch._foreach_norm(own, 2, dtype=torch.float32))
+        parts = [local(tensor.detach()) for tensor in tensors.values()]
+        # One launch for all parameters: a GPU would wait for hundreds of small ones.
+        norms = list(torch._foreach_norm(parts, 2, dtype=torch.float32))
         if any(isinstance(self._trainable[name], DTensor) for name in tensors):
+            # Ranks hold parts of a parameter: their squares add up, their norms do not.
             squares = torch.stack(norms).double().square()
             distributed.all_reduce(squares)
             norms = list(squares.sqrt().float())
@@ -129,6 +131,7 @@ class Monitor:
     def _keep_peak(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             for tensor in _tensors(output):
+                # A module's outputs may have several dtypes, each with room of its own.
                 key = _Key("peak", module, tensor.dtype)
                 peak = abs_max(tensor)
                 # torch.maximum keeps a NaN.
@@ -138,7 +141,7 @@ class Monitor:
 
 
 def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
-    """One module's numbers; norms of its parameters are joined."""
+    """Return one module's numbers; norms of its parameters are joined."""
     norms: dict[str, list[float]] = defaultdict(list)
     peaks: dict[torch.dtype, float] = {}
     for key, value in kept.items():
@@ -146,17 +149,19 @@ def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
             peaks[key.part] = value
         else:
             norms[key.kind].append(value)
-    found = {}
+    statistics = {}
     if "grad" in norms:
-        found["grad_norm"] = math.hypot(*norms["grad"])
+        statistics["grad_norm"] = math.hypot(*norms["grad"])
     if "change" in norms:
-        found["update_ratio"] = _ratio(math.hypot(*norms["change"]), math.hypot(*norms["weight"]))
+        statistics["update_ratio"] = _ratio(
+            math.hypot(*norms["change"]), math.hypot(*norms["weight"])
+        )
     if peaks:
-        found["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
+        statistics["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
         rooms = [headroom(peak, dtype) for dtype, peak in peaks.items()]
         if all(map(math.isfinite, rooms)):
-            found["headroom"] = min(rooms)
-    return {name: float(f"{value:.4g}") for name, value in found.items()}
+            statistics["headroom"] = min(rooms)
+    return {name: float(f"{value:.4g}") for name, value in statistics.items()}
 
 
 def _ratio(change: float, weight: float) -> float:
@@ -166,7 +171,7 @@ def _ratio(change: float, weight: float) -> float:
 
 
 def _watched(model: nn.Module) -> dict[str, nn.Module]:
-    """Leaves, and the direct children of module lists, which are the blocks; LoRA layers are leaves."""
+    """Return leaves, and the direct children of module lists, which are the blocks; LoRA layers are leaves."""
     outer = {n: m for n, m in model.named_modules() if not _INSIDE_LORA.search(n)}
     parents = {name.rpartition(".")[0] for name in outer if name}
     lists = {name for name, module in outer.items() if isinstance(module, nn.ModuleList)}
@@ -178,7 +183,7 @@ def _watched(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _owner(parameter: str) -> str:
-    """The module that a parameter counts for."""
+    """Return the module that a parameter counts for."""
     inside = _INSIDE_LORA.search(parameter)
     return parameter[: inside.start()] if inside else parameter.rpartition(".")[0]
 

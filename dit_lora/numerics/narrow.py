@@ -29,6 +29,7 @@ class NarrowLinear(nn.Linear):
     """
 
     def __init__(self, wide: nn.Linear, kind: Kind) -> None:
+        # The constructor of nn.Linear would allocate the wide weight again.
         nn.Module.__init__(self)
         self.in_features, self.out_features = wide.in_features, wide.out_features
         self.kind: Kind = kind
@@ -40,6 +41,7 @@ class NarrowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
+        # Autocast casts the inputs of torch's own ops, not those of a custom function.
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -48,7 +50,7 @@ class NarrowLinear(nn.Linear):
         return product
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """The weight, (out, in), as the product takes it."""
+        """Return the weight, (out, in), as the product takes it."""
         shape = (self.out_features, self.in_features)
         return widened(self.weight, self.scale, dtype, self.kind, shape)
 
@@ -57,7 +59,9 @@ class NarrowLinear(nn.Linear):
 
 
 def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Codes and fp32 scales of a finite weight (out, in), as `NarrowLinear` keeps them; rounded to the nearest."""
+    """Return codes and fp32 scales of a finite weight (out, in), as `NarrowLinear` keeps them; rounded to the
+    nearest.
+    """
     if kind == "nf4":
         from bitsandbytes.functional import quantize_4bit
 
@@ -73,7 +77,7 @@ def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def narrowed_bytes(shape: torch.Size, kind: Kind) -> int:
-    """Bytes of a weight's codes and scales."""
+    """Return bytes of a weight's codes and scales."""
     count = shape.numel()
     if kind == "nf4":
         return -(-count // 2) + 4 * -(-count // _BLOCK)
@@ -83,7 +87,7 @@ def narrowed_bytes(shape: torch.Size, kind: Kind) -> int:
 def widened(
     codes: Tensor, scale: Tensor, dtype: torch.dtype, kind: Kind, shape: tuple[int, int]
 ) -> Tensor:
-    """The inverse of `narrowed`, in `dtype`, with one rounding."""
+    """Return the inverse of `narrowed`, in `dtype`, with one rounding."""
     if kind == "nf4":
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
@@ -97,7 +101,7 @@ def widened(
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T + bias, saving the codes alone."""
+    """Computes x @ weight.T + bias, saving the codes alone."""
 
     @staticmethod
     def forward(
@@ -121,7 +125,7 @@ class _Product(torch.autograd.Function):
 
 
 def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, this rank's part of it, and what bitsandbytes' own layers keep beside theirs.
+    """Yield every parameter by name, this rank's part of it, and what bitsandbytes' own layers keep beside theirs.
 
     fp8 codes come as floats; of a 4-bit weight also `absmax`, the scales of its blocks, of an 8-bit one `SCB`.
     """
@@ -129,6 +133,7 @@ def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for key, parameter in module.named_parameters(recurse=False):
+            # Parameters that modules share come once.
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -140,14 +145,17 @@ def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _constants(module: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """What bitsandbytes' Linear4bit and Linear8bitLt keep beside a parameter, if it is theirs."""
-    found, four_bits = {}, getattr(parameter, "quant_state", None)
+    """Return what bitsandbytes' Linear4bit and Linear8bitLt keep beside a parameter; empty if it is not theirs."""
+    constants, four_bits = {}, getattr(parameter, "quant_state", None)
     if four_bits is not None:
-        found["absmax"] = four_bits.absmax
+        constants["absmax"] = four_bits.absmax
         if four_bits.nested:
-            found |= {"absmax_offset": four_bits.offset, "absmax_absmax": four_bits.state2.absmax}
+            constants |= {
+                "absmax_offset": four_bits.offset,
+                "absmax_absmax": four_bits.state2.absmax,
+            }
     if hasattr(parameter, "SCB"):
         # The layer's first forward takes it from the parameter.
         scales = parameter.SCB if parameter.SCB is not None else module.state.SCB
-        found |= {} if scales is None else {"SCB": scales}
-    return found
+        constants |= {} if scales is None else {"SCB": scales}
+    return constants

@@ -17,7 +17,7 @@ from dit_lora.numerics.shards import local
 from dit_lora.optimizers import of_all
 
 _FAR = 1e3
-"""Times the largest of the others. Moments of gradients differ by less between elements of a tensor."""
+"""Factor beyond the largest of the others. Moments of gradients differ by less between elements of a tensor."""
 _FEW = 200
 """At most one element in so many is taken as altered, and at least one of any tensor."""
 
@@ -28,25 +28,27 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
     `now` are weights, moments and averages by name, `before` the `peaks` that they had in the last snapshot; a name
     that it lacks is compared with the others alone.
     """
-    found = {n: local(t.detach()) for n, t in now.items() if local(t).numel() > 1}
-    peaks = read_peaks(stacked_peaks(found))
+    tensors = {n: local(t.detach()) for n, t in now.items() if local(t).numel() > 1}
+    peaks = read_peaks(stacked_peaks(tensors))
     usual = _usual(peaks)
     squares = of_all(lambda record: record.squares)
-    words = []
+    descriptions = []
     for name, peak in peaks.items():
+        # Second moments are squares, and so is the factor between them.
         far = _FAR**2 if name.endswith(squares) else _FAR
         others = max(before.get(name, 0.0), usual[_kind(name)])
         if not far * others < peak < float("inf"):
             continue
-        magnitudes = found[name].abs().flatten().float()
+        magnitudes = tensors[name].abs().flatten().float()
+        # Where more than a few are large, memory has not done it.
         few = max(1, len(magnitudes) // _FEW)
         rest = float(magnitudes.topk(few + 1).values[-1])
         if peak > far * rest:
             count = int((magnitudes > far * max(rest, others)).sum())
-            words.append(
+            descriptions.append(
                 f"{name}: {count} of {len(magnitudes)} elements reach {peak:.3g}, the others {rest:.3g}"
             )
-    return words
+    return descriptions
 
 
 def stacked_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -57,7 +59,7 @@ def stacked_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_peaks(peaks: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return them as numbers, by one read of a device."""
+    """Return peaks as numbers, by one read of each device."""
     read: dict[str, float] = {}
     for device in {peak.device for peak in peaks.values()}:
         there = {name: peak for name, peak in peaks.items() if peak.device == device}
@@ -77,4 +79,4 @@ def _usual(peaks: Mapping[str, float]) -> dict[str, float]:
     kinds: defaultdict[str, list[float]] = defaultdict(list)
     for name, peak in peaks.items():
         kinds[_kind(name)].append(peak)
-    return {kind: median(found) if len(found) > 2 else 0.0 for kind, found in kinds.items()}
+    return {kind: median(sizes) if len(sizes) > 2 else 0.0 for kind, sizes in kinds.items()}

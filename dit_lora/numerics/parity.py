@@ -1,4 +1,4 @@
-"""Whether a fused kernel computes what its reference does, and the same again: on the user's own model, shapes and samples."""
+"""Compare a fused kernel with its reference, and with itself, on the user's own model, shapes and samples."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,11 +40,11 @@ class Difference:
 
     switch: str
     module: str
-    """In order of execution; or the parameter or input whose gradient differs."""
+    """The first such module in order of execution; or the parameter or input whose gradient differs."""
     error: float
     """Root mean square of the difference over that of the reference, of the worst sample; NaN if one is not finite."""
     repeats: bool = True
-    """Whether the kernel gives the same values for the same inputs."""
+    """True if the kernel gives the same values for the same inputs."""
 
     @property
     def words(self) -> str:
@@ -62,18 +62,18 @@ Losses = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class How:
-    """What a comparison may know beside the model and what runs it."""
+    """Options of a comparison, beside the model and what runs it."""
 
     learning: Learning | None = None
-    """Which inputs of blocks have a gradient in training; None to look, in a pass of its own."""
+    """The inputs of blocks that have a gradient in training; None to look, in a pass of its own."""
     coverage: Coverage | None = None
-    """Where to note what was compared."""
+    """Record of what was compared, to be filled."""
     passes: int = PASSES
-    """Through blocks, at the least, that ask whether the kernel repeats itself."""
+    """Least number of passes through blocks that ask whether the kernel repeats itself."""
     only: Collection[str] | None = None
-    """The blocks that are compared, where not all are."""
+    """The blocks to compare; None for all."""
     widen: bool = False
-    """Whether there is one sample only, to which blocks are given a second."""
+    """True if there is one sample only: blocks are then given a second."""
 
 
 def first_difference(
@@ -84,7 +84,8 @@ def first_difference(
     others: Sequence[Switch] = (),
     how: How | None = None,
 ) -> Difference | None:
-    """Where outputs or gradients with the kernel differ from those without it or from themselves; None if nowhere.
+    """Return where outputs or gradients with the kernel differ from those without it or from themselves; None if
+    nowhere.
 
     `others` are off all the time. Give losses of several different samples: OpenDiT's fused modulation used the
     first sample's scale and shift for all of them, and was right for a batch of one. Blocks are compared one by
@@ -111,20 +112,19 @@ def first_difference(
 def differences(
     switches: Sequence[Switch], compare: Callable[[Switch, Sequence[Switch]], Difference | None]
 ) -> Iterator[tuple[Switch, Difference]]:
-    """Every switch whose kernels differ; its parts one by one, all others off, only where a whole differs.
+    """Yield every switch whose kernels differ; its parts one by one, all others off, only where a whole differs.
 
     `compare` is given a switch and what is to be off meanwhile: one kernel's fault is not another's. Switch off
     what is yielded before asking for the next: then the whole is asked once more.
     """
     wholes = [switch for switch in switches if switch.part_of is None]
-    wholes.sort(
-        key=lambda switch: switch.name == COMPILE
-    )  # it compiles the others, which must be right first
+    # Compilation is last: it compiles the others, which must be right first.
+    wholes.sort(key=lambda switch: switch.name == COMPILE)
     for switch in wholes:
         others = [] if switch.name == COMPILE else [o for o in wholes if _apart_from(o, switch)]
-        found = compare(switch, others)
+        of_whole = compare(switch, others)
         parts = [part for part in switches if part.part_of == switch.name]
-        if found is None:
+        if of_whole is None:
             continue
         blamed = False
         for part in parts:
@@ -132,10 +132,11 @@ def differences(
             if difference is not None:
                 blamed = True
                 yield part, difference
+        # The parts to blame are off by now: is the rest of it right?
         if blamed:
-            found = compare(switch, others)
-        if found is not None:
-            yield switch, found
+            of_whole = compare(switch, others)
+        if of_whole is not None:
+            yield switch, of_whole
 
 
 def _apart_from(other: Switch, switch: Switch) -> bool:
@@ -144,8 +145,8 @@ def _apart_from(other: Switch, switch: Switch) -> bool:
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Nothing of the model's state, random state or gradients is another afterwards; nothing runs compiled."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Leave the model's state, random state and gradients as they were; within, nothing runs compiled."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with (
         stirred(model),
         without_dropout(model),
@@ -155,7 +156,7 @@ def _quietly(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for buffer, before in kept:
+            for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
 
@@ -175,13 +176,13 @@ def _in_blocks(
     switch: Switch, losses: Losses, model: nn.Module, others: Sequence[Switch], how: How
 ) -> Difference | None:
     backends = [
-        one
-        for one in model_switches(model)
-        if one.cause == "attention_backend" and one.part_of == switch.name
+        part
+        for part in model_switches(model)
+        if part.cause == "attention_backend" and part.part_of == switch.name
     ]
 
     def compared(inside: str | None) -> BlockComparison:
-        one = BlockComparison(
+        comparison = BlockComparison(
             model,
             switch,
             others,
@@ -192,14 +193,15 @@ def _in_blocks(
             inside,
             how.widen,
         )
-        one.run(losses)
-        return one
+        comparison.run(losses)
+        return comparison
 
     first = compared(None)
     if how.coverage is not None:
         how.coverage.compared |= first.coverage.compared
         how.coverage.missed |= first.coverage.missed
     found = _agreed(first.found, model)
+    # Once more, inside that block, to name the module in it; a name ends at the first space.
     if found is not None and found.repeats and not found.where.startswith(GRADIENT):
         block = found.where.partition(" ")[0]
         found = _agreed(compared(block).found, model) or found
@@ -207,10 +209,13 @@ def _in_blocks(
 
 
 def _agreed(found: Sequence[Apart], model: nn.Module) -> Apart | None:
-    """The first, and before all where a kernel is not even as itself; for all ranks of a model that needs them."""
+    """Return the first, and before all where a kernel is not even as itself; on all ranks of a model that needs
+    them, the same.
+    """
+    # What follows is collective again: all ranks must look at the same place.
     lists = gather_object([list(found)]) if needs_all_ranks(model) else [found]
-    every = [one for each in lists for one in each]
-    return next((one for one in every if not one.repeats), None) or next(iter(every), None)
+    every = [place for rank_places in lists for place in rank_places]
+    return next((place for place in every if not place.repeats), None) or next(iter(every), None)
 
 
 def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
@@ -229,10 +234,10 @@ def _compare(
         with switch.off():
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
+        # The kernel against itself: the reference cannot tell a race from an error.
         unsteady = apart(fused, _values(losses, model, modules))
-        if any(
-            p.is_cuda for p in model.parameters()
-        ):  # PyTorch's own ops may sum in any order there
+        if any(p.is_cuda for p in model.parameters()):
+            # PyTorch's own ops may sum in any order there.
             unsteady = 0.0
     # Computed in, whatever a value is kept in: gradients of fp32 adapters, norms under autocast.
     dtypes = [x.dtype for x in references.values() if x.dtype in WHOLE]
@@ -249,7 +254,7 @@ def _compare(
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """The repeated blocks of a transformer, and what stands beside them."""
+    """Return the repeated blocks of a transformer, and what stands beside them."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
     beside = [name for name, _ in model.named_children() if name not in outermost]
@@ -262,22 +267,23 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def _values(losses: Losses, model: nn.Module, modules: Sequence[str]) -> Values:
-    """These modules' outputs in order of execution, then every trained parameter's gradient; on the CPU."""
+    """Return these modules' outputs in order of execution, then every trained parameter's gradient; on the CPU."""
     values: Values = {}
     with recording(model, modules, values), torch.random.fork_rng(cuda_devices(model)):
-        found = _gradients(losses().mean(), dict(model.named_parameters()))
-    return values | gradients({name: grad.cpu().clone() for name, grad in found.items()})
+        grads = _gradients(losses().mean(), dict(model.named_parameters()))
+    return values | gradients({name: grad.cpu().clone() for name, grad in grads.items()})
 
 
 def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Values:
-    """By name; the parameters' own `grad` stays as it was."""
+    """Return gradients by name; the parameters' own `grad` stays as it was."""
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not any(isinstance(parameter, DTensor) for parameter in trained.values()):
         # Past the hooks on accumulated gradients: within DDP's forward they would be its step's.
-        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-        pairs = zip(trained, found, strict=True)
+        grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        pairs = zip(trained, grads, strict=True)
         return {name: gradient for name, gradient in pairs if gradient is not None}
-    kept = {name: parameter.grad for name, parameter in parameters.items()}
+    # FSDP2 computes with gathered copies: a whole backward pass alone brings gradients to its parameters.
+    own_grads = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     try:
@@ -285,4 +291,4 @@ def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Va
         return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
     finally:
         for name, parameter in parameters.items():
-            parameter.grad = kept[name]
+            parameter.grad = own_grads[name]

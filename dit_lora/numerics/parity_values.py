@@ -1,4 +1,4 @@
-"""What a kernel's comparison looks at: outputs and gradients by name, how far two of them are apart, and how far they may be."""
+"""Name a model's outputs and gradients, measure how far two of them are apart, and say how far they may be."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Limits(NamedTuple):
-    """How far a kernel and its reference may be apart, as relative root mean squares."""
+    """Limits on how far a kernel and its reference may be apart, as relative root mean squares."""
 
     output: float
     gradient: float
@@ -34,11 +34,11 @@ WHOLE = {
 }
 BLOCK = {**WHOLE, torch.float32: Limits(tolerances.BLOCK, tolerances.BLOCK, 0.01)}
 _ADDED = 0.01
-"""The least of an output that counts as added to the input: rounding is relative to the output."""
+"""Least share of an output that counts as added to the input: rounding is relative to the output."""
 _OF_ROUNDING = 2.0
-"""How many times farther from fp32 than the reference a value in half precision may be, where that is far."""
+"""Times farther from fp32 than the reference that a value in half precision may be, where that is far."""
 _OF_ALL = 1e-4
-"""The share of a block's largest gradient, what another's error is measured against at least."""
+"""Share of a block's largest gradient against which another's error is measured at least."""
 
 
 def first_apart(
@@ -48,7 +48,7 @@ def first_apart(
     inputs: Sequence[torch.Tensor] = (),
     exact: Values | None = None,
 ) -> tuple[str, float] | None:
-    """The first value that differs from its reference, with the relative error of its worst sample.
+    """Return the first value that differs from its reference, with the relative error of its worst sample.
 
     An output of a block is measured by what it adds to the one of `inputs` that it is nearest to. What is hardly
     farther from `exact` values than the reference is does not differ: in half precision that may be far. What the
@@ -68,10 +68,13 @@ def first_apart(
         limit = limits.gradient if name.startswith(GRADIENT) else limits.output
         if error <= limit:
             continue
-        known = exact.get(name) if exact is not None else None
-        if known is not None and known.shape == expected.shape:
-            own, theirs = measure(fused[name], known), measure(expected, known)
-            if own <= _OF_ROUNDING * theirs:
+        exact_value = exact.get(name) if exact is not None else None
+        if exact_value is not None and exact_value.shape == expected.shape:
+            fused_error, stock_error = (
+                measure(fused[name], exact_value),
+                measure(expected, exact_value),
+            )
+            if fused_error <= _OF_ROUNDING * stock_error:
                 continue
         return name, error  # NaN differs too
     return None
@@ -99,31 +102,32 @@ def _is_of_parameter(name: str) -> bool:
 
 
 def apart(references: Values, others: Values) -> float:
-    """The largest relative error of any value; 0 only if all are the same bits."""
+    """Return the largest relative error of any value; 0 only if all are the same bits."""
     worst = 0.0
-    for name, one in references.items():
+    for name, reference in references.items():
         other = others.get(name)
-        if other is None or other.shape != one.shape:
+        if other is None or other.shape != reference.shape:
             return torch.inf
-        if not same_bits(one, other):
-            error = _error(other, one, 0.0, rows=False)
+        if not same_bits(reference, other):
+            error = _error(other, reference, 0.0, rows=False)
+            # Other bits are a difference, however small it comes out.
             worst = max(worst, error if error > 0 else 1e-12) if error == error else torch.inf
     return worst
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal, with NaN in the same places."""
+    """Return True if both are equal, with NaN in the same places."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _block_of(name: str) -> str:
-    """`transformer_blocks.3` of any parameter in it; the first part of other names."""
+    """Return `transformer_blocks.3` for any parameter in it; the first part of other names."""
     parts = name.removeprefix(GRADIENT).split(".")
     return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
 
 
 def _largest_gradients(values: Values) -> dict[str, float]:
-    """Root mean square of the largest gradient of each block."""
+    """Return the root mean square of the largest gradient of each block."""
     largest: dict[str, float] = {}
     for name, value in values.items():
         if name.startswith(GRADIENT) and value.numel():
@@ -138,6 +142,7 @@ def _output_error(
     alike = [x for x in inputs if (x.shape, x.device) == (reference.shape, reference.device)]
     if not alike or not reference.numel():
         return _error(value, reference, 0.0, rows=True)
+    # A block's output is mostly its input: an error is measured against what the block adds to it.
     sizes = [_rows(reference), *(_rows(reference - x) for x in alike)]
     added = torch.stack(sizes).amin(0).clamp(min=_ADDED * sizes[0]).clamp(min=1e-6)
     return (_rows(value.float() - reference.float()) / added).max().item()
@@ -162,7 +167,7 @@ def _all(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
-    """Within it, what these modules return is kept, on the CPU; of each its first call."""
+    """Keep what these modules return within, on the CPU; of each its first call."""
 
     def keep(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -180,19 +185,19 @@ def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Itera
 
 
 def named_outputs(name: str, output: Any) -> Values:
-    """The tensors that a module returned."""
+    """Return the tensors that a module returned."""
     tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
     return {f"{name} (output {i})" if i else name: tensor for i, tensor in enumerate(tensors)}
 
 
 def gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
-    """Gradients as they are named among values, without those that there are none of."""
+    """Return gradients by their names among values, without those that are None."""
     return {f"{GRADIENT}{name}": value for name, value in values.items() if value is not None}
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """A mask depends on the dtype that it is drawn for, which is a kernel's own choice."""
+    """Switch dropout off within: a mask depends on the dtype that it is drawn for, which is a kernel's own choice."""
     # Those that drop nothing stay: a compiled block would be compiled anew for another mode.
     dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training and m.p]
     for module in dropouts:
@@ -206,18 +211,18 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def stirred(model: nn.Module) -> Iterator[None]:
-    """Within it, trained weights that are all zero are random; the same bits again afterwards.
+    """Make trained weights that are all zero random within; afterwards they are the same bits again.
 
     A fresh DiT's modulations are zero for every sample, so a kernel that mixes samples up would be as right
     as its reference until the weights have moved; a fresh adapter's B hides its A, and what comes back through it.
     """
     generator = torch.Generator().manual_seed(0)
-    own = [
+    trained = [
         (local(parameter.detach()), ".lora_B." in name)  # of sharded weights (FSDP2), this rank's
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-    zero = [(values, values.clone(), is_b) for values, is_b in own if not values.any()]
+    zero = [(values, values.clone(), is_b) for values, is_b in trained if not values.any()]
     for values, _, is_b in zero:
         # The embeddings that these layers see are small, and the differences must not be; an adapter's update is.
         scale = 0.02 if is_b else 1.0 if values.ndim > 1 else 0.1

@@ -16,41 +16,50 @@ class Patches:
 
     def method(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Call `wrapper(original, ...)` in place of `owner.name(...)`."""
-        own, original = vars(owner).get(name), getattr(owner, name)
+        instance_attribute, original = vars(owner).get(name), getattr(owner, name)
 
         # With the marks that torch's schedulers leave on `optimizer.step`.
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
+        def restore() -> None:
+            if instance_attribute:
+                setattr(owner, name, instance_attribute)
+            else:  # the method was the class's alone, which deleting ours shows again
+                delattr(owner, name)
+
         setattr(owner, name, wrapped)
-        self._undo.append(lambda: setattr(owner, name, own) if own else delattr(owner, name))
+        self._undo.append(restore)
 
     def gated_step(self, owner: Any, is_shut: Callable[[], bool]) -> None:
         """Let `owner.step` do nothing while the gate is shut, by a class of its own.
 
         Not by an attribute: a scheduler's state_dict holds all of its attributes, and must be picklable.
         """
-        own = type(owner)
+        original_class = type(owner)
 
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if is_shut() else own.step(this, *args, **kwargs)
+            return None if is_shut() else original_class.step(this, *args, **kwargs)
 
-        owner.__class__ = type(own.__name__, (own,), {"step": step})
-        self._undo.append(lambda: setattr(owner, "__class__", own))
+        # A subclass of its own class: whatever asks what it is gets the same answer.
+        owner.__class__ = type(original_class.__name__, (original_class,), {"step": step})
+        self._undo.append(lambda: setattr(owner, "__class__", original_class))
 
     def iterated(self, owner: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]]) -> bool:
         """Let `iter(owner)` give `wrapper(iterator)`, by a class of its own; False where its class is fixed."""
-        own = type(owner)
+        original_class = type(owner)
 
         def iterate(this: Any) -> Iterator[Any]:
-            return wrapper(own.__iter__(this))
+            return wrapper(original_class.__iter__(this))
 
         try:
-            _SET_CLASS(owner, type(own.__name__, (own,), {"__iter__": iterate}))
+            _SET_CLASS(
+                owner, type(original_class.__name__, (original_class,), {"__iter__": iterate})
+            )
         except TypeError:  # a list of batches, say
             return False
-        self._undo.append(lambda: _SET_CLASS(owner, own))
+        self._undo.append(lambda: _SET_CLASS(owner, original_class))
         return True
 
     def handle(self, handle: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which rung of the ladder answers a verdict, within budgets."""
+"""Choose the rung of the ladder that answers a verdict, within budgets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ _OF_SWITCHES = ("kernel", "attention_backend")
 
 @dataclass(frozen=True)
 class Action:
-    """What is done about a tripped step."""
+    """The answer to a tripped step."""
 
     kind: str
     """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`."""
     samples: tuple[str, ...] = ()
-    """What is left out. A `skip` without samples leaves the step out: none of them is at fault."""
+    """Samples that are left out. A `skip` without samples leaves the step out: none of them is at fault."""
     switches: tuple[str, ...] = ()
     lower_lr: bool = False
     why: str = ""
-    """For `stop`: what stood against going on."""
+    """Reasons against going on, for `stop`."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Policy:
     def choose(
         self, step: int, verdicts: Sequence[Verdict], skipped_before: Sequence[str]
     ) -> Action:
-        """The first rung of `guard.on_nonfinite` that fits every cause; counts it."""
+        """Return the first rung of `guard.on_nonfinite` that fits every cause, and count it."""
         causes: set[str] = {verdict.cause for verdict in verdicts}
         reasons: list[str] = []
         for rung in self.config.on_nonfinite:
@@ -62,7 +62,7 @@ class Policy:
         causes: set[str],
         skipped_before: Sequence[str],
     ) -> Action | str:
-        """The rung's action, or why it does not fit, or an empty string where it is out of the question."""
+        """Return the rung's action, or why it does not fit, or an empty string where it is out of the question."""
         broken = [v for v in verdicts if v.cause == "rank"]
         if broken:
             return f"what else this run would compute on rank {broken[0].rank} is not to be trusted"
@@ -74,14 +74,18 @@ class Policy:
             return Action("fallback", switches=switches) if rung == "fallback" else ""
         if rung not in ("skip", "quarantine"):
             return ""
+        # Retries count too: else a machine that fails now and then would go on for ever.
         if self.skips >= self.config.max_skips:
             return f"guard.max_skips={self.config.max_skips} is used up"
+        # Nothing is to be left out: the step is taken again as it was.
         if causes == {"transient"}:
             return Action("retry")
         samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
+        # Where none is at fault, the step can only be left out as a whole.
         if not samples:
             return Action("skip") if rung == "skip" and "step" in causes else ""
         bad = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}
+        # A sample that was skipped before and is bad with other draws is at fault itself, though it is stored well.
         again = {s for v in verdicts if _is_the_samples(v) for s in v.sample_ids} & {
             *skipped_before
         }
@@ -116,7 +120,7 @@ class Policy:
         return action
 
     def state(self) -> dict[str, int]:
-        """Counts for a checkpoint; `Policy(config, **state)` goes on with them."""
+        """Return counts for a checkpoint; `Policy(config, **state)` goes on with them."""
         return {
             "skips": self.skips,
             "rollbacks": self.rollbacks,
@@ -125,7 +129,9 @@ class Policy:
 
 
 def _is_the_samples(verdict: Verdict) -> bool:
-    """Whether a fault that comes with some draws alone is the sample's: another is healthy with the same draws."""
+    """Return True if a fault that comes with some draws alone is the sample's: another is healthy with the same
+    draws.
+    """
     return (
         verdict.cause == "inputs"
         and verdict.evidence.get("control_with_the_same_draws") == "healthy"

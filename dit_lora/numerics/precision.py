@@ -20,7 +20,7 @@ class Precision(NamedTuple):
 
 
 def choose_precision(asked: str, device: torch.device) -> Precision:
-    """The dtype for `model.dtype` on a device: `auto` is bf16 where the device computes in it."""
+    """Return the dtype for `model.dtype` on a device: `auto` is bf16 where the device computes in it."""
     if asked != "auto":
         return Precision(DTYPES[asked], f"asked for by model.dtype={asked}")
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):

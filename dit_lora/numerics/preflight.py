@@ -42,17 +42,17 @@ _STORED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     ok: bool
     words: str
     fatal: bool
-    """Whether a run must not start. Not ok and not fatal is a warning."""
+    """True if a run must not start. Not ok and not fatal is a warning."""
 
 
 def check_trainables(model: nn.Module) -> list[Finding]:
-    """There are trainable parameters, all are fp32 and all finite.
+    """Check that there are trainable parameters, all of them fp32 and finite.
 
     In fp16, AdamW's eps of 1e-8 is 0 and the first zero gradient is 0 / 0; in bf16 small updates are lost.
     """
@@ -74,7 +74,7 @@ def check_trainables(model: nn.Module) -> list[Finding]:
 
 
 def check_base_weights(model: nn.Module) -> list[Finding]:
-    """Frozen weights are finite, and so are the scales of quantised ones."""
+    """Check that frozen weights are finite, and the scales of quantised ones."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     values = ((name, values) for name, values in weight_values(model) if name not in trained)
     frozen = [(name, one) for name, one in values if one.is_floating_point()]
@@ -84,18 +84,19 @@ def check_base_weights(model: nn.Module) -> list[Finding]:
 def autocast_owner(
     model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None
 ) -> list[Finding]:
-    """During `run()` every module computes under the policy's autocast: `dtype`, or none if that is None.
+    """Check that during `run()` every module computes under the policy's autocast: `dtype`, or none if that is
+    None.
 
     Another dtype in between is fatal. Off where the policy has it on is a warning: it may be an fp32 island
     on purpose. The model itself is not judged, since Accelerate's autocast begins inside its forward.
     """
-    wrong: dict[str, torch.dtype | None] = {}
+    deviating: dict[str, torch.dtype | None] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            found = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            if found is not dtype:
-                wrong[name] = found
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            if autocast is not dtype:
+                deviating[name] = autocast
 
         return hook
 
@@ -109,11 +110,13 @@ def autocast_owner(
             handle.remove()
     # What a module's parent runs under already is said of the parent.
     outermost = {
-        n: found for n, found in wrong.items() if wrong.get(_parent(n), dtype) is not found
+        n: autocast
+        for n, autocast in deviating.items()
+        if deviating.get(_parent(n), dtype) is not autocast
     }
     policy = "no autocast" if dtype is None else f"autocast to {dtype}"
-    other = [f"{name} runs under {found}" for name, found in outermost.items() if found]
-    off = [f"{name} runs without autocast" for name, found in outermost.items() if not found]
+    other = [f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast]
+    off = [f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast]
     return [
         _judged(
             "one owner of autocast",
@@ -132,18 +135,19 @@ def autocast_owner(
 
 
 def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[Finding]:
-    """One micro-batch's `backward()` reaches every trainable parameter and no frozen one.
+    """Check that one micro-batch's `backward()` reaches every trainable parameter and no frozen one.
 
     Every LoRA B must get a gradient that is not all zero. A's is zero as long as B is, which is right at
     step 1. Gradients are None before and after.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    # None and not zero: a gradient that was never computed must show.
     model.zero_grad(set_to_none=True)
     try:
         backward()
         unmoved = [f"{name}: {words}" for name, p in trainable if (words := _no_gradient(name, p))]
-        given = [(f"gradient of {name}", p.grad) for name, p in trainable if p.grad is not None]
+        gradients = [(f"gradient of {name}", p.grad) for name, p in trainable if p.grad is not None]
         leaked = [name for name, p in frozen if p.grad is not None]
         return [
             _judged(
@@ -152,7 +156,7 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[Finding
                 sound=f"all {len(trainable)} trainable tensors get a gradient",
                 wrong="no gradient reaches these, so they would never learn",
             ),
-            _finite("gradients are finite", given),
+            _finite("gradients are finite", gradients),
             _judged(
                 "frozen weights get no gradient",
                 leaked,
@@ -166,7 +170,7 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[Finding
 
 
 def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
-    """The floating dtype that most values of a checkpoint are stored in, from the headers alone."""
+    """Return the floating dtype that most values of a checkpoint are stored in, from the headers alone."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
         for name, entry in _header(file).items():
@@ -182,7 +186,7 @@ def stored_precision(
     *,
     saturates: bool = False,
 ) -> list[Finding]:
-    """Whether a checkpoint stored in one dtype may be computed in another.
+    """Judge whether a checkpoint stored in one dtype may be computed in another.
 
     `peak` is the largest magnitude of any module's output over a forward pass in `compute`, if it was
     probed. Weights stored in fp16 were trained under its limit of 65,504: where activations go beyond, the
@@ -225,7 +229,7 @@ def stored_precision(
 def attention_backends(
     calls: Iterable[AttentionCall], device: torch.device
 ) -> tuple[list[Finding], list[str]]:
-    """Every backend against fp64 math at these calls on `device`, and the names to disable.
+    """Compare every backend with fp64 math at these calls on `device`; return findings, and the names to disable.
 
     A backend that is wrong is a warning, since a run goes on without it; a call for which none is left is
     fatal. One that cannot run a call is not chosen for it, and does no harm.
@@ -248,7 +252,7 @@ def attention_backends(
 
 
 def wrong_backends(findings: Iterable[Finding]) -> list[str]:
-    """The attention backends to disable, from `attention_backends`' findings, cached or not."""
+    """Return the attention backends to disable, from `attention_backends`' findings, cached or not."""
     return [
         f.check.removeprefix(_ATTENTION)
         for f in findings
@@ -257,7 +261,7 @@ def wrong_backends(findings: Iterable[Finding]) -> list[str]:
 
 
 def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
-    """Whether `cached` would remember."""
+    """Return True if `cached` would remember."""
     return fingerprint(facts) in _known(path)
 
 
@@ -268,24 +272,26 @@ def cached(
     *,
     trust: bool = True,
 ) -> list[Finding]:
-    """`check()`, or what it found before under the same facts, unless that is not to be trusted.
+    """Return `check()`, or what it found before under the same facts, unless that is not to be trusted.
 
     Facts are all that the result depends on: versions, device, digest of the model, shapes, dtype. A fatal
     result is never kept, and a file that is torn or of another version is as none.
     """
     key = fingerprint(facts)
-    known = _known(path)
-    if trust and key in known:
-        return known[key]
+    remembered = _known(path)
+    if trust and key in remembered:
+        return remembered[key]
     findings = check()
     if not any(finding.fatal for finding in findings):
-        entries = {k: [asdict(f) for f in found] for k, found in {**known, key: findings}.items()}
+        entries = {
+            k: [asdict(f) for f in results] for k, results in {**remembered, key: findings}.items()
+        }
         write_whole(path, json.dumps({"version": _VERSION, "found": entries}, indent=1))
     return findings
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """The sha256 of the facts, whatever their order; dtypes, devices and paths count by their names."""
+    """Return the sha256 of the facts, whatever their order; dtypes, devices and paths count by their names."""
     text = json.dumps(dict(facts), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -309,8 +315,8 @@ def _judged(
 
 
 def _finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Finding:
-    own = [(name, local(tensor.detach())) for name, tensor in tensors]
-    bad = [words for n, t in own if not is_finite(t) and (words := describe_bad(n, t))]
+    parts = [(name, local(tensor.detach())) for name, tensor in tensors]
+    bad = [words for n, t in parts if not is_finite(t) and (words := describe_bad(n, t))]
     return _judged(
         check,
         bad,
@@ -351,6 +357,7 @@ def _header(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
+            # The first bytes of any other file may mean any length.
             if length > file.stat().st_size:
                 raise ValueError("it is no safetensors file")
             return parse_json(opened.read(length))

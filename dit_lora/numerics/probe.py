@@ -52,10 +52,10 @@ class Origin:
 
 @dataclass
 class Trace:
-    """What one probed run showed."""
+    """The result of one probed run."""
 
     origins: list[Origin] = field(default_factory=list)
-    """In order of execution; those that the module around them hid again are in `hidden`."""
+    """Origins in order of execution; those that the module around them hid again are in `hidden`."""
     hidden: list[Origin] = field(default_factory=list)
     trail: list[Step] = field(default_factory=list)
     """The values before the first origin, oldest first."""
@@ -64,7 +64,7 @@ class Trace:
 
     @property
     def origin(self) -> Origin | None:
-        """Where it began."""
+        """The first origin, where it began; None if nothing did."""
         return self.origins[0] if self.origins else None
 
 
@@ -91,13 +91,14 @@ class Probe(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[Trace]:
-        """Within it every op and every module of the model is seen."""
+        """Watch every op and every module of the model within."""
         # The model itself by its class: no name means outside it.
         names = {m: name or stock_class(m).__name__ for name, m in called_modules(self.model)}
         handles = [self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)]
         for module, name in names.items():
             handles += [
                 module.register_forward_pre_hook(self._enter(name)),
+                # Called too where the forward raises: the stack of modules must stay right.
                 module.register_forward_hook(self._leave, always_call=True),
             ]
         try:
@@ -119,6 +120,7 @@ class Probe(TorchDispatchMode):
         if func.namespace in _OF_RANKS:
             return func(*args, **kwargs)
         mutable = func._schema.is_mutable
+        # An op that writes over its input shows what it read before it runs, and not after.
         before = _state(_read(func, args, kwargs)) if mutable else None
         output = func(*args, **kwargs)
         if not _makes_values(func):
@@ -138,6 +140,7 @@ class Probe(TorchDispatchMode):
     def _judge(
         self, op: str, output: "_State", inputs: "_State | None", where: str, direction: str
     ) -> None:
+        # A NaN is new also where an input was Inf (Inf - Inf); an Inf only where all inputs were finite.
         new_nan = output.nan and not (inputs and inputs.nan)
         new_inf = output.inf and not output.nan and not (inputs and not inputs.finite)
         if not (new_nan or new_inf):
@@ -148,7 +151,7 @@ class Probe(TorchDispatchMode):
         self.trace.origins.append(Origin(op, where, direction, output.dtype, kind))
 
     def _where(self) -> tuple[str, str]:
-        """The innermost module that an op belongs to, and the direction."""
+        """Return the innermost module that an op belongs to, and the direction."""
         if self._stack:  # a forward, or its recomputation under gradient checkpointing
             return self._stack[-1].name, "forward"
         node = torch._C._current_autograd_node()
@@ -177,6 +180,7 @@ class Probe(TorchDispatchMode):
                 origin for origin in here if origin not in self.trace.hidden
             ]
             return
+        # Else the mode would take the reads of the output for the model's ops.
         with _disable_current_modes():
             state = _state(tree_leaves(output))
         if state is None or not state.finite:
@@ -196,7 +200,7 @@ class Probe(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _State:
-    """What the values of some tensors are, taken together."""
+    """Kinds and range of the values of some tensors, taken together."""
 
     nan: bool
     inf: bool
@@ -213,13 +217,14 @@ class _State:
 
 
 def _state(leaves: Sequence[Any]) -> _State | None:
-    """None where there is no float value to judge."""
+    """Return the state of all leaves together; None where there is no float value to judge."""
     values_of = (local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     tensors = [tensor for tensor in values_of if has_values(tensor)]
     if not tensors:
         return None
     peaks = [abs_max(tensor) for tensor in tensors]
     values = torch.stack(peaks).tolist()
+    # A NaN counts as the largest.
     worst = max(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
     nan, inf = any(v != v for v in values), any(v == float("inf") for v in values)
     dtype, peak = tensors[worst].dtype, values[worst]
@@ -228,17 +233,17 @@ def _state(leaves: Sequence[Any]) -> _State | None:
 
 
 def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors that an op reads; `copy_` only writes its first."""
-    given = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else args
-    return tree_leaves((given, dict(kwargs)))
+    """Return the tensors that an op reads; `copy_` only writes its first."""
+    read_args = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else args
+    return tree_leaves((read_args, dict(kwargs)))
 
 
 def _makes_values(func: Any) -> bool:
-    """Not a view, and not memory that nothing has been written to."""
+    """Return False for a view, and for memory that nothing has been written to."""
     return not func.is_view and "empty" not in func._schema.name
 
 
 def _is_constant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """An op that was given a non-finite number, as masks are filled with -inf, means it."""
+    """Return True if an op was given a non-finite number, as masks are filled with -inf: it means it."""
     numbers = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, float)]
     return any(number != number or abs(number) == float("inf") for number in numbers)

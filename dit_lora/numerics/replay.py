@@ -14,11 +14,10 @@ from dit_lora.numerics.switches import eager
 from dit_lora.objectives import LossOutput
 
 
-@dataclass(
-    frozen=True, eq=False
-)  # a sample may come twice: it is itself alone, and tensors have no one answer
+# A sample may come twice: it is itself alone, and comparing tensors gives no one answer.
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one rank ran in one micro-step.
+    """The inputs of one rank in one micro-step, which can be run again.
 
     `forward` draws from named generators only, so every call gives the same bits while the weights are the
     same; it runs the bare model, without DDP, so it needs no other rank unless the model is sharded.
@@ -29,16 +28,16 @@ class MicroBatch:
     micro_step: int
     rank: int
     tensors: Mapping[str, torch.Tensor]
-    """What the samples are made of, each (B, ...)."""
+    """The samples' tensors, each (B, ...)."""
     forward: Callable[[], LossOutput]
     single: Callable[[int], "MicroBatch"]
     """The micro-batch of one of its samples alone."""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """What reading the samples found wrong, by id."""
+    """Faults that reading the samples found, by id."""
     loss_is_sum: bool = False
-    """Whether the step's loss is the sum of these losses, and not their mean."""
+    """True if the step's loss is the sum of these losses, and not their mean."""
     draws: tuple[int, ...] = ()
-    """What seeds the samples' random draws, where that is known."""
+    """Draw numbers, which seed the samples' random draws, where they are known."""
     redrawn: Callable[[int], "MicroBatch"] | None = None
     """The same samples with other noise and timesteps, numbered; None where they cannot be drawn anew."""
     at: Callable[["MicroBatch", bool], "MicroBatch"] | None = None
@@ -48,7 +47,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a micro-batch gave."""
+    """The results of one run of a micro-batch."""
 
     losses: tuple[float, ...]
     timesteps: tuple[int, ...]
@@ -68,12 +67,12 @@ class Outcome:
         return all(loss == loss and abs(loss) != float("inf") for loss in self.losses)
 
     def is_healthy(self, *, needs_gradient: bool) -> bool:
-        """Finite, and (if asked for) with a gradient that is not zero everywhere."""
+        """Return True if the run is finite and, if asked for, has a gradient that is not zero everywhere."""
         return self.finite and not (needs_gradient and self.gradient_is_zero)
 
 
 def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
-    """Forward and backward once; gradients and random state are afterwards as before.
+    """Run forward and backward once; gradients and random state are afterwards as before.
 
     A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch: all get the losses of the rank
     whose micro-batch it is, and what any rank found in its part of the gradients.
@@ -94,10 +93,12 @@ def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
 
 
 def _agreed(own: Outcome, owner: int) -> Outcome:
-    """One outcome for all ranks, so that none goes on alone."""
+    """Return one outcome for all ranks, so that none goes on alone."""
     outcomes: list[Outcome] = gather_object([own])
+    # A dict, which keeps the order in which ranks found them.
     bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
     failed = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses)
+    # Where all ranks fail, the fault is no rank's own.
     return replace(
         outcomes[owner],
         failed_on=failed if len(failed) < len(outcomes) else (),
@@ -107,7 +108,7 @@ def _agreed(own: Outcome, owner: int) -> Outcome:
 
 
 def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
-    """The same run under a probe, which names the first module and op to go wrong."""
+    """Repeat the run under a probe, which names the first module and op to go wrong."""
     with (
         _kept_gradients(model),
         torch.random.fork_rng(cuda_devices(model)),
@@ -120,7 +121,7 @@ def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
 
 @dataclass(frozen=True)
 class Traced:
-    """What `probe` shows, and on which rank: the micro-batch's, or of a sharded model one where it goes wrong."""
+    """The trace of a probe, and its rank: the micro-batch's, or of a sharded model one where it goes wrong."""
 
     trace: Trace
     rank: int
@@ -130,11 +131,12 @@ class Traced:
 
 def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
     """Probe a micro-batch, on all ranks of a model that needs them: all run the same one."""
-    own, rank = probe(micro_batch, model), micro_batch.rank
+    own_trace, rank = probe(micro_batch, model), micro_batch.rank
     if not needs_all_ranks(model):
-        return Traced(own, rank)
-    traces: list[Trace] = gather_object([own])
+        return Traced(own_trace, rank)
+    traces: list[Trace] = gather_object([own_trace])
     telling = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden)
+    # The micro-batch's own rank may hold a part in which nothing goes wrong.
     if telling and rank not in telling:
         rank = telling[0]
     return Traced(traces[rank], rank, telling if len(telling) < len(traces) else ())
@@ -151,16 +153,16 @@ def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
 @contextmanager
 def _kept_gradients(model: nn.Module) -> Iterator[None]:
     """Start from no gradients, and give back those that were there."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in kept:
+    grads_before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in grads_before:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, grad in kept:
+        for parameter, grad in grads_before:
             parameter.grad = grad
 
 
 def cuda_devices(model: nn.Module) -> list[torch.device]:
-    """Whose random state a forward of this model draws from, beside the CPU's."""
+    """Return the devices whose random state a forward of this model draws from, beside the CPU's."""
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})

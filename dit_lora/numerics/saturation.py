@@ -16,7 +16,7 @@ class SaturatingProcessor:
 
 
 def saturate(values: torch.Tensor) -> torch.Tensor:
-    """Clamped at +-65504; the gradient is zero beyond, as in the fp16 network.
+    """Return the values clamped at +-65504; the gradient is zero beyond, as in the fp16 network.
 
     bf16 does not have 65504: there the limit is the nearest value, 65536.
     """
@@ -24,7 +24,7 @@ def saturate(values: torch.Tensor) -> torch.Tensor:
 
 
 def is_emulated(model: nn.Module) -> bool:
-    """Whether the model repeats fp16's limit in any of its attention layers."""
+    """Return True if the model repeats fp16's limit in any of its attention layers."""
     return any(
         isinstance(module, Attention) and isinstance(module.processor, SaturatingProcessor)
         for module in model.modules()

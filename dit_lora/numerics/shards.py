@@ -10,50 +10,53 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 Describe = Callable[[str, torch.Tensor], str | None]
-"""What is wrong with a tensor of that name, or None."""
+"""Says what is wrong with the tensor of a name, or None."""
 
 GATHERING = "_dit_lora_sharding_hooks"
-"""Where a sharded module notes which of its hooks gather weights."""
+"""Attribute in which a sharded module notes which of its hooks gather weights."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; any other as it is."""
+    """Return this rank's part of a sharded tensor, sharing its memory; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a rank has a part of the model's weights only."""
+    """Return True if a rank has only a part of the model's weights."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def needs_all_ranks(model: nn.Module) -> bool:
-    """Whether a forward pass of the model does: its weights are sharded, or its samples' tokens (Diffusers' context parallelism)."""
+    """Return True if a forward pass does: weights are sharded, or a sample's tokens (Diffusers' context
+    parallelism).
+    """
     bare = getattr(model, "module", model)  # in DDP
     return is_sharded(model) or getattr(bare, "_parallel_config", None) is not None
 
 
 def as_part_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values beside this rank's part of a sharded tensor as a tensor sharded like it, sharing their memory."""
+    """Return values beside this rank's part of a sharded tensor as a tensor sharded like it, sharing their memory."""
     if not isinstance(tensor, DTensor):
         return values
     mesh, placements = tensor.device_mesh, tensor.placements
+    # Without the check: comparing shapes with other ranks would make this collective.
     return DTensor.from_local(
         values, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
 def stock_class(module: nn.Module) -> type:
-    """The module's class as its authors wrote it: sharding gives it another, with a name of its own."""
+    """Return the module's class as its authors wrote it: sharding gives it another, with a name of its own."""
     return next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on every rank; any other as it is. Collective."""
+    """Return all of a sharded tensor, on every rank; any other as it is. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """The tensors whole, sharded ones on the CPU; where not `keep`, those without values (meta). Collective.
+    """Return the tensors whole, sharded ones on the CPU; where not `keep`, those without values (meta). Collective.
 
     One tensor at a time is whole on the device.
     """
@@ -68,10 +71,13 @@ def _gathered(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
 
 
 def spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Whole values, equal on all ranks, as a new tensor spread as `like` is and on its device. Not collective."""
+    """Return whole values, equal on all ranks, as a new tensor spread as `like` is and on its device. Not
+    collective.
+    """
     values = values.to(like.device, like.dtype)
     if not isinstance(like, DTensor):
         return values.clone()
+    # Without a source rank nothing is sent: each rank cuts its part out of what all of them have.
     return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -84,44 +90,46 @@ def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def described(
     tensors: Iterable[tuple[str, torch.Tensor]], describe: Describe, *, together: bool
 ) -> dict[str, int]:
-    """What `describe` says of each tensor, in order, and the rank that has it in its part.
+    """Return what `describe` says of each tensor, in order, with the rank that has it in its part.
 
-    Without `together` it is of this rank's parts, and the ranks are all -1. With it, it is collective, equal on all
-    ranks and of sharded tensors as a whole; only what a rank finds wrong is gathered.
+    Without `together` it is about this rank's parts, and the ranks are all -1. With it, it is collective, equal on
+    all ranks and of sharded tensors as a whole; only what a rank finds wrong is gathered.
     """
     named = [(name, tensor.detach()) for name, tensor in tensors]
-    own = {name: words for name, t in named if (words := describe(name, local(t)))}
+    # Each rank looks at its parts first: a healthy model costs one gather of empty lists.
+    own_words = {name: words for name, t in named if (words := describe(name, local(t)))}
     if not together:
-        return dict.fromkeys(own.values(), -1)
+        return dict.fromkeys(own_words.values(), -1)
     owners: dict[str, int] = {}
-    for rank, names in enumerate(gather_object([list(own)])):
+    for rank, names in enumerate(gather_object([list(own_words)])):
         for name in names:
             owners.setdefault(name, rank)
     if not owners:
         return {}
+    # Whole are only those in which a rank found something: all of them would not fit.
     suspected = {name: tensor for name, tensor in named if name in owners}
-    said = {name: describe(name, whole(tensor)) for name, tensor in suspected.items()}
-    ranks: list[dict[str, str | None]] = gather_object([said])
+    descriptions = {name: describe(name, whole(tensor)) for name, tensor in suspected.items()}
+    ranks: list[dict[str, str | None]] = gather_object([descriptions])
     # What is not sharded is wrong on its owner alone.
-    return {words: owners[name] for name in said if (words := ranks[owners[name]][name])}
+    return {words: owners[name] for name in descriptions if (words := ranks[owners[name]][name])}
 
 
 @contextmanager
 def without_gathering(model: nn.Module) -> Iterator[None]:
-    """Within it a forward pass gathers no weights: one on tensors without values, or on weights that are whole."""
+    """Gather no weights in a forward pass within: it is on tensors without values, or on weights that are whole."""
     hooks = [
         (getattr(module, name), keys)
         for module in model.modules()
         for name, keys in module.__dict__.get(GATHERING, {}).items()
     ]
-    kept = [(registered, dict(registered)) for registered, _ in hooks]
+    hooks_before = [(registered, dict(registered)) for registered, _ in hooks]
     for registered, keys in hooks:
         for key in keys:
             del registered[key]
     try:
         yield
     finally:
-        for registered, before in kept:  # in their order, with what the pass has added
+        for registered, before in hooks_before:  # in their order, with what the pass has added
             now = dict(registered)
             registered.clear()
             registered.update(before | now)
@@ -129,7 +137,8 @@ def without_gathering(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered_here(block: nn.Module) -> Iterator[None]:
-    """Within it, in a call of a sharded block, all of its weights are whole on every rank and stay so. Collective."""
+    """Hold all weights of a sharded block whole on every rank within, also after a call of it. Collective."""
+    # The block's own weights are gathered: this is inside a call of it.
     apart = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
     for module in apart:
         module.unshard()

@@ -68,6 +68,7 @@ class Snapshots:
         """Hold the values of now as those of `step`; the oldest snapshot gives way once `keep` are held."""
         live = self._live()
         buffers = self._free_buffers(step)
+        # Peaks go with the snapshots that have given way.
         self._peaks = {held: self._peaks[held] for held in self._held}
         self._peaks[step] = stacked_peaks(live)  # not read here: the host waits for nothing
         with self._aside(live):
@@ -90,6 +91,7 @@ class Snapshots:
         """
         held, live = self.read(step), self._live()
         lost = [name for name, buffer in held.items() if not _fits(buffer, live.get(name))]
+        # Looked at before anything is written: half of a step is worse than none.
         if lost:
             summary = (
                 f"cannot go back to step {step}: of its tensors, these are no longer as they were"
@@ -97,24 +99,26 @@ class Snapshots:
             raise DitLoraError(listed(summary, lost))
         for name, buffer in held.items():
             live[name].copy_(buffer)
+        # What is no tensor was copied into one, and is written back from there.
         self._put({name: live[name] for name in held})
+        # A later snapshot holds the very state that is left here.
         for later in [other for other in self._held if other > step]:
             self.forget(later)
         return [name for name in live if name not in held]
 
     def read(self, step: int) -> Tensors:
-        """The snapshot, once the host may read it; its own buffers, which later snapshots overwrite."""
+        """Return the snapshot, once the host may read it; its own buffers, which later snapshots overwrite."""
         self._require(step)
         if self._copied is not None:
             self._copied.synchronize()
         return self._held[step]
 
     def not_finite(self, step: int) -> list[str]:
-        """The tensors of a held snapshot that are not finite; a step to go back to has none."""
+        """Return the tensors of a held snapshot that are not finite; a step to go back to has none."""
         return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
 
     def peaks(self) -> dict[str, float]:
-        """The largest magnitude of each tensor of the newest snapshot; empty while none is held."""
+        """Return the largest magnitude of each tensor of the newest snapshot; empty while none is held."""
         return read_peaks(self._peaks[max(self._held)]) if self._held else {}
 
     def forget(self, step: int) -> None:
@@ -126,7 +130,8 @@ class Snapshots:
         return {name: local(tensor) for name, tensor in self._state().items()}
 
     def _free_buffers(self, step: int) -> Tensors:
-        """Buffers that may be overwritten; while they are, no step is held in them."""
+        """Return buffers that may be overwritten; while they are, no step is held in them."""
+        # A step that is taken again has one snapshot, of its last time.
         if step in self._held:
             return self._held.pop(step)
         if self._spare:
@@ -142,6 +147,7 @@ class Snapshots:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
+        # The copy must see what the update before it has written.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
@@ -154,8 +160,9 @@ class Snapshots:
 
 
 def _copied_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in the buffer if it fits, else in a new one, pinned for a CUDA tensor."""
+    """Return the tensor's values in the buffer if it fits, else in a new one, pinned for a CUDA tensor."""
     if buffer is None or not _fits(buffer, tensor):
+        # Only into pinned memory can a copy run beside the computation.
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     buffer.copy_(tensor, non_blocking=True)
     if tensor.is_cuda:

@@ -24,11 +24,11 @@ class Spike:
     """The median absolute deviation scaled to a standard deviation, or its floor: the unit of `threshold`."""
     threshold: float
     count: int
-    """How many values the median is of."""
+    """Number of values that the median is of."""
 
     @property
     def words(self) -> str:
-        """As `grad_norm 31.2 is 14.1 MAD above its median 1.22 over 200 steps`."""
+        """The spike in words: `grad_norm 31.2 is 14.1 MAD above its median 1.22 over 200 steps`."""
         median = f"its median {self.median:.3g} over {self.count} steps"
         if not math.isfinite(self.value):
             return f"{self.name} is {self.value}; {median}"
@@ -82,7 +82,7 @@ class SpikeDetector:
         self._series.clear()
 
     def limit(self, name: str) -> float | None:
-        """Above which the next value will be a spike; None while that is not known."""
+        """Return the value above which the next will be a spike; None while that is not known."""
         series = self._series.get(name)
         level = self._level(series) if series else None
         return self._limit(*level) if level else None
@@ -93,12 +93,13 @@ class SpikeDetector:
             series.healthy.append(value)
             return
         series.spikes.append(value)
+        # So many in a row are no accident: the series has moved.
         if len(series.spikes) == self._warm_up:
             series.healthy = deque(series.spikes, maxlen=self._window)
             series.spikes.clear()
 
     def _level(self, series: _Series) -> tuple[float, float] | None:
-        """Median and scaled MAD; None in warm-up, or if most values are 0, which gives no scale to judge by."""
+        """Return median and scaled MAD; None in warm-up, or if most values are 0, which gives no scale to judge by."""
         if len(series.healthy) < self._warm_up:
             return None
         median = statistics.median(series.healthy)

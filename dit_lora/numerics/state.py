@@ -1,4 +1,4 @@
-"""Facts about the state of a run: weights, moments, averages and buffers that are not as training left them."""
+"""Find weights, moments, averages and buffers that are not as training left them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,6 +29,7 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
     few elements of it far beyond all others. Collective in lockstep.
     """
     case = Case(micro_batch, suspects, "non_finite_weights")
+    # Frozen weights first: no snapshot holds them, so that nothing else is worth finding.
     return _frozen(case) or _not_finite(case) or _altered(case)
 
 
@@ -53,6 +54,7 @@ def _not_finite(case: Case) -> Verdict | None:
     suspects = case.suspects
     trained = {n: p for n, p in suspects.model.named_parameters() if p.requires_grad}
     state = list(suspects.optimizer_state())
+    # Moments before weights: a bad moment makes its weight bad in the next update, and not the other way round.
     moments = case.wrong(state, describe_bad) or case.wrong(state, _negative)
     weights = case.wrong(trained.items(), describe_bad)
     if not moments and not weights:
@@ -71,6 +73,7 @@ def _not_finite(case: Case) -> Verdict | None:
         )
     if diverged(case):
         return _too_high(case)
+    # Memory spoils one tensor; a learning rate, most of them.
     if len(weights) > len(trained) / 2:
         words = f"{len(weights)} of {len(trained)} trained tensors overflowed in one update, with finite moments: "
         return case.found("learning_rate", words + "the learning rate is too high")
@@ -90,16 +93,16 @@ def _owner(described: str, trained: Collection[str]) -> tuple[Cause, str]:
 
 def _altered(case: Case) -> Verdict | None:
     """Return a verdict if memory has altered a few elements: they go back to the snapshot, at the same rates."""
-    found = _gathered(case, altered_state(case.suspects))
-    if not found:
+    descriptions = _gathered(case, altered_state(case.suspects))
+    if not descriptions:
         return None
     trained = {name for name, p in case.suspects.model.named_parameters() if p.requires_grad}
     # A moment that was altered takes its weight along, and no weight takes its moment.
-    found.sort(key=lambda words: _owner(words, trained)[0] != "optimizer")
-    case.evidence["altered"] = found[:20]
-    cause, words = _owner(found[0], trained)
-    words = f"{words}{others(found)}: altered in memory, for no update moves them alone"
-    return case.found(cause, words, module=_module(found[0].split(":")[0]))
+    descriptions.sort(key=lambda words: _owner(words, trained)[0] != "optimizer")
+    case.evidence["altered"] = descriptions[:20]
+    cause, words = _owner(descriptions[0], trained)
+    words = f"{words}{others(descriptions)}: altered in memory, for no update moves them alone"
+    return case.found(cause, words, module=_module(descriptions[0].split(":")[0]))
 
 
 def altered_state(suspects: Suspects) -> list[str]:
@@ -126,15 +129,16 @@ def _negative(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def diverged(case: Case) -> bool:
-    """Whether the finite trained weights grew far beyond the start."""
+    """Return True if the finite trained weights grew far beyond the start."""
     trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
     peak = weight_peak(trained, finite_only=True, together=case.suspects.lockstep)
     case.evidence |= {"weight_peak": peak, "weight_peak_at_start": case.suspects.start_peak}
+    # Weights that all began at zero have no scale to have left.
     return bool(case.suspects.start_peak) and peak > _DIVERGED * case.suspects.start_peak
 
 
 def _most_are_lost(case: Case) -> bool:
-    """Whether most trained tensors are beyond use, as no altered element makes them. Collective in lockstep."""
+    """Return True if most trained tensors are beyond use, as no altered element makes them. Collective in lockstep."""
     trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
     own = [weight_peak([p], finite_only=True) for p in trained]
     ranks: list[list[float]] = gather_object([own]) if case.suspects.lockstep else [own]
@@ -189,7 +193,7 @@ def _module(described: str) -> str:
 def weight_peak(
     weights: Iterable[torch.Tensor], *, finite_only: bool = False, together: bool = False
 ) -> float:
-    """The largest magnitude among weights, NaN if one is; of their finite values, if asked for.
+    """Return the largest magnitude among weights, NaN if one is; of their finite values, if asked for.
 
     Of sharded weights that of this rank's parts, or `together`, which is collective, of all.
     """
@@ -204,5 +208,5 @@ def weight_peak(
 
 
 def has_run_away(peak: float, start: float) -> bool:
-    """Whether trained weights are finite and yet lost: no adapter that works is so large."""
+    """Return True if trained weights are finite and yet lost: no adapter that works is so large."""
     return peak > max(_LOST, _LOST * 10 * start)

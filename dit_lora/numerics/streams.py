@@ -12,13 +12,13 @@ import torch
 
 
 def fold(seed: int, stream: str, *place: int | str) -> int:
-    """A 63-bit seed for one stream at one place, from a hash of all arguments."""
+    """Return a 63-bit seed for one stream at one place, from a hash of all arguments."""
     text = "/".join([str(seed), stream, *map(str, place)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, stream: str, *place: int | str) -> torch.Generator:
-    """A CPU generator at the start of one stream at one place.
+    """Return a CPU generator at the start of one stream at one place.
 
     On the CPU whatever the device of training, so that a GPU run can be replayed on a CPU.
     """
@@ -38,17 +38,19 @@ class Streams:
 
 
 def moved(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Draws on a device, without making the host wait for what is queued there: a GPU takes them from pinned memory."""
+    """Return draws on a device without making the host wait for what is queued there: a GPU takes them from pinned
+    memory.
+    """
     if device.type == "cuda":
         draws = draws.pin_memory()
     return draws.to(device, non_blocking=True)
 
 
 def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """fp32 standard normal noise of shape (B, *shape), on the CPU, each row from its own generator."""
+    """Return fp32 standard normal noise of shape (B, *shape), on the CPU, each row from its own generator."""
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])
 
 
 def integers(low: int, high: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """int64 draws of shape (B,), uniform over low..high-1, each from its own generator."""
+    """Return int64 draws of shape (B,), uniform over low..high-1, each from its own generator."""
     return torch.cat([torch.randint(low, high, (1,), generator=row) for row in generators])

@@ -1,4 +1,4 @@
-"""What a diagnosis may look at and switch off, and the micro-batch that it is about."""
+"""The parts of a run that a diagnosis may look at and switch off, and the micro-batch that it is about."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ def _no_other(_wanted: MicroBatch, _without: Collection[str]) -> MicroBatch | No
 
 @dataclass(frozen=True)
 class Suspects:
-    """What a diagnosis may look at and switch off."""
+    """The model, its state and its switches: all that a diagnosis may look at and switch off."""
 
     model: nn.Module
-    """Bare, as replays run it."""
+    """The bare model, as replays run it."""
     optimizer_state: NamedTensors
     switches: list[Switch] = field(default_factory=list)
     start_peak: float = 0.0
@@ -34,8 +34,9 @@ class Suspects:
     limit: float | None = None
     """Samples' values beyond this are bad though finite."""
     lockstep: bool = False
-    """Whether every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
-    the same verdict, on weights and moments as a whole."""
+    """True if every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
+    the same verdict, on weights and moments as a whole.
+    """
     frozen: FrozenRecord | None = None
     """The frozen weights and buffers as they were at the start."""
     peaks: Callable[[], Mapping[str, float]] = dict
@@ -52,19 +53,21 @@ class Suspects:
         return self.model.named_parameters() if self.lockstep else weight_values(self.model)
 
     def in_use(self) -> list[Switch]:
-        """The switches that are on: not one that is off, a part of one that is, or a set of them."""
+        """Return the switches that are on: not one that is off, a part of one that is, or a set of them."""
         off = set(self.switched_off)
         return [
-            one
-            for one in self.switches
-            if one.name not in off and one.part_of not in off and not _all_off(one.name, off)
+            switch
+            for switch in self.switches
+            if switch.name not in off
+            and switch.part_of not in off
+            and not _all_off(switch.name, off)
         ]
 
 
 def _all_off(name: str, off: Collection[str]) -> bool:
-    """Whether a set of attention backends, `attention:flash+efficient`, is off backend by backend."""
+    """Return True if a set of attention backends, `attention:flash+efficient`, is off backend by backend."""
     kind, _, names = name.partition(":")
-    return bool(names) and all(f"{kind}:{one}" in off for one in names.split("+"))
+    return bool(names) and all(f"{kind}:{backend}" in off for backend in names.split("+"))
 
 
 @dataclass
@@ -83,11 +86,13 @@ class Case:
     runs: int = 0
 
     def wrong(self, tensors: Iterable[tuple[str, torch.Tensor]], how: Describe) -> list[str]:
-        found = described(tensors, how, together=self.suspects.lockstep)
-        self.rank = next(iter(found.values()), -1) if self.rank < 0 else self.rank
-        return list(found)
+        """Describe what is wrong with tensors, and note the first rank that has it."""
+        descriptions = described(tensors, how, together=self.suspects.lockstep)
+        self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
+        return list(descriptions)
 
     def found(self, cause: Cause, words: str, **facts: Any) -> Verdict:
+        """Make the verdict on this case."""
         batch = self.micro_batch
         return Verdict(
             cause,

@@ -1,4 +1,4 @@
-"""What can be switched off to see whether it is the cause: attention backends, compilation, fused kernels."""
+"""Switches of what may be the cause: attention backends, compilation, fused kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,11 +20,11 @@ class Switch:
 
     name: str
     cause: str
-    """What a verdict calls it: `kernel` or `attention_backend`."""
+    """The cause that a verdict names: `kernel` or `attention_backend`."""
     off: Callable[[], AbstractContextManager[None]]
     turn_off: Callable[[], None]
     remedy: str
-    """What is used instead."""
+    """The way that is used instead, in words."""
     insisted: bool = False
     """Asked for by name: where it is wrong from the start, that is an error and no reason to fall back."""
     part_of: str | None = None
@@ -40,17 +40,18 @@ _ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
 
 
 def attention_switches() -> list[Switch]:
-    """The backends of `scaled_dot_product_attention` that are on, each and then all together."""
+    """Return the backends of `scaled_dot_product_attention` that are on, each and then all together."""
     enabled = [name for name, (is_on, _) in _ATTENTION.items() if is_on()]
     sets: list[tuple[str, ...]] = [(name,) for name in enabled]
     if len(enabled) > 1:
+        # Where two are wrong, switching one off leaves the call to the other.
         sets.append(tuple(enabled))
     return [_attention(names) for names in sets]
 
 
 @contextmanager
 def kept_attention() -> Iterator[None]:
-    """Afterwards the same backends are on as before."""
+    """Leave the same backends on afterwards as before."""
     before = {name: is_on() for name, (is_on, _) in _ATTENTION.items()}
     try:
         yield
@@ -60,12 +61,13 @@ def kept_attention() -> Iterator[None]:
 
 
 def compile_switches(model: nn.Module) -> list[Switch]:
-    """torch.compile, if any part of the model is compiled."""
+    """Return torch.compile's switch, if any part of the model is compiled."""
     if not any(_is_compiled(module) for module in model.modules()):
         return []
 
     @contextmanager
     def off() -> Iterator[None]:
+        # A stance forgets no compiled code: afterwards nothing is compiled anew.
         with torch.compiler.set_stance("force_eager"):
             yield
 
@@ -77,7 +79,7 @@ def compile_switches(model: nn.Module) -> list[Switch]:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Within it nothing of the model runs compiled, so that hooks and modes see all of its parts and ops."""
+    """Run nothing of the model compiled within, so that hooks and modes see all of its parts and ops."""
     with ExitStack() as stack:
         for switch in model_switches(model):
             if switch.name == COMPILE:
@@ -89,29 +91,29 @@ _OF_MODEL = "_dit_lora_switches"
 
 
 def set_model_switches(model: nn.Module, switches: Sequence[Switch]) -> None:
-    """What was put into this model and can be switched off; kept beside its modules, saved nowhere."""
+    """Note what was put into this model and can be switched off; kept beside its modules, saved nowhere."""
     model.__dict__.pop(_OF_MODEL, None)
     if switches:
         model.__dict__[_OF_MODEL] = list(switches)
 
 
 def model_switches(model: nn.Module) -> list[Switch]:
-    """What `set_model_switches` said of it, and torch.compile if any part is compiled."""
+    """Return what `set_model_switches` was given for the model, and torch.compile if any part is compiled."""
     return [*compile_switches(model), *model.__dict__.get(_OF_MODEL, [])]
 
 
 def all_switches(model: nn.Module) -> list[Switch]:
-    """Everything that can be switched off where this model runs."""
+    """Return everything that can be switched off where this model runs."""
     return [*attention_switches(), *model_switches(model)]
 
 
 def find_switch(switches: list[Switch], name: str) -> Switch:
-    """The switch of this name; raises `DitLoraError` listing those that there are."""
+    """Return the switch of this name; raises `DitLoraError` listing those that there are."""
     for switch in switches:
         if switch.name == name:
             return switch
-    known = ", ".join(switch.name for switch in switches) or "none on this device"
-    raise DitLoraError(f"nothing is called {name!r} that could be switched off; known: {known}")
+    names = ", ".join(switch.name for switch in switches) or "none on this device"
+    raise DitLoraError(f"nothing is called {name!r} that could be switched off; known: {names}")
 
 
 def _attention(names: tuple[str, ...]) -> Switch:
@@ -144,16 +146,16 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """The model with weights and compute in fp32, autocast off; afterwards the same tensors as before.
+    """Hold weights and compute of the model in fp32, autocast off, within; afterwards the same tensors as before.
 
     Needs memory for a second, fp32 copy of the weights.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in _HALVES]
+    narrow = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in _HALVES]
     wrapped = model.__dict__.get("forward")
-    bare = model.__dict__.get(
-        "_original_forward"
-    )  # where Accelerate keeps what it wraps in autocast
+    # Accelerate keeps there what it wraps in autocast.
+    bare = model.__dict__.get("_original_forward")
+    # Accelerate's wrapper would open autocast again, inside.
     if bare is not None:
         model.__dict__["forward"] = bare
     device = next(iter(tensors)).device.type
@@ -162,15 +164,16 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     try:
         for module, _ in fixed:
             module.compute_dtype = torch.float32
-        for tensor, data, _ in kept:
-            tensor.grad = None  # of the dtype that it has no longer
+        for tensor, data, _ in narrow:
+            # Gradients go first: they have the dtype that the data will no longer have.
+            tensor.grad = None
             tensor.data = data.float()
         with torch.autocast(device, enabled=False), _fp32_arguments(model), eager(model):
             yield
     finally:
         for module, dtype in fixed:
             module.compute_dtype = dtype
-        for tensor, data, grad in kept:
+        for tensor, data, grad in narrow:
             tensor.grad = None
             tensor.data = data
             tensor.grad = grad
@@ -195,6 +198,7 @@ def _fp32_arguments(model: nn.Module) -> Iterator[None]:
     def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple:
         return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
 
+    # Arguments in half precision would not fit the weights that are now in fp32.
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield

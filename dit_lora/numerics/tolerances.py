@@ -1,4 +1,5 @@
-"""How far two right computations of the same thing may be apart: one scale, for what is compared before a run and after it.
+"""Limits on how far two right computations of the same thing may be apart: one scale, for what is compared before a
+run and after it.
 
 All are relative to the reference: of root mean squares or norms. `parity` compares a kernel's modules and gradients
 with their reference before the first step (and in the run); a run's start and end compare the model's output with its
@@ -21,9 +22,9 @@ BLOCK = 2e-4
 """The limit for one block's outputs and gradients in fp32, on equal inputs and relative to what the block adds to its input: an error of
 0.1 % in one op is 1e-3 of that. So parity refuses, block by block, what the end of a run would refuse of the whole."""
 KERNEL = OUTPUT[torch.float32]
-"""What a kernel may be wrong by in itself, whatever the dtype: the rest of a difference has to be rounding."""
+"""The limit for a kernel's own error, whatever the dtype: the rest of a difference has to be rounding."""
 LATER = 2.0
-"""What was passed at a run's start may be so many times as far at its end: its weights are others then."""
+"""The factor by which a run's end may be farther than its start was allowed: its weights are others then."""
 
 # Of one operation. fp32 sums of thousands of terms lose some bits, and cuDNN's convolutions take TF32.
 _UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-19}
@@ -32,7 +33,8 @@ _FACTOR = 4.0
 
 
 def rounding(dtypes: Collection[torch.dtype], devices: Collection[str], blocks: int) -> float:
-    """How far the outputs of two right computations of a model may be apart, in these dtypes and on these devices.
+    """Return how far the outputs of two right computations of a model may be apart, in these dtypes on these
+    devices.
 
     Four times u sqrt(blocks), u of the coarsest dtype: docs/verify.md has what was measured.
     """

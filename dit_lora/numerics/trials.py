@@ -19,8 +19,9 @@ from dit_lora.numerics.verdict import Cause, Verdict
 REPLAYS = 3
 """Runs of the micro-batch as it was, before anything is changed."""
 ROUNDS = 8
-"""How often a change that helps is undone and made again. A fault that strikes with probability p, whatever is
-switched off, passes with p^11 (1 - p)^9, at most one in a million."""
+"""Times that a change that helps is undone and made again. A fault that strikes with probability p, whatever is
+switched off, passes with p^11 (1 - p)^9, at most one in a million.
+"""
 _REDRAWS = 3  # with other noise and timesteps
 _NO_STEP = 1_000_003  # steps ahead: a place in the run that no sample has been at
 
@@ -32,13 +33,15 @@ class UnsteadyError(Exception):
 def convicts(
     case: Case, off: Callable[[], AbstractContextManager[None]], rounds: int = ROUNDS
 ) -> bool:
-    """Whether the micro-batch is healthy without something, and fails with it, each time; A-B-A.
+    """Return True if the micro-batch is healthy without something, and fails with it, each time; A-B-A.
 
     Raises `UnsteadyError` if it is so once and otherwise another time.
     """
+    # Most switches are innocent, which one run shows; only one that helps is worth the rounds.
     with off():
         if not case.healthy():
             return False
+    # A again: it must fail with the thing in place, or health without it was luck.
     for _ in range(rounds):
         if case.is_healthy(case.again()):
             raise UnsteadyError
@@ -62,7 +65,7 @@ def switch_at_fault(case: Case) -> Switch | None:
 
 
 def finite_in_fp32(case: Case) -> bool:
-    """Whether fp32 weights and compute make it finite."""
+    """Return True if fp32 weights and compute make it finite."""
     try:
         return convicts(case, lambda: in_fp32(case.suspects.model), rounds=ROUNDS // 2)
     except torch.OutOfMemoryError:
@@ -75,18 +78,20 @@ def finite_in_fp32(case: Case) -> bool:
 def blamed(case: Case) -> Verdict:
     """Return the verdict where no switch helps: on samples, the draw, the place in the run, or nothing of these."""
     alone = _alone(case.micro_batch)
-    failing = [one for one in alone if not _steadily(case, one, rounds=1)]
+    # One by one: in a batch a healthy sample would share the blame.
+    failing = [sample for sample in alone if not _steadily(case, sample, rounds=1)]
     if not failing:
         words = "it fails in company only: each of its samples is healthy alone"
         return case.found("step", words)
-    control = _control(case, failing, [one for one in alone if one not in failing])
+    # A failure is a sample's own only if another is healthy at the same place.
+    control = _control(case, failing, [sample for sample in alone if sample not in failing])
     if control is None:
         return case.found("unknown", "nothing that was switched off makes it healthy")
     case.evidence["control"] = control.ids[0]
     # Its own timestep may be one at which every sample fails.
-    for one in (control, *_redraws(control)):
-        if _steadily(case, _moved(one, failing[0])):
-            return _against_control(case, failing, one)
+    for witness in (control, *_redraws(control)):
+        if _steadily(case, _moved(witness, failing[0])):
+            return _against_control(case, failing, witness)
     return _control_fails(case, control)
 
 
@@ -95,8 +100,9 @@ def _alone(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def _steadily(case: Case, batch: MicroBatch, rounds: int = ROUNDS) -> bool:
-    """Whether a micro-batch is healthy, which it must be each time; raises `UnsteadyError` if runs differ."""
+    """Return True if a micro-batch is healthy, which it must be each time; raises `UnsteadyError` if runs differ."""
     first = case.healthy(batch)
+    # One healthy run acquits nobody; a failure is there to be seen, and asked for once more.
     if any(case.healthy(batch) is not first for _ in range(rounds if first else 1)):
         raise UnsteadyError
     return first
@@ -106,21 +112,23 @@ def _control(
     case: Case, failing: Sequence[MicroBatch], others: Sequence[MicroBatch]
 ) -> MicroBatch | None:
     """Return another sample: of the same micro-batch, of the last healthy step, or any from the data."""
-    bad = {one.ids[0] for one in failing}
+    bad = {candidate.ids[0] for candidate in failing}
     last = _alone(case.control) if case.control is not None else []
-    for one in [*others, *last]:
-        if one.ids[0] not in bad:
-            return one
+    for candidate in [*others, *last]:
+        if candidate.ids[0] not in bad:
+            return candidate
+    # Any of the data's, where all samples at hand are suspects themselves.
     return case.suspects.another(case.micro_batch, bad)
 
 
 def _moved(batch: MicroBatch, place: MicroBatch, *, draws: bool = False) -> MicroBatch:
-    """Return it at another's place, where that can be done: dropout masks go by the place."""
+    """Return the micro-batch at another's place, where that can be done: dropout masks go by the place."""
     return batch if batch.at is None else batch.at(place, draws)
 
 
 def _control_fails(case: Case, control: MicroBatch) -> Verdict:
     """Return the verdict where a sample that was healthy elsewhere fails at this place too: no sample is at fault."""
+    # Healthy where no sample has been: then it is this place, and not the model.
     if _steadily(case, _at_no_step(control)):
         words = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
         return case.found("step", words)
@@ -139,9 +147,13 @@ def _against_control(case: Case, failing: Sequence[MicroBatch], control: MicroBa
             "is not known: this loop cannot draw it again"
         )
         return case.found("inputs", words, sample_ids=_ids(failing))
-    by_draw = [one for one in failing if _is_healthy_with_others(case, one, control)]
-    elsewhere = [one for one in failing if one not in by_draw and _is_healthy_elsewhere(case, one)]
-    always = [one for one in failing if one not in by_draw and one not in elsewhere]
+    by_draw = [sample for sample in failing if _is_healthy_with_others(case, sample, control)]
+    elsewhere = [
+        sample
+        for sample in failing
+        if sample not in by_draw and _is_healthy_elsewhere(case, sample)
+    ]
+    always = [sample for sample in failing if sample not in by_draw and sample not in elsewhere]
     if always:
         words = "it fails whatever is switched off; other samples are healthy"
         return case.found("data", words, sample_ids=_ids(always))
@@ -152,9 +164,11 @@ def _against_control(case: Case, failing: Sequence[MicroBatch], control: MicroBa
 
 
 def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Verdict:
-    """Return the verdict on samples that fail with their noise and timesteps alone: do others, with the same?"""
+    """Return the verdict on samples that fail with their noise and timesteps alone, by whether another fails with
+    the same.
+    """
     ids = _ids(failing)
-    if all(_steadily(case, _moved(control, one, draws=True)) for one in failing):
+    if all(_steadily(case, _moved(control, sample, draws=True)) for sample in failing):
         case.evidence["control_with_the_same_draws"] = "healthy"
         words = "only with this noise and timestep: finite with others, whatever is switched off"
         return case.found("inputs", words, sample_ids=ids)
@@ -164,7 +178,8 @@ def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Ve
 
 
 def _is_healthy_with_others(case: Case, one: MicroBatch, control: MicroBatch) -> bool:
-    """Whether it is healthy with other noise and timesteps: drawn anew, or those at which the control is healthy.
+    """Return True if it is healthy with other noise and timesteps: drawn anew, or those at which the control is
+    healthy.
 
     All that are drawn anew may lie in a range of timesteps at which every sample fails; the control's do not.
     """
@@ -174,7 +189,7 @@ def _is_healthy_with_others(case: Case, one: MicroBatch, control: MicroBatch) ->
 
 
 def _redraws(one: MicroBatch) -> Iterator[MicroBatch]:
-    """Yield it with other noise and timesteps, where that can be done."""
+    """Yield the micro-batch with other noise and timesteps, where that can be done."""
     if one.redrawn is not None:
         yield from map(one.redrawn, range(_REDRAWS))
 
@@ -184,7 +199,7 @@ def _is_healthy_elsewhere(case: Case, one: MicroBatch) -> bool:
 
 
 def _at_no_step(one: MicroBatch) -> MicroBatch:
-    """Return it at a place in the run where nothing has been, or at its own where it cannot be moved."""
+    """Return the micro-batch at a place in the run where nothing has been, or at its own where it cannot be moved."""
     return _moved(one, replace(one, step=one.step + _NO_STEP))
 
 

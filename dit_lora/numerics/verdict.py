@@ -1,4 +1,4 @@
-"""What went wrong, in words and as a record."""
+"""The verdict on a tripped step, in words and as a record."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -37,14 +37,14 @@ class Verdict:
     direction: str | None = None
     dtype: str | None = None
     timesteps: tuple[int, ...] = ()
-    """Of the samples at fault, or of the micro-batch."""
+    """Timesteps of the samples at fault, or of the micro-batch."""
     switch: str | None = None
-    """What makes it finite when switched off."""
+    """The switch that makes it finite when it is off."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Plain values for events.jsonl."""
-        plain = asdict(self)
+        """Return plain values for events.jsonl."""
+        fields = asdict(self)
         return {
-            k: list(v) if isinstance(v, tuple) else v for k, v in plain.items() if v is not None
+            k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None
         }

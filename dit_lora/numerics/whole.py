@@ -20,15 +20,16 @@ def set_whole(module: nn.Module, is_whole: Callable[[], bool] | None) -> None:
 
 
 def whole_test(module: nn.Module) -> Callable[[], bool] | None:
-    """What `set_whole` was given for this module."""
-    found: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
-    return found
+    """Return what `set_whole` was given for this module; None if it never computes as one."""
+    is_whole: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
+    return is_whole
 
 
 def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `named_modules`, without the parts of modules that compute as one now."""
+    """Yield what `named_modules` does, without the parts of modules that compute as one now."""
     parts: list[str] = []
     for name, module in model.named_modules():
+        # Modules come in the order of the tree: the parts of the last whole follow it at once.
         if any(name.startswith(part) for part in parts[-1:]):
             continue
         yield name, module

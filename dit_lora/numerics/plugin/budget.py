@@ -1,4 +1,4 @@
-"""How much a loop that is not ours may lose: distinct samples and incidents, not one bad sample in each epoch."""
+"""Count what a loop that is not ours loses: distinct samples and incidents, not one bad sample in each epoch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Budget:
     """Samples that are bad where they are stored, and how often they came."""
 
     def knows(self, verdicts: Sequence[Verdict]) -> bool:
-        """Whether all that is wrong is samples that are known to be bad."""
+        """Return True if all that is wrong is samples that are known to be bad."""
         return all(
             verdict.cause in _FOR_GOOD
             and verdict.sample_ids
@@ -40,12 +40,12 @@ class Budget:
         )
 
     def spent(self, step: int) -> int:
-        """What counts against `max_skips`: distinct samples and other incidents of the last 100 steps."""
+        """Return what counts against `max_skips`: distinct samples and other incidents of the last 100 steps."""
         recent = [*self._blamed.values(), *self._incidents]
-        return sum(one > step - _WINDOW for one in recent)
+        return sum(blamed_in > step - _WINDOW for blamed_in in recent)
 
     def barren(self, most: int) -> bool:
-        """Whether so many steps in a row were lost that nothing is trained."""
+        """Return True if so many steps in a row were lost that nothing is trained."""
         return self.in_a_row >= max(_BARREN, most)
 
     def skip(self, kind: str, step: int, verdicts: Sequence[Verdict]) -> None:
@@ -54,6 +54,7 @@ class Budget:
         self._bad.update(
             {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids if identifies(s)}
         )
+        # A numbered row is another sample in each epoch: it must not count as one that was seen before.
         blamed = {sample for verdict in verdicts for sample in verdict.sample_ids}
         named = set(filter(identifies, blamed))
         for sample in named:
@@ -72,7 +73,7 @@ class Budget:
         self.in_a_row = 0
 
     def closing(self) -> str | None:
-        """What was lost, in words; None if nothing was."""
+        """Return what was lost, in words; None if nothing was."""
         if not self.lost:
             return None
         words = f"{self.lost} of {self.taken + self.lost} optimizer steps were not taken"

@@ -1,4 +1,4 @@
-"""What runs a loop that is not ours: Accelerate, or nobody, in plain PyTorch."""
+"""The surroundings of a loop that is not ours: Accelerate, or nobody, in plain PyTorch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Host:
-    """What the guard needs to know of the loop's surroundings; `accelerator` is None in plain PyTorch."""
+    """Facts about the loop's surroundings; `accelerator` is None in plain PyTorch."""
 
     def __init__(self, accelerator: Accelerator | None, device: torch.device) -> None:
         if accelerator is not None and not isinstance(accelerator, Accelerator):
@@ -40,7 +40,7 @@ class Host:
 
     @property
     def syncs_gradients(self) -> bool:
-        """Whether this backward is the last before an optimizer's step; a plain loop steps only then."""
+        """True if this backward is the last before an optimizer's step; a plain loop steps only then."""
         return self.accelerator is None or self.accelerator.sync_gradients
 
     @property
@@ -55,7 +55,7 @@ class Host:
 
     @property
     def folder(self) -> Path:
-        """Where the loop writes, as far as Accelerate knows."""
+        """The folder that the loop writes to, as far as Accelerate knows."""
         project = self.accelerator.project_dir if self.accelerator is not None else None
         return Path(project) if project is not None else Path("dit_lora_guard")
 
@@ -66,12 +66,13 @@ class Host:
         return list({id(model): model for model in bare}.values())
 
     def prepared(self, optimizer: Any) -> Any:
-        """Accelerate's wrapper of this optimizer, which the loop steps; without one the optimizer itself."""
-        known = self.accelerator._optimizers if self.accelerator is not None else []
-        return next((one for one in known if one.optimizer is optimizer), optimizer)
+        """Return Accelerate's wrapper of this optimizer, which the loop steps; without one the optimizer itself."""
+        wrappers = self.accelerator._optimizers if self.accelerator is not None else []
+        # The loop steps the wrapper: it is the wrapper's method that has to be watched.
+        return next((wrapper for wrapper in wrappers if wrapper.optimizer is optimizer), optimizer)
 
     def summed(self, flags: torch.Tensor) -> list[float]:
-        """Flags summed over ranks, by one read of the device; collective."""
+        """Return flags summed over ranks, by one read of the device; collective."""
         if self.ranks > 1:
             distributed.all_reduce(flags)
         return flags.tolist()
@@ -80,16 +81,17 @@ class Host:
         return bool(self.summed(torch.as_tensor(flag, device=self.device).float().reshape(1))[0])
 
     def gathered(self, objects: Sequence[T]) -> list[T]:
-        """What all ranks have, in the order of ranks; collective."""
+        """Return what all ranks have, in the order of ranks; collective."""
         if self.ranks == 1:
             return list(objects)
         of_ranks: list[Any] = [None] * self.ranks
         distributed.all_gather_object(of_ranks, list(objects))
-        return [one for of_rank in of_ranks for one in of_rank]
+        return [item for of_rank in of_ranks for item in of_rank]
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model without DDP around it."""
+    """Return the model without DDP around it."""
+    # With its autocast and compilation: a replay must run what the loop runs.
     bare: nn.Module = extract_model_from_parallel(
         model, keep_fp32_wrapper=True, keep_torch_compile=True
     )

@@ -23,21 +23,22 @@ _NUMBERED = re.compile(r"sample \d+ of micro-batch \d+")
 
 
 def identifies(sample: str) -> bool:
-    """Whether the name is a sample's own, and not its place in one batch."""
+    """Return True if the name is a sample's own, and not its place in one batch."""
     return _NUMBERED.fullmatch(sample) is None
 
 
 class _Batch:
-    """What one batch is made of: indices of the dataset, and its tensors, which are the loop's."""
+    """The indices of one batch in the dataset, and its tensors, which are the loop's."""
 
     def __init__(self, indices: tuple[object, ...], batch: Any) -> None:
         self.indices = indices
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        # Weak references: memory that the loop has freed must not be held for a name.
         self._tensors = [weakref.ref(leaf) for leaf in leaves]
 
     def has_one_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        given = {id(tensor) for tensor in tensors}
-        return any(id(own) in given for ref in self._tensors if (own := ref()) is not None)
+        wanted = {id(tensor) for tensor in tensors}
+        return any(id(tensor) in wanted for ref in self._tensors if (tensor := ref()) is not None)
 
 
 class Names:
@@ -64,10 +65,12 @@ class Names:
 
         def noted(indices_of_batches: Iterator[Any]) -> Iterator[Any]:
             for indices in indices_of_batches:
+                # A sampler may yield anything: what is no list of indices names nobody.
                 asked.append(tuple(indices) if isinstance(indices, (list, tuple)) else ())
                 yield indices
 
         def handed_out(batches: Iterator[Any]) -> Iterator[Any]:
+            # A new epoch: what the sampler was asked for and nobody took is gone.
             asked.clear()
             for batch in batches:
                 self._handed_out.append(_Batch(asked.popleft() if asked else (), batch))
@@ -81,7 +84,8 @@ class Names:
         self._seen = tensors
 
     def ids(self, micro_step: int, count: int) -> tuple[str, ...]:
-        """The names of a call's samples."""
+        """Return the names of a call's samples."""
+        # Models that are called for one micro-batch share its batch.
         if micro_step != self._micro_step:
             self._micro_step = micro_step
             self._advance(self._seen)
@@ -104,11 +108,14 @@ class Names:
     def _advance(self, tensors: Sequence[torch.Tensor]) -> None:
         """Find the batch that a new micro-batch is of; without a new batch it is of the one before."""
         waiting = self._handed_out
-        found = next((one for one in waiting if one.has_one_of(tensors)), None)
-        if found is not None:
-            while waiting.popleft() is not found:
+        batch = next(
+            (waiting_batch for waiting_batch in waiting if waiting_batch.has_one_of(tensors)), None
+        )
+        if batch is not None:
+            # The batches handed out before it were never run.
+            while waiting.popleft() is not batch:
                 pass
-            self._current = found
+            self._current = batch
         elif len(waiting) == 1:
             self._current = waiting.popleft()
         elif waiting:  # the loop took several: which of them this is cannot be told

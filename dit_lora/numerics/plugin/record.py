@@ -13,8 +13,8 @@ _FEW = 8
 class LoopRecord(FrozenRecord):
     """The digests of frozen weights and buffers, without those that the loop itself changes.
 
-    Those are what differs after a healthy step, such as counters and scales, and what code has written to since in
-    many places at once. Memory that goes bad leaves no trace in a tensor's version.
+    The loop's own are what differs after a healthy step, such as counters and scales, and what code has written to
+    since in many places at once. Memory that goes bad leaves no trace in a tensor's version.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -22,7 +22,7 @@ class LoopRecord(FrozenRecord):
         self._versions = self._versions_now()
         self._loops_own: set[str] = set()
         self.is_settled = False
-        """Whether a healthy step was compared with the start."""
+        """True once a healthy step was compared with the start."""
 
     def settle(self) -> None:
         """Leave out, from now on, what a healthy step has changed."""
@@ -32,8 +32,8 @@ class LoopRecord(FrozenRecord):
     def changed(self) -> list[str]:
         now = self._versions_now()
         written = {name for name, version in self._versions.items() if now.get(name) != version}
-        own: Collection[str] = self._loops_own | (written if len(written) > _FEW else set())
-        return [words for words in super().changed() if _name(words) not in own]
+        loops_own: Collection[str] = self._loops_own | (written if len(written) > _FEW else set())
+        return [words for words in super().changed() if _name(words) not in loops_own]
 
     def _versions_now(self) -> dict[str, int]:
         return {name: values._version for name, values in untrained(self._model)}

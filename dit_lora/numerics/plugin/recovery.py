@@ -1,4 +1,4 @@
-"""What is done about a tripped step of a loop that is not ours, and what is said and written of it."""
+"""Act on a tripped step of a loop that is not ours, and say and write what was done."""
 
 import json
 import logging
@@ -43,10 +43,10 @@ class Trip:
     controls: Mapping[int, CapturedCall] = field(default_factory=dict)
     """The last call of each model, by its id, that was healthy."""
     moved: bool = False
-    """Whether the optimizer had changed weights by then."""
+    """True if the optimizer had changed weights by then."""
 
     def spoiled(self, verdicts: Sequence[Verdict]) -> bool:
-        """Whether what is trained is not as a step left it, so that leaving this one out is not enough."""
+        """Return True if what is trained is not as a step left it, so that leaving this one out is not enough."""
         return self.kind in OF_WEIGHTS or self.moved or any(map(_of_what_is_trained, verdicts))
 
 
@@ -76,6 +76,7 @@ class Recovery:
             self.budget.skip(trip.kind, trip.step, verdicts)
         else:
             self.budget.lose()
+        # Before a stop too: what a run leaves behind must be good.
         put_back = self._put_back() if spoiled or action.kind == "rollback" else None
         if put_back is None and action.kind == "rollback":
             action = Action("stop", why="the snapshot that is held does not fit any more")
@@ -93,6 +94,7 @@ class Recovery:
             message = listed(f"{head}; {state}; stopped: {action.why}", lines)
             raise NonFiniteError(message, self.events[-1])
         done = self._done(action, undone)
+        # A sample that is known to be bad, or one more step without a gradient, is no news.
         told = known or (trip.kind == "zero_gradient" and self.budget.in_a_row > 1)
         if self.host.rank == 0 and not told:
             _LOG.warning("%s", listed(f"{head}; {done}", lines))
@@ -100,13 +102,20 @@ class Recovery:
 
     def _agreed_verdicts(self, trip: Trip) -> list[Verdict]:
         step, rank = trip.step, self.host.rank
+        # State first: with bad weights every call fails, and samples would be blamed for it.
         verdict = state_verdict(self.watched, trip.kind, step, rank)
         if verdict is not None:
-            found = [verdict]
+            verdicts_here = [verdict]
         else:
-            found = call_verdicts(trip.calls, self.watched, trip.controls, trip.kind, step, rank)
-        found = [_with_gradients(one, trip.gradients) for one in found or [unseen(step, rank)]]
-        verdicts = self.host.gathered(found)
+            verdicts_here = call_verdicts(
+                trip.calls, self.watched, trip.controls, trip.kind, step, rank
+            )
+        verdicts_here = [
+            _with_gradients(verdict_here, trip.gradients)
+            for verdict_here in verdicts_here or [unseen(step, rank)]
+        ]
+        verdicts = self.host.gathered(verdicts_here)
+        # A rank whose run was healthy again has nothing to say beside one that found a cause.
         telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
         return telling or verdicts[:1]
 
@@ -114,6 +123,7 @@ class Recovery:
         of_the_loss = not any(verdict.cause in _NOT_OF_THE_LOSS for verdict in verdicts)
         if trip.kind == "zero_gradient" and of_the_loss:
             return self._for_no_gradient()
+        # Before what is known: while every step is lost, to whatever, nothing is trained.
         if self.budget.barren(self.config.max_skips):
             return Action("stop", why=f"none of the last {self.budget.in_a_row} steps was taken")
         if known:
@@ -126,13 +136,15 @@ class Recovery:
         return self._feasible(action, spoiled=trip.spoiled(verdicts))
 
     def _may_pass(self, trip: Trip, verdicts: Sequence[Verdict]) -> bool:
-        """Whether the next step may be healthy: where every sample fails, no replay tells this step from all of them."""
+        """Return True if the next step may be healthy: where every sample fails, no replay tells this step from all
+        of them.
+        """
         every = all(verdict.evidence.get("every_sample") for verdict in verdicts)
         allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips
         return every and allowed and not trip.spoiled(verdicts)
 
     def _for_no_gradient(self) -> Action:
-        """Now and then that is no fault; step after step nothing is trained."""
+        """Skip, since now and then no gradient is no fault; stop where step after step nothing is trained."""
         if "skip" in self.config.on_nonfinite and self.budget.in_a_row < self.config.max_skips:
             return Action("skip")
         count = self.budget.in_a_row + 1
@@ -140,7 +152,7 @@ class Recovery:
         return Action("stop", why=f"{why} (checks= without zero_gradient goes on)")
 
     def _feasible(self, action: Action, *, spoiled: bool) -> Action:
-        """Which samples come next is the loop's own affair: all that can be done here is not to step."""
+        """Return what can be done here: which samples come next is the loop's own affair, so that it is not to step."""
         if action.kind in ("retry", "quarantine"):
             action = replace(action, kind="skip")
         needs_one = action.kind == "rollback" or (spoiled and action.kind != "stop")
@@ -162,7 +174,7 @@ class Recovery:
         return step
 
     def _undone(self, trip: Trip, put_back: int | None) -> str:
-        """What a snapshot that was put back costs, in words."""
+        """Return what a snapshot that was put back costs, in words."""
         if put_back is None:
             return ""
         lost = trip.step - 1 - put_back
@@ -172,7 +184,7 @@ class Recovery:
     def _done(self, action: Action, undone: str) -> str:
         if action.kind == "fallback":
             suspects = self.watched.suspects.values()
-            switches = [switch for one in suspects for switch in one.switches]
+            switches = [switch for suspect in suspects for switch in suspect.switches]
             for name in action.switches:
                 find_switch(switches, name).turn_off()
                 self.watched.switched_off.add(name)
@@ -184,7 +196,7 @@ class Recovery:
         return undone or "the step was not taken"
 
     def _left_behind(self, trip: Trip, put_back: int | None, undone: str) -> str:
-        """What the weights are after a stop, in words; good ones are written to the disk."""
+        """Return what the weights are after a stop, in words; good ones are written to the disk."""
         step = trip.step - 1 if put_back is None else put_back
         state = undone or "the weights are those of the step before"
         if self.host.under_deepspeed:  # its engine holds them
@@ -218,7 +230,7 @@ def _of_what_is_trained(verdict: Verdict) -> bool:
 
 
 def _with_gradients(verdict: Verdict, names: Sequence[str]) -> Verdict:
-    """The verdict with the parameters whose gradient was bad, where no replay has found the place."""
+    """Return the verdict with the parameters whose gradient was bad, where no replay has found the place."""
     if not names or verdict.cause in _NOT_OF_THE_LOSS:
         return verdict
     verdict = replace(verdict, evidence={**verdict.evidence, "gradients": list(names[:20])})

@@ -1,4 +1,4 @@
-"""What a loop has trained, on disk, when the guard stops it."""
+"""Write what a loop has trained to the disk, when the guard stops it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +17,7 @@ def save_trained(
 
     A disk that cannot be written is said and does not hide why the run stopped.
     """
+    # All ranks gather before one of them returns: the call is collective.
     whole = gathered(weights, keep=is_main)
     path = folder / f"last_good_step_{step:06d}.safetensors"
     if not is_main:

@@ -1,4 +1,4 @@
-"""One optimizer step of a loop that is not ours: looked at, taken or left out."""
+"""Look at one optimizer step of a loop that is not ours, and take it or leave it out."""
 
 import logging
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Steps:
         self.number = 1
         """The number of the optimizer step under way."""
         self.tripped = False
-        """Whether the last step was left out."""
+        """True if the last step was left out."""
         self._host = host
         self._watched = watched
         self._state: LoopState = recovery.state
@@ -60,7 +60,7 @@ class Steps:
             self._recover(WEIGHTS)
 
     def loaded(self, *_: Any) -> None:
-        """A checkpoint was loaded: what is held from before is of no use to go back to."""
+        """Note that a checkpoint was loaded: what is held from before is of no use to go back to."""
         self._was_loaded = True
 
     def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,9 @@ class Steps:
         return original(*args, **kwargs)
 
     def zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In a plain loop: what has had its backward is over, also where a scaler left the step out."""
+        """Forget the calls of a plain loop that have had their backward: they are over, also where a scaler left
+        the step out.
+        """
         calls = self._watched.calls
         calls[:] = [call for call in calls if call.output_gradient is None]
         return original(*args, **kwargs)
@@ -94,6 +96,7 @@ class Steps:
     def step(self, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._host.syncs_gradients or self._host.under_deepspeed:
             return original(*args, **kwargs)
+        # torch passes a closure first or by name, and None is none.
         closure, *rest = args or (kwargs.pop("closure", None),)
         if closure is not None:
             return self._step_with_closure(
@@ -110,7 +113,7 @@ class Steps:
     def _step_with_closure(
         self, optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any]
     ) -> Any:
-        """The closure makes the gradients: they are looked at when it has run, each time that it does."""
+        """Take a step whose closure makes the gradients: they are looked at each time that it has run."""
         kind, loss = "", None
 
         def watched() -> Any:
@@ -124,6 +127,7 @@ class Steps:
                 raise _GateShutError
             return loss
 
+        # An optimizer may call its closure several times and write in between, as LBFGS does.
         before = self._versions()
         self._stepped = {id(optimizer)}
         self.tripped = False
@@ -135,11 +139,11 @@ class Steps:
             return loss
 
     def _versions(self) -> list[int]:
-        """Changes with each write to a trained weight."""
+        """Return the counters that each write to a trained weight raises."""
         return [local(parameter)._version for parameter in self._state.parameters.values()]
 
     def _begins(self, optimizer: Any) -> bool:
-        """Whether this optimizer's step begins one of the loop's, and is not another optimizer's part of it."""
+        """Return True if this optimizer's step begins one of the loop's, and is not another optimizer's part of it."""
         begins = bool(
             not self._stepped
             or id(optimizer) in self._stepped
@@ -150,32 +154,36 @@ class Steps:
         return begins
 
     def _note_gradients(self) -> None:
-        """With Accelerate's gradient scaler they are scaled, and its own check decides."""
+        """Note gradients, but for those that Accelerate's gradient scaler has scaled: its own check decides."""
         if self._host.scaler is None:
             self._checks.gradients(self._state.parameters)
 
     def _tripped_by(self, optimizer: Any) -> str | None:
-        """What is wrong with the step on any rank; takes a snapshot that is due where the weights are good."""
+        """Return what is wrong with the step on any rank, or None; takes a snapshot that is due where the weights
+        are good.
+        """
         if self._watched.has_changed():
             self._watched.survey()
             self._was_loaded = True
         if self._was_loaded:
             self._start_from_here()
-        if (
-            vars(optimizer).get("found_inf") is None
-        ):  # else torch's scaler decides, in the optimizer
+        # Else torch's scaler decides, in the optimizer.
+        if vars(optimizer).get("found_inf") is None:
             self._note_gradients()
         kind = self._checks.tripped_by(self._asks_for_gradient)
         if kind == WEIGHTS or not self._is_due:
             return kind
         self._is_due = False
+        # Bad weights must not take the place of a snapshot that is good.
         wrong = self._wrong_state() if self._checks_weights else None
         if wrong is None:
             self._state.take(self.number - 1)
         return wrong or kind
 
     def _wrong_state(self) -> str | None:
-        """Why what is trained must not take the place of the snapshot that is held, on any rank."""
+        """Return why what is trained must not take the place of the snapshot that is held, on any rank; None if it
+        may.
+        """
         together = self._watched.together
         peak = weight_peak(self._state.parameters.values())
         wrong = [
@@ -195,15 +203,17 @@ class Steps:
         self._watched.suspect()
 
     def _asks_for_gradient(self) -> bool:
-        """Whether anything came back to a model's output: if not, the loss wants nothing changed."""
+        """Return True if anything came back to a model's output: if not, the loss wants nothing changed."""
         gradients = [call.output_gradient for call in self._watched.calls]
         return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
     def _taken(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+        # The snapshot is copied beside the forward and backward; its weights are not to be overwritten before.
         self._state.snapshots.before_update()
         result = step()
         self._check_scaler(optimizer)
         self._checks.weights(self._state.parameters)
+        # Of several optimizers the first ends the step; the others are parts of it.
         if len(self._stepped) == 1:
             self._close(taken=True)
         if self._state.ema is not None and self._checks_weights:
@@ -211,7 +221,7 @@ class Steps:
         return result
 
     def _check_scaler(self, optimizer: Any) -> None:
-        """A scaler that halves itself for ever never trains again and never says so."""
+        """Stop at a scaler that halves itself for ever: it never trains again and never says so."""
         scaler = self._host.scaler
         if scaler is None or not optimizer.step_was_skipped:
             return
@@ -223,12 +233,15 @@ class Steps:
             )
 
     def _recover(self, kind: str, *, moved: bool = False) -> None:
-        """Raises `NonFiniteError` on every rank if leaving the step out, or going back, is not enough."""
+        """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
+        not enough.
+        """
         self.tripped = True
         gradients = self._checks.bad_gradients()
         trip = Trip(
             self.number, kind, list(self._watched.calls), gradients, dict(self._controls), moved
         )
+        # No step may use the gradients of one that tripped.
         self._forget_gradients()
         with self._watched.unrecorded():  # replays are not to be recorded
             went_back = self._recovery.recover(trip)
@@ -246,11 +259,12 @@ class Steps:
             scaler.update(scaler.get_scale())
 
     def _close(self, *, taken: bool) -> None:
-        """The step is over, be it taken or not."""
+        """End the step, be it taken or not."""
         syncs = self._host.syncs_gradients  # DeepSpeed's micro-steps count as one
         if taken:
             self.tripped = False
             self._mark_optimizers()
+            # To compare a failing call with; its output is memory that nobody needs.
             self._controls = {id(call.owner): call.without_output() for call in self._watched.calls}
             if syncs:
                 self._recovery.budget.take()
@@ -261,7 +275,9 @@ class Steps:
         self._forget()
 
     def _mark_optimizers(self) -> None:
-        """Accelerate's word for a step not taken, which its schedules obey; a scaler says so itself."""
+        """Say whether the step was taken by Accelerate's word for it, which its schedules obey; a scaler says so
+        itself.
+        """
         for optimizer in self._state.optimizers:
             if isinstance(optimizer, AcceleratedOptimizer) and (
                 self.tripped or self._host.scaler is None

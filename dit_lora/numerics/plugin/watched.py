@@ -1,4 +1,4 @@
-"""The models of a loop that is not ours: what of them is trained, and what they were given since the last step."""
+"""The models of a loop that is not ours: the part of them that is trained, and the calls since the last step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +70,7 @@ class Watched:
         """Note weights, buffers and switches as those that training begins with."""
         models = self._models
         self.prefixes = {id(model): prefix for prefix, model in models.items()}
+        # One module whose parameters have the names that they have here, for what is judged over all models.
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
         whole = nn.ModuleDict(parts) if len(models) > 1 else next(iter(models.values()))
         self.record = LoopRecord(whole)
@@ -80,8 +81,8 @@ class Watched:
 
     def _suspects(self, model: nn.Module, prefix: str, record: LoopRecord | None) -> Suspects:
         def peaks() -> dict[str, float]:
-            found = self._state.snapshots.peaks()
-            return {**found, **{n.removeprefix(prefix): peak for n, peak in found.items()}}
+            of_all = self._state.snapshots.peaks()
+            return {**of_all, **{n.removeprefix(prefix): peak for n, peak in of_all.items()}}
 
         return Suspects(
             model=model,
@@ -95,7 +96,7 @@ class Watched:
         )
 
     def has_changed(self) -> bool:
-        """Whether an optimizer was given more to train, or some of what it has was frozen or freed."""
+        """Return True if an optimizer was given more to train, or some of what it has was frozen or freed."""
         return self._fingerprint() != self._held
 
     def draw_from(self, generator: torch.Generator | None) -> None:
@@ -107,7 +108,7 @@ class Watched:
         return [words for recorder in self._recorders for words in recorder.out_of_range()]
 
     def owners(self) -> list[nn.Module]:
-        """The modules that hold what is trained themselves."""
+        """Return the modules that hold what is trained themselves."""
         wanted = {id(parameter) for parameter in self._state.parameters.values()}
         modules = (module for model in self._models.values() for module in model.modules())
         return [m for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))]
@@ -133,6 +134,7 @@ class Watched:
             recorder.start()
 
     def _fingerprint(self) -> tuple[int, int]:
-        groups = [group for one in self._state.optimizers for group in one.param_groups]
+        groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
         held = [parameter for group in groups for parameter in group["params"]]
+        # A loop may free weights, or give its optimizer more of them, at any step.
         return len(held), sum(parameter.requires_grad for parameter in held)
