@@ -22,7 +22,7 @@ from dit_lora.training.runtime import Runtime
 
 @dataclass
 class ContextParallel(Replicated):
-    """Replicated weights, and every `degree` ranks run the same samples, each with its share of the tokens."""
+    """Replicated weights, where every `degree` ranks run the same samples, each on its share of the tokens."""
 
     degree: int = 1
     lockstep: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class ContextParallel(Replicated):
         return whole_context(self.bare)
 
     def backward(self, loss: torch.Tensor) -> None:
-        # Each rank has the gradient of its own tokens, and DDP takes the mean over ranks where their sum is meant.
+        # A rank has its own tokens' part of the gradient: the parts add up, where DDP takes their mean.
         super().backward(loss * self.degree)
 
 
@@ -46,6 +46,7 @@ def share_context(runtime: Runtime, checkpoint: Any, data: Prepared, model: nn.M
         name = type(model).__name__
         raise DitLoraError(f"{asked}: {name} has no plan for its tokens; CogVideoX has one")
     tokens = {checkpoint.context_tokens(entry.shape) for entry in data.clips.entries}
+    # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
     problems = context_problems(model, degree, tokens)
     if recipe.kernels.attention not in ("auto", *BACKENDS):
         problems.append(

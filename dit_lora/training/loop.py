@@ -27,59 +27,60 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.step_rows import StepRows, own_row
 
 _ALL = "all groups"
+# Beside 0.0 and 1.0 in a row's `bad_data`.
 _UNREAD = 2.0
 
 
 class WentBackError(Exception):
-    """What `on_step` raises, on every rank, once the run's state is that of an earlier step."""
+    """`on_step` raises it on every rank once the run's state is that of an earlier step."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"back to step {step}")
         self.step = step
-        """After which training goes on."""
+        """The step after which training goes on."""
 
 
 class Recovery(Protocol):
-    """What is done about a step that tripped."""
+    """Decides what happens after a step that tripped."""
 
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
-        """The step after which training goes on, one before the tripped one or earlier; or raise.
+        """Return the step after which training goes on, one before the tripped one or earlier; or raise.
 
         `control` is a micro-batch of the last healthy step.
         """
 
 
 class Watcher(Protocol):
-    """What looks at a step without changing it."""
+    """Looks at a step without changing it."""
 
     def forward(self, step: int) -> Any:
-        """A context around a step's micro-steps."""
+        """Return a context that holds around a step's micro-steps."""
 
     def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
-        """After backward, before clipping."""
+        """Look at the gradients after backward and before clipping."""
 
     def before_update(self, step: int) -> None: ...
 
     def after_update(self, step: int) -> None: ...
 
     def clip(self, group: str) -> float | None:
-        """A bound on the gradient norm, known before this step, or None."""
+        """Return a bound on the gradient norm that is known before this step, or None."""
 
 
 @dataclass
 class _Step:
-    """What is collected while a step's micro-steps run."""
+    """Collects what a step's micro-steps give."""
 
     number: int
     micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
     bad_data: list[float] = field(default_factory=list)
-    """Tells of each micro-batch whether a sample of it is bad, or `_UNREAD`."""
+    """For each micro-batch: 1.0 if a sample of it is bad, 0.0 if none is, `_UNREAD` if it could not be read."""
     unread: str = ""
-    """Why this rank could not read its data."""
+    """The reason why this rank could not read its data; empty if it could."""
     data_seconds: float = 0.0
 
 
@@ -89,7 +90,7 @@ def _unreadable(step: int, why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Loop:
-    """What every step needs."""
+    """Everything that a step needs, for the whole run."""
 
     engine: Engine
     losses: LossFunction
@@ -102,9 +103,9 @@ class Loop:
     unreadable: Callable[[int, str], NoReturn] = _unreadable
     """Ends the run on all ranks, given the last step taken and why this rank could not read its data, if so."""
     copies: int = 1
-    """Ranks that run each sample together."""
+    """Number of ranks that run each sample together (1 without context parallelism)."""
     norms: Norms | None = None
-    """Computes gradient norms; None for PyTorch."""
+    """Computes gradient norms; PyTorch does where it is None."""
 
     @cached_property
     def bare(self) -> nn.Module:
@@ -132,10 +133,12 @@ def train(
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
     done, control, reader = start_step, None, Reader[Batch]()
     while done < steps:
+        # A recovery may have gone back or changed the order: batches are asked for anew from `done`.
         reader.begin(batches(done))
         for number in range(done + 1, steps + 1):
             outcome, step = _take(loop, reader, number, stop_asked)
             if isinstance(outcome, Trip):
+                # No weight is at fault and the data cannot be had: there is nothing to diagnose.
                 if outcome.kind == "unread_data":
                     loop.unreadable(number - 1, step.unread)
                 done = loop.recovery.recover(outcome, step.micro_batches, control)
@@ -154,7 +157,7 @@ def train(
 
 
 def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
-    """Of this rank's first micro-batch."""
+    """Return the mean loss of this rank's first micro-batch."""
     accelerator = loop.engine.accelerator
     reader = Reader[Batch]()
     reader.begin(batches)
@@ -168,6 +171,7 @@ def _take(
 ) -> tuple[StepResult | Trip, _Step]:
     began = time.perf_counter()
     step, gate = _Step(number), Gate(loop.engine.accelerator)
+    # Nothing in here waits for the device: flags, losses and norms are read once, by the gather below.
     with loop.watcher.forward(number):
         for micro_step in range(loop.accumulate):
             _micro_step(loop, gate, reader, step, micro_step)
@@ -198,9 +202,11 @@ def _micro_step(
     bad_data = _UNREAD if step.unread else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
+    # A closure over the batch, not a copy of activations: replays cost memory only when one runs.
     step.micro_batches.append(replayable(loop.losses, loop.bare, batch, place))
     with loop.engine.micro_step():
         output = forward(loop.losses, loop.engine.model, batch, place)
+        # Noted and not acted on: to look at the flag here would cost a read by the host in every micro-step.
         gate.losses(output.losses, bad_data=bad_data > 0)
         loop.engine.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
@@ -211,22 +217,26 @@ def _micro_step(
 def _update(
     loop: Loop, gate: Gate, number: int
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Clip and step, unless the gate is shut; what comes back is still on the device."""
+    """Clip and step, unless the gate is shut; all but the learning rates is still on the device."""
     engine = loop.engine
     norms = engine.gradient_norms(loop.norms)
+    # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
     gate.gradients(norms)
     loop.watcher.gradients(number, norms)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
     rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)
+    # The update overwrites what a snapshot's copy may still read, so that the watcher comes first.
     loop.watcher.before_update(number)
+    # One all-reduce of the flag, which every rank meets: all take this step or none does.
     engine.step(gate.agreed())
     loop.watcher.after_update(number)
     return rates, norms, norm, engine.weights_are_bad()
 
 
 def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
-    """What tripped, equal on all ranks; None for a healthy step."""
+    """Return what tripped, equal on all ranks; None for a healthy step."""
     ranks, accumulate = rows.bad_data.shape
+    # First: the repeated micro-batch that stood in for unread data says nothing about the model.
     if (rows.bad_data == _UNREAD).any():
         return Trip(step, "unread_data")
     bad_losses = ~torch.isfinite(rows.losses).view(ranks, accumulate, -1).all(2)
@@ -239,7 +249,7 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
     raised = (rows.flags > 0).any(0).tolist()
     return next(
-        (Trip(step, kind) for kind, is_so in zip(kinds, raised, strict=True) if is_so), None
+        (Trip(step, kind) for kind, is_raised in zip(kinds, raised, strict=True) if is_raised), None
     )
 
 
@@ -251,6 +261,7 @@ def _result(
     began: float,
     copies: int,
 ) -> StepResult:
+    # Ranks that share a sample report the same loss: one row of each group of `copies` is counted.
     losses = rows.losses[::copies].flatten()
     *norms, norm = rows.norms[0].tolist()
     return StepResult(
