@@ -1,4 +1,4 @@
-"""An adapter, or several merged by weight, in the forms that other programs take."""
+"""Writes an adapter, or several merged by weight, in the forms that other programs take."""
 
 import contextlib
 import math
@@ -45,14 +45,14 @@ class ExportRequest:
     """What to write, and where."""
 
     targets: tuple[Path, ...]
-    """Runs' folders, adapters' folders or files."""
+    """Folders of runs or adapters, or adapters' files."""
     to: Form
     out: Path
     """A folder that is not there yet."""
     weights: tuple[float, ...] = ()
-    """One a target; 1 where none is given."""
+    """One weight for each target; 1 for all where it is empty."""
     model: str | None = None
-    """Base checkpoint; by default the run's, or the Hub id that the adapter names."""
+    """The base checkpoint; by default the run's, or the Hub id that the adapter names."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
 
 @contextlib.contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that gets its name if all goes well, and is gone otherwise."""
+    """Yield a folder beside `out` that gets its name if all goes well, and is gone otherwise."""
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -132,7 +132,7 @@ def _weights(request: ExportRequest) -> list[float]:
 
 
 def _require_one_base(sources: Sequence[Source]) -> None:
-    """All of one family, and trained on the same transformer where they say which."""
+    """Raise unless all are of one family, and trained on the same transformer where they say which."""
     for key, what in (("family", "families"), ("transformer_digest", "base models")):
         if len({one.made[key] for one in sources if one.made.get(key)}) > 1:
             said = [
@@ -146,6 +146,7 @@ def _require_one_base(sources: Sequence[Source]) -> None:
 def _load(
     sources: Sequence[Source], weights: Sequence[float], base: ModelConfig, configs: ModelConfig
 ) -> _Loaded:
+    """Load the adapters on hollow models; several, or weighted ones, as their sum."""
     index = sources[0].made.get("index") or {}
     opened = get_family(base.family).open(configs)
     checkpoint = opened.as_trained(index) if index else opened
@@ -192,7 +193,7 @@ def _require_lora_alone(sources: Sequence[Source], models: Sequence[Any]) -> Non
 
 
 def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
-    """What the adapters' headers say alike of model and videos; of training each has its own."""
+    """Return what the adapters' headers say alike of model and videos; of training each has its own."""
     first, *others = (source.made for source in sources)
     shared = {
         key: first[key]
@@ -205,7 +206,7 @@ def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
 def _header(
     made: Mapping[str, Any], form: Form, sources: Sequence[Source], weights: Sequence[float]
 ) -> dict[str, Any]:
-    """The provenance of what is written: as it was made, what was done to it, and what `verify` can compare."""
+    """Return the provenance to write: as it was made, what was done to it, and what `verify` can compare."""
     done: dict[str, Any] = {"to": form}
     header = dict(made)
     if len(sources) > 1 or weights[0] != 1:
@@ -216,9 +217,9 @@ def _header(
         ]
     if form == "folded" and {"rank", "alpha"} <= made.keys():
         done["alpha"], header["alpha"] = made["alpha"], made["rank"]
-    if form == "merged" and "output" in made:  # there is no base in it any more
-        kept = {k: v for k, v in made["output"].items() if k not in ("base", "louder")}
-        header["output"] = kept
+    if form == "merged" and "output" in made:
+        # The merged file holds no base any more to compare with.
+        header["output"] = {k: v for k, v in made["output"].items() if k not in ("base", "louder")}
     return {**header, "exported": done}
 
 

@@ -35,11 +35,12 @@ from dit_lora.training.verify_pipeline import pipeline_checks
 
 @dataclass(frozen=True)
 class Written:
-    """What a run has written; known on the main process alone."""
+    """The result of a run as it was written; known on the main process alone."""
 
     path: Path | None = None
     """The adapter's file, or the pipeline's folder."""
     verification: Verification | None = None
+    """The result of checking it."""
 
 
 def finish(run: Run) -> Written:
@@ -69,7 +70,7 @@ def finish(run: Run) -> Written:
 
 
 def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
-    """What the adapter's header says of its making; a local checkpoint is named without its folders."""
+    """Return what the adapter's header says of its making; a local checkpoint is named without its folders."""
     recipe, path = setup.recipe, Path(setup.recipe.model.path).expanduser()
     made = {
         "version": dit_lora.__version__,
@@ -126,21 +127,21 @@ def verify_result(
 
 
 def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
-    """What `output` compares, of the weights that the model has now, and what is wrong with the model. Collective.
+    """Note the output of the weights that the model has now, and what is wrong with the model. Collective.
 
-    Where a forward pass needs one rank, the main process alone notes it, and others return nothing.
+    Where a forward pass needs one rank, the main process alone notes it, and others return an empty dict.
     """
-    wrong = base_fault(setup, base)
+    fault = base_fault(setup, base)
     if not (setup.runtime.is_main or setup.engine.lockstep):
         return {}
     stock = setup.task.stock(setup.checkpoint)
     try:
         noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
-        if wrong is None and NOT_RECORDED not in noted:
-            wrong = kernel_fault(setup, base, noted)
+        if fault is None and NOT_RECORDED not in noted:
+            fault = kernel_fault(setup, base, noted)
     except torch.OutOfMemoryError:
         noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
-    return {**noted, WRONG: wrong} if wrong else noted
+    return {**noted, WRONG: fault} if fault else noted
 
 
 def require_verified(runtime: Runtime, verification: Verification | None) -> None:

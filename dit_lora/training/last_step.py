@@ -61,7 +61,7 @@ def _last_effort(run: Run, step: int) -> str:
         kept = newest_checkpoint(runtime.dir) if runtime.is_main else None
         resort = f"train.resume=auto goes on from {kept}" if kept else "there is no checkpoint"
         return f"\nstep {step} cannot be saved either; {resort}"
-    # The saved step's lines have to be on the disk too, or a resume would find a gap.
+    # Lines that the disk did not take before: a resume does not take their steps again.
     if run.journal is not None:
         run.journal.flush()
     place = checkpoint_path(runtime.dir, step)

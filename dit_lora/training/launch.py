@@ -1,4 +1,4 @@
-"""What the launcher asks for in the environment that this code does itself, and Accelerate must not see."""
+"""Reads what the launcher asks for in the environment that this code does itself, and hides it from Accelerate."""
 
 import importlib.util
 from collections.abc import MutableMapping
@@ -10,33 +10,33 @@ from dit_lora.errors import DitLoraError, listed
 
 @dataclass(frozen=True)
 class Sharding:
-    """How weights are spread over ranks (FSDP2)."""
+    """Settings of how weights are spread over ranks (FSDP2)."""
 
     reshard_after_forward: bool = True
-    """Whether a block's weights are let go of between its forward and its backward pass."""
+    """True if a block's weights are let go of between its forward and its backward pass."""
 
 
 def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
-    """What `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
+    """Take what `accelerate launch` was asked of FSDP out of the environment, and return it; None if nothing.
 
     Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
     version 1 and for parameters in host memory.
     """
     if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
         return None
-    wrong = []
+    refused = []
     if environment.get("FSDP_VERSION", "1") != "2":
-        wrong.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
+        refused.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
     if _is_on(environment.get("FSDP_OFFLOAD_PARAMS", "")):
-        wrong.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
-    if wrong:
-        raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", wrong))
-    kept = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
-    return Sharding(reshard_after_forward=not kept)
+        refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
+    if refused:
+        raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", refused))
+    stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
+    return Sharding(reshard_after_forward=not stays_whole)
 
 
 def take_zero(environment: MutableMapping[str, str]) -> int | None:
-    """The ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
+    """Take the ZeRO stage that the launch asks of DeepSpeed out of the environment; None if it asks for none.
 
     Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
     """
@@ -47,7 +47,7 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
             "the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'"
         )
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    wrong = (
+    refused = (
         []
         if stage == "2"
         else [
@@ -57,12 +57,12 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
     for name, instead in _NOT_BY_DEEPSPEED.items():
         value = environment.get(f"ACCELERATE_{name}", "none").lower()
         if value not in ("none", "auto"):
-            wrong.append(f"{name.lower()} {value}: leave it out; {instead}")
-    if wrong:
+            refused.append(f"{name.lower()} {value}: leave it out; {instead}")
+    if refused:
         summary = (
             "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
         )
-        raise DitLoraError(listed(summary, wrong))
+        raise DitLoraError(listed(summary, refused))
     return int(stage)
 
 
@@ -71,15 +71,15 @@ def require_for_zero(recipe: Recipe, *, some_idle: bool) -> None:
 
     `some_idle` says that a step may leave what trains without a gradient.
     """
-    wrong = _others(recipe)
+    refused = _others(recipe)
     if some_idle:
-        wrong.append(
+        refused.append(
             "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
             "for zero; train the adapter alone"
         )
-    if wrong:
+    if refused:
         summary = "not with DeepSpeed's ZeRO; launch with accelerate_configs/ddp.yaml, or"
-        raise DitLoraError(listed(summary, wrong))
+        raise DitLoraError(listed(summary, refused))
 
 
 _NOT_BY_DEEPSPEED = {
@@ -92,14 +92,14 @@ _NOT_BY_DEEPSPEED = {
 
 def require_shardable(recipe: Recipe) -> None:
     """Raise `DitLoraError` with everything in the recipe that sharded weights rule out."""
-    wrong = _others(recipe)
-    if wrong:
+    refused = _others(recipe)
+    if refused:
         summary = "not with sharded weights (FSDP); launch with accelerate_configs/ddp.yaml, or"
-        raise DitLoraError(listed(summary, wrong))
+        raise DitLoraError(listed(summary, refused))
 
 
 def _others(recipe: Recipe) -> list[str]:
-    """What reads whole tensors, or places weights itself."""
+    """Return the settings that read whole tensors or place weights by themselves."""
     return [
         f"{name}={value}: set it to {instead}"
         for name, value, instead in (
