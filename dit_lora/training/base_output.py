@@ -299,9 +299,9 @@ def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
 def _kernels_apart(
     setup: AnySetup, inputs: Inputs, allowed: float
 ) -> tuple[dict[Switch, float], float]:
-    """Return the kernels that alone move the output off the model's own code's, by more than that and rounding.
+    """Return the kernels that alone move the output off the model's own code's, beyond that and rounding.
 
-    If several are wrong only together, one of them stands for all. The second value is how far all of them are together.
+    Of several that are wrong only together, one stands for all. The second value is how far all are together.
     """
     model, dtype = setup.transformer, setup.dtype
     kernels, stock = kernels_of(model), setup.task.stock(setup.checkpoint)
@@ -339,7 +339,7 @@ def _amount(away: float) -> str:
 
 
 def _off(switch: Switch) -> str:
-    """The recipe's value that leaves a kernel out."""
+    """Return the recipe's value that leaves a kernel out."""
     if switch.cause == "attention_backend":
         return "kernels.attention=auto"
     return f"kernels.{switch.name}=off" if switch.part_of else "all of kernels off"

@@ -59,7 +59,7 @@ class Loaded:
     guard: dict[str, Any]
     """The record of what recovery had changed of the run."""
     place: dict[str, Any]
-    """Where it was written, as `place.place_of` gives it; empty if the checkpoint does not say."""
+    """The place where it was written, by `place.place_of`; empty if the checkpoint does not say."""
     state: SavedState
     """The tensors, in host memory and mapped from the files: copy what is to be changed."""
 

@@ -42,7 +42,7 @@ _OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to write, and where."""
+    """A request to export: what to write, and where."""
 
     targets: tuple[Path, ...]
     """Folders of runs or adapters, or adapters' files."""

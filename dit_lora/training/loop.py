@@ -78,7 +78,7 @@ class _Step:
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
     bad_data: list[float] = field(default_factory=list)
-    """For each micro-batch: 1.0 if a sample of it is bad, 0.0 if none is, `_UNREAD` if it could not be read."""
+    """A mark for each micro-batch: 1.0 if a sample of it is bad, 0.0 if none is, `_UNREAD` if it was not read."""
     unread: str = ""
     """The reason why this rank could not read its data; empty if it could."""
     data_seconds: float = 0.0

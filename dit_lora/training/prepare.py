@@ -50,9 +50,11 @@ def prepare(
     identity = run_identity(setup)
     if resume_from is not None:
         require_own(setup, identity, resume_from)  # another recipe's base is another too
+    # Before a checkpoint's weights are put in: the base is the model as its files have it.
     base = note_base(setup, resume_from)
     start_step, record = _resumed(setup, ema, identity, resume_from)
     start = start_of_guard(setup, record)
+    # By the memory that is free once the model is placed.
     checkpoint_blocks(setup)
 
     # Nothing is written before this line: what is refused above leaves no folder behind.
@@ -98,6 +100,7 @@ def _set_up(
 ) -> Setup[Any, Any]:
     """Spread the model over devices and ranks, with an optimizer of its groups."""
     recipe = runtime.recipe
+    # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
     share_context(runtime, checkpoint, data, transformer)
     offload_base(recipe, transformer, runtime.accelerator)
     compile_blocks(recipe, transformer, runtime.accelerator)
@@ -111,7 +114,7 @@ def _resumed(
     identity: dict[str, Any],
     resume_from: Path | None,
 ) -> tuple[int, dict[str, Any]]:
-    """The step to go on from, and what the guard had changed of the run until then."""
+    """Return the step to go on from, and what the guard had changed of the run until then."""
     train, runtime = setup.recipe.train, setup.runtime
     if resume_from is None:
         if train.resume == "auto":

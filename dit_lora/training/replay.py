@@ -59,7 +59,7 @@ def sample_losses(checkpoint: Trained) -> LossFunction:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a run a micro-batch is: with it, every draw is known."""
+    """The place of a micro-batch in a run: with it, every draw is known."""
 
     seed: int
     step: int

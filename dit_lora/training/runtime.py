@@ -1,4 +1,4 @@
-"""What a run runs on: versions checked, launch checked, one owner of autocast, the run's folder."""
+"""Starts a run: checks versions and launch, owns autocast, and takes the run's folder."""
 
 import json
 import math
@@ -69,7 +69,7 @@ class Runtime:
     launcher: int | None = None
     """Process id of the `accelerate launch` that waits for this one."""
     sharding: Sharding | None = None
-    """How weights are spread over ranks; None where each holds all of them."""
+    """The way weights are spread over ranks; None where each holds all of them."""
     zero: int | None = None
     """DeepSpeed's ZeRO stage, if the launch asks for it."""
 
@@ -83,7 +83,7 @@ class Runtime:
 
     @cached_property
     def trackers(self) -> Trackers:
-        """Of the main process; not started yet."""
+        """The main process's trackers; not started yet."""
         return Trackers(self.accelerator, self.dir, self.recipe.run.trackers, self.say)
 
     @cached_property
@@ -93,7 +93,7 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """Of the samples that this process reads: those that share their tokens read the same."""
+        """Number of the share of samples that this process reads: ranks that share tokens read the same."""
         return self.accelerator.process_index // self.recipe.train.context_parallel
 
     @property
@@ -102,19 +102,19 @@ class Runtime:
 
     @property
     def samples_per_step(self) -> int:
-        """Of one optimizer step, over micro-steps and ranks."""
+        """Samples of one optimizer step, over micro-steps and ranks."""
         train = self.recipe.train
         return train.batch_size * train.accumulate * self.data_ranks
 
     def say(self, line: str) -> None:
-        """One line for the user, from one process."""
+        """Write one line for the user, from the main process alone."""
         if self.is_main:
             tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if there is one
 
 
 @contextmanager
 def running(recipe: Recipe) -> Iterator[Runtime]:
-    """A started run; trackers and process group are closed at its end, whatever ends it."""
+    """Start a run and yield it; trackers and process group are closed at its end, whatever ends it."""
     runtime = _start(recipe)
     failed = True
     try:
@@ -129,6 +129,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
     finally:
         runtime.trackers.finish(failed=failed)
         runtime.lock.release()
+        # The group ends with the process group; a later run of this process makes its own.
         _waiting_room.cache_clear()
         # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
         # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
@@ -180,7 +181,7 @@ def _start(recipe: Recipe) -> Runtime:
 
 
 def _some_idle(recipe: Recipe) -> bool:
-    """Whether a step may leave what trains without a gradient: a chat model's encoder sees no conversation without media."""
+    """Return true if a step may leave what trains without a gradient: an encoder sees no conversation without media."""
     groups = recipe.optim.groups
     return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 
@@ -188,7 +189,7 @@ def _some_idle(recipe: Recipe) -> bool:
 def require_free_folder(runtime: Runtime) -> None:
     """Take run.dir for this run alone, until it ends; call it before anything of the folder is read. Collective.
 
-    Refuses a folder that cannot be written, is no run's, is in use by another process, or holds another run's
+    Raises for a folder that cannot be written, is no run's, is in use by another process, or holds another run's
     steps (unless resuming).
     """
     error = None
@@ -236,7 +237,7 @@ def open_run_folder(runtime: Runtime) -> None:
 
 
 def quiet_libraries() -> None:
-    """Progress bars of loading are noise beside our own; warnings stay."""
+    """Hide the libraries' progress bars of loading, noise beside our own; warnings stay."""
     import diffusers
     import transformers
 
@@ -246,7 +247,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
-    """Within it, the first SIGINT or SIGTERM is remembered and asks for a clean stop; the second acts.
+    """Remember the first SIGINT or SIGTERM within, which asks for a clean stop; the second acts.
 
     Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
     as SIGTERM: `accelerate launch` ends on that signal and does not pass it on. torchrun does, to ranks that
@@ -280,12 +281,12 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
 
 def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     """Raise on every rank if any rank brings an error, with the first one's message; ranks wait as in `meet`."""
-    own = None if error is None else (str(error), error.exit_code)
-    found: list[Any] = [own]
+    own_error = None if error is None else (str(error), error.exit_code)
+    everyones: list[Any] = [own_error]
     if accelerator.num_processes > 1:
-        found = [None] * accelerator.num_processes
-        dist.all_gather_object(found, own, group=_waiting_room(dist.group.WORLD))
-    first = next((item for item in found if item is not None), None)
+        everyones = [None] * accelerator.num_processes
+        dist.all_gather_object(everyones, own_error, group=_waiting_room(dist.group.WORLD))
+    first = next((item for item in everyones if item is not None), None)
     if first is None:
         return
     agreed = DitLoraError(first[0])
@@ -301,36 +302,38 @@ def meet(accelerator: Accelerator) -> None:
 
 @cache
 def _waiting_room(_world: Any) -> Any:
-    """A group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
+    """Return a group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
     return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
-    """What the launch sets beside the recipe must not contradict it: Accelerate reads its environment too."""
-    wrong = []
+    """Raise if the launch contradicts the recipe: Accelerate reads its settings from the environment too."""
+    contradictions = []
     micro_steps = accelerator.gradient_accumulation_steps
     if micro_steps != recipe.train.accumulate:
-        wrong.append(
+        contradictions.append(
             f"gradient accumulation of {micro_steps}, against train.accumulate={recipe.train.accumulate}; "
             "launch without --gradient_accumulation_steps"
         )
     shared, processes = recipe.train.context_parallel, accelerator.num_processes
     if processes % shared:
-        wrong.append(
+        contradictions.append(
             f"{processes} process(es), which train.context_parallel={shared} does not divide"
         )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("no", accelerator.mixed_precision):
-        wrong.append(
+        contradictions.append(
             f"mixed precision {asked}, against {accelerator.mixed_precision} by model.dtype; "
             "launch with --mixed_precision no"
         )
-    if wrong:
-        raise DitLoraError(listed("the launch contradicts the recipe, which decides", wrong))
+    if contradictions:
+        raise DitLoraError(
+            listed("the launch contradicts the recipe, which decides", contradictions)
+        )
 
 
 def _launcher() -> int | None:
-    """The parent, if it is `accelerate launch`; any other parent may end without ending the run."""
+    """Return the parent's process id if it is `accelerate launch`; any other parent may end without ending the run."""
     try:
         parent = psutil.Process().parent()
         if parent and any("accelerate" in word for word in parent.cmdline()):
@@ -341,7 +344,7 @@ def _launcher() -> int | None:
 
 
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
-    """Two processes asked for and one started is an error, not a slow run."""
+    """Raise if fewer processes were started than asked for, or by an unsupported launch: an error, not a slow run."""
     parent = psutil.Process().parent()
     try:
         command, folder = (parent.cmdline(), Path(parent.cwd())) if parent else ([], Path.cwd())

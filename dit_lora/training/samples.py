@@ -1,4 +1,4 @@
-"""What a recipe trains on: its clips, each in its bucket, cut into windows, without those that cannot be used."""
+"""Finds the samples of a recipe: clips in their buckets, cut into windows, without those that cannot be used."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,15 +38,15 @@ class Samples:
 
     all: tuple[Sample, ...]
     rejected: Mapping[str, str]
-    """Why a clip cannot be used, by its id."""
+    """Reasons why clips cannot be used, by their ids."""
     shapes: tuple[VideoShape, ...] = ()
     """The buckets, or the one shape."""
     clips: tuple[Clip, ...] = ()
-    """All of the sources, those left out too."""
+    """All clips of the sources, those left out too."""
     report: BucketReport | None = None
-    """Where there are buckets or windows."""
+    """The report on buckets; None where there are neither buckets nor windows."""
     notes: tuple[str, ...] = field(default=())
-    """Buckets that the model cannot take."""
+    """Lines on buckets that the model cannot take."""
 
 
 def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: bool) -> Samples:
@@ -93,22 +93,22 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
 
 
 def check_headers(samples: Sequence[Sample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
-    """Which of these surely cannot be used, by what their files say of themselves, and why."""
-    data, wrong = recipe.data, dict[str, str]()
+    """Return which samples surely cannot be used, by what their files say of themselves, and why."""
+    data, unusable = recipe.data, dict[str, str]()
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
     for sample, header in zip(samples, headers, strict=True):
         if isinstance(header, ClipError):
-            wrong[sample.id] = in_words(sample.clip.media, header)
+            unusable[sample.id] = in_words(sample.clip.media, header)
         elif not header.is_image and data.fps is not None:
             frames, start = sample.shape.frames, sample.start
             short = too_short(header, frames=frames, fps=data.fps, start=start)
             if short:
-                wrong[sample.id] = f"{sample.clip.media.name}: {short}"
-    return wrong
+                unusable[sample.id] = f"{sample.clip.media.name}: {short}"
+    return unusable
 
 
 def in_words(media: Media, error: ClipError) -> str:
-    """Why a file cannot be opened, as the audit says it, which knows more than FFmpeg's word."""
+    """Return why a file cannot be opened, as the audit says it, which knows more than FFmpeg's word."""
     rejects = [one for one in judge(media, probe(media), None) if one.verdict == "reject"]
     if not rejects:
         return str(error)
@@ -118,12 +118,12 @@ def in_words(media: Media, error: ClipError) -> str:
 def read_headers(
     media: Sequence[Media], recipe: Recipe, *, quiet: bool
 ) -> list[VideoHeader | ClipError]:
-    """Each file's header or what is wrong with it; remembered in the cache's folder unless `quiet`."""
+    """Return each file's header or what is wrong with it; remembered in the cache's folder unless `quiet`."""
     headers = Headers(recipe.cache_dir / "headers.json")
-    found = headers.read(media, bar("reading headers", "clip", quiet))
+    results = headers.read(media, bar("reading headers", "clip", quiet))
     if not quiet:
         headers.save()
-    return found
+    return results
 
 
 def _refusal(checkpoint: Checkpoint, shape: VideoShape) -> str | None:
@@ -135,5 +135,5 @@ def _refusal(checkpoint: Checkpoint, shape: VideoShape) -> str | None:
 
 
 def bar(what: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """A progress bar with rate and time left around an iterable."""
+    """Return a function that puts a progress bar with rate and time left around an iterable."""
     return partial(tqdm, desc=what, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)

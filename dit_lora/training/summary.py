@@ -1,4 +1,4 @@
-"""What a run says when it has ended."""
+"""Says what a run has made when it has ended."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from dit_lora.training.verify import Verification
 def summary(
     runtime: Runtime, adapter: Path, verification: Verification | None, report: Path | None
 ) -> str:
-    """What the run made, where, and by how much the held-out loss fell."""
+    """Return lines on what the run made, where, and by how much the held-out loss fell."""
     losses = held_out_losses(runtime.dir)
     kind = "model" if runtime.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]

@@ -1,4 +1,4 @@
-"""`dit-lora cache`: fill, check, count and tidy both halves of a cache, of clips and of captions."""
+"""Implements `dit-lora cache`: fill, check, count and tidy both halves of a cache, of clips and of captions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,26 +28,26 @@ Caches = Mapping[str, TensorCache]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found or done in each half of a cache."""
+    """The result of checking, counting or tidying each half of a cache."""
 
     root: Path
     results: Mapping[str, Any]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is bad, or all that was is set aside."""
+        """True if nothing is bad, or all that was is set aside."""
         return all(
             len(getattr(one, "problems", [])) <= getattr(one, "set_aside", 0)
             for one in self.results.values()
         )
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold; paths are relative to the cache."""
+        """Return the result as JSON can hold it; paths are relative to the cache."""
         halves = {kind: _plain(asdict(one), self.root) for kind, one in self.results.items()}
         return {"cache": str(self.root), **halves}
 
     def told(self) -> str:
-        """Lines for a terminal."""
+        """Return lines for a terminal."""
         lines = []
         for kind, values in self.record().items():
             if isinstance(values, dict):
@@ -114,7 +114,7 @@ def _require_cache(recipe: Recipe) -> None:
 
 
 def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
-    """Of the entries that a recipe uses on this machine."""
+    """Return the keys of the entries that a recipe uses on this machine, of clips and of captions."""
     _require_cache(recipe)
     quiet_libraries()
     checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
