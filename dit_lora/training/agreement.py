@@ -40,6 +40,7 @@ def _require_ranks_agree(run: Run, step: int) -> None:
     accelerator = run.setup.runtime.accelerator
     if accelerator.num_processes == 1:
         return
+    # Averages of shards are left out, as `alike` leaves out shards: no rank has another's part.
     averages = run.ema.tensors() if run.ema else {}
     state = run.setup.engine.alike() | {
         n: t for n, t in averages.items() if not isinstance(t, DTensor)
@@ -63,6 +64,7 @@ def differing_rank(
     everyones = accelerator.gather(own_digest)
     if (everyones == everyones[0]).all():
         return None
+    # Only now by name: a healthy look sends one number.
     digests = gather_object([{name: digest([tensor]) for name, tensor in state.items()}])
     names = [n for n in state if len({one.get(n) for one in digests}) > 1]
     at_fault = _contradicted(digests, names)
@@ -104,6 +106,7 @@ def _contradicted(digests: Sequence[Mapping[str, int]], names: Sequence[str]) ->
     for name in names:
         values = [one.get(name) for one in digests]
         value, count = Counter(values).most_common(1)[0]
+        # A majority, so that of two ranks none is outvoted.
         if 2 * count > len(values):
             at_fault |= {rank for rank, own in enumerate(values) if own != value}
     return sorted(at_fault)
@@ -114,6 +117,7 @@ def _furthest(moves: Sequence[Mapping[str, float]], names: Sequence[str]) -> lis
     moved_away = set()
     for name in names:
         far = sorted((one.get(name, 0.0), rank) for rank, one in enumerate(moves))
+        # All ranks have moved since the snapshot by training; memory moves one of them much further.
         if far[-1][0] > _FURTHER * far[-2][0]:
             moved_away.add(far[-1][1])
     return sorted(moved_away) if len(moved_away) == 1 else []

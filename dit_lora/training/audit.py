@@ -107,6 +107,7 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
 
 def audit_folder(path: str, *, progress: bool = True) -> Audit:
     """Audit a folder, tar or dataset by itself: no shape is asked of it, and no text encoder limits its captions."""
+    # A shape is required by the config and not used: without buckets nothing is measured against it.
     data = DataConfig(path=path, height=1, width=1)
     sources = scan(data)
     judged = audit_media(sources.clips, None, progress=progress)
@@ -119,6 +120,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Checkpoint, *, progress: bool = Tru
     data, root = recipe.data, recipe.cache_dir
     sources = scan(data, root)
     samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
+    # The memo is the cache's: training reads it and refuses what was rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
     judged = audit_media(
         sources.clips,
@@ -197,12 +199,12 @@ def _problems(found: Scan) -> Findings:
 
 def _dropped(samples: Samples, judged: Sequence[Judged]) -> Findings:
     """Return findings on samples that fit no bucket, where the media's own findings do not say it."""
-    said = {one.file: {finding.code for finding in one.findings} for one in judged}
+    codes = {one.file: {finding.code for finding in one.findings} for one in judged}
     dropped = samples.report.dropped if samples.report else ()
     return {
         name: [Finding(one.code, one.words, "reject", "change data.buckets, or remove it")]
         for name, one in dropped
-        if one.code not in said.get(name, ())
+        if one.code not in codes.get(name, ())
     }
 
 

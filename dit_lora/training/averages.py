@@ -38,9 +38,9 @@ class AverageBounds:
 
 def _peaks(tensors: Tensors) -> dict[str, float]:
     """Return the largest magnitude of each tensor, NaN if a value is; one read of the device."""
-    own = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
     # A rank's shard of a small tensor may be empty, which has no largest value.
-    filled = {name: tensor for name, tensor in own.items() if tensor.numel()}
+    filled = {name: tensor for name, tensor in parts.items() if tensor.numel()}
     norms = torch._foreach_norm([*filled.values()], ord=float("inf")) if filled else []
     values = torch.stack([norm.float() for norm in norms]).tolist() if filled else []
-    return dict.fromkeys(own, 0.0) | dict(zip(filled, values, strict=True))
+    return dict.fromkeys(parts, 0.0) | dict(zip(filled, values, strict=True))

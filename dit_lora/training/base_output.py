@@ -71,6 +71,7 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     model, main = setup.transformer, setup.runtime.is_main
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseOutput(None)
+    # Base weights that train are no base at the end: the record is of their values at loading.
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
     records: list[Any] = [_first_record(setup.runtime.dir, resume_from) if main else None]
@@ -122,6 +123,7 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
     limit = tolerance(base.noted, setup.transformer, setup.dtype)
     rank = setup.runtime.accelerator.process_index
     distances = gather_object([(distance(now, base.noted), -rank, socket.gethostname())])
+    # The furthest rank; of several, the lowest.
     away, worst, host = max(distances)
     if away <= limit:
         return None
@@ -132,6 +134,7 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
         f"the base is not what it was at {start}: with adapters and kernels off its output{where} is {is_away} "
         f"(up to {percent(limit)} is rounding)"
     )
+    # Before memory is blamed: a backend that mends the output when it is off acquits the weights.
     backend = _backend_at_fault(setup, base, limit)
     if backend is not None:
         return f"{words}; with {backend} off it is as it was: that attention backend went wrong in the run"
@@ -197,6 +200,7 @@ def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | No
     """Return the record of the run's first start, or of the run whose checkpoint it goes on from, or None."""
     if resume_from is None:
         return None
+    # The second is where a run goes on in a folder of its own from another's checkpoint.
     for file in (folder / BASE_OUTPUT, resume_from.absolute().parents[1] / BASE_OUTPUT):
         try:
             record: dict[str, Any] = read_json(file)

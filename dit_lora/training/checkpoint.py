@@ -86,6 +86,7 @@ def save_checkpoint(
     are as they were.
     """
     final = checkpoint_path(run_dir, step)
+    # The same step of the same trajectory has the same bits; another's checkpoints were removed.
     if is_whole(final):
         return final
     # Here and not at the caller: nothing that is not finite may become the newest checkpoint, whoever saves.
@@ -99,6 +100,7 @@ def save_checkpoint(
         _STATE: json.dumps(about | {"place": dict(place or {})}, indent=2, sort_keys=True).encode(),
     }
     try:
+        # Left by a killed process; this one holds the run's lock, so nobody else is writing there.
         _clear_leftovers(final.parent)
         staged.mkdir(parents=True)
         for name, data in contents.items():
@@ -116,8 +118,8 @@ def save_checkpoint(
         prune(run_dir, step, keep, best)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
-        kept = newest_checkpoint(run_dir)
-        resort = f"the newest whole one is {kept}" if kept else "there is no earlier one"
+        earlier = newest_checkpoint(run_dir)
+        resort = f"the newest whole one is {earlier}" if earlier else "there is no earlier one"
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DitLoraError(
             f"cannot save the checkpoint of step {step} to {final}: {reason}; {resort}. "
@@ -206,6 +208,7 @@ def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
 
 def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> None:
     """Remove all but the `keep` newest checkpoints up to `step` and those of `best`; later ones stay."""
+    # Later ones lie there after a resume from an earlier step.
     earlier = [number for number in checkpoint_steps(run_dir) if number <= step]
     for number in earlier[:-keep]:
         if number not in best:
@@ -241,10 +244,10 @@ def _require_same(path: Path, stored: Identity, own: Identity, place: Mapping[st
 def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
     bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if bad:
-        kept = newest_checkpoint(run_dir)
+        earlier = newest_checkpoint(run_dir)
         error = DitLoraError(
             f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} "
-            f"first; {f'the newest whole checkpoint is {kept}' if kept else 'there is no earlier one'}"
+            f"first; {f'the newest whole checkpoint is {earlier}' if earlier else 'there is no earlier one'}"
         )
         error.exit_code = 3
         raise error
@@ -252,6 +255,7 @@ def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
 
 def _remove(path: Path) -> None:
     """Rename the folder, then delete its files: a kill in between leaves nothing that looks like a checkpoint."""
+    # An unlink at a time could be stopped between two files.
     aside = path.rename(path.with_name(f".{path.name}.removed"))
     shutil.rmtree(aside)
 
@@ -266,6 +270,7 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
     if isinstance(data, bytes):
         path.write_bytes(data)
     else:
+        # safetensors takes no strided views.
         save_file({name: tensor.cpu().contiguous() for name, tensor in data.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -277,6 +282,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync_folder(path: Path) -> None:
+    # A rename is an entry of the folder: it lasts once the folder is synced.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -130,6 +130,7 @@ def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
 
 
 def _mode(transformer: nn.Module) -> Mode:
+    # There is no public way to ask: Diffusers and Transformers keep the function on each module.
     functions = [
         module.__dict__.get("_gradient_checkpointing_func")
         for module in transformer.modules()
@@ -161,6 +162,7 @@ def _fully(block: Callable[..., Any], *args: Any) -> Any:
         before()
         return block(*args)
 
+    # Offload brings a block's weights by this: Transformers recomputes a layer without its hooks.
     return checkpoint(compute, *args, use_reentrant=False)
 
 
@@ -180,8 +182,8 @@ def _selectively(block: Callable[..., Any], *args: Any) -> Any:
 
 
 def _policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = keeps_outputs(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = keeps_outputs(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _FUNCTIONS: dict[Mode, Callable[..., Any] | None] = {

@@ -30,6 +30,7 @@ def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None
     require_checkpointing(setup.transformer, asked)
     # `measure` counts all modes from one pass without checkpointing.
     set_checkpointing(setup.transformer, "none")
+    # One mode for all: a rank with less memory free would be the one to fail.
     agreed = most_saving(gather_object([_own(setup, free or free_bytes)]))
     set_checkpointing(setup.transformer, agreed.mode)
     setup.runtime.say(f"checkpointing: {agreed.words}")

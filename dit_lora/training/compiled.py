@@ -55,8 +55,10 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
             "it is called; launch with accelerate_configs/ddp.yaml or in one process, or set it to false"
         )
     _require_compiler(accelerator.device)
+    # Beside the encodings, for the next start to find; the temporary folder may be emptied in between.
     if os.environ.get(_CACHE) in (None, default_cache_dir()):  # torch sets it to that by itself
         os.environ[_CACHE] = _plain_path(recipe.cache_dir.absolute() / "compile")
+    # Each bucket costs graphs of its own, and the limit is for all blocks that share one code.
     torch._dynamo.config.recompile_limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
         8 * _SHAPES, torch._dynamo.config.accumulated_recompile_limit
@@ -72,6 +74,7 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
         # Probes hook the parts of a block, and compiled code calls none: the guard has to be told.
         set_whole(block, partial(_either, state, whole_test(block)))
     switch = Switch(COMPILE, "kernel", state.off, state.turn_off, "eager mode")
+    # For the guard: a fault in compiled code is told from one in the model by running it eager.
     set_model_switches(transformer, [*model_switches(transformer), switch])
 
 
@@ -80,9 +83,9 @@ def _plain_path(folder: Path) -> str:
     if shlex.quote(str(folder)) == str(folder):
         return str(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for place in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
-        if shlex.quote(place) == place and os.access(place, os.W_OK):
-            aside = tempfile.mkdtemp(prefix="dit_lora_compile_", dir=place)  # of this user alone
+    for parent in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
+        if shlex.quote(parent) == parent and os.access(parent, os.W_OK):
+            aside = tempfile.mkdtemp(prefix="dit_lora_compile_", dir=parent)  # of this user alone
             atexit.register(shutil.rmtree, aside, ignore_errors=True)
             link = Path(aside, "cache")
             link.symlink_to(folder, target_is_directory=True)
@@ -121,6 +124,7 @@ def _switched(eager: Callable[..., Any], state: _State) -> Callable[..., Any]:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
+            # Dynamo's errors are pages; their first line says what it cannot do.
             reason = next((line for line in str(error).splitlines() if line.strip()), "")
             raise DitLoraError(
                 f"train.compile: torch {torch.__version__} cannot compile a block: "

@@ -48,6 +48,7 @@ def share_context(runtime: Runtime, checkpoint: Any, data: Prepared, model: nn.M
     tokens = {checkpoint.context_tokens(entry.shape) for entry in data.clips.entries}
     # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
     problems = context_problems(model, degree, tokens)
+    # Attention that bypasses Diffusers' dispatcher would see a share of the tokens and no error.
     if recipe.kernels.attention not in ("auto", *BACKENDS):
         problems.append(
             f"kernels.attention={recipe.kernels.attention} does not exchange tokens; choose auto, "

@@ -82,9 +82,9 @@ class DiffusionTask:
         folder, checkpoint = setup.runtime.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
             index = checkpoint.index_changes()
-            own = weights if setup.engine.lockstep else None
+            gathered = weights if setup.engine.lockstep else None
             return save_pipeline(
-                setup.transformer, checkpoint.path, folder / "model", made, index, own
+                setup.transformer, checkpoint.path, folder / "model", made, index, gathered
             )
         return save_adapter(
             setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights

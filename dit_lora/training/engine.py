@@ -127,6 +127,7 @@ class Replicated:
 
         Without this, the first step after a resume would round otherwise than the same step of a run that went on.
         """
+        # Two ranks have one order of adding two numbers; only from three on can it differ.
         if isinstance(self.model, DistributedDataParallel) and self.accelerator.num_processes > 2:
             loss().backward()
             self.optimizer.zero_grad(set_to_none=True)
@@ -142,6 +143,7 @@ class Replicated:
         return nullcontext()
 
     def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
+        # DDP has averaged the gradients: every rank computes the same norms, and nothing is sent.
         return gradient_norms(self.optimizer.param_groups, norms)
 
     def clip(
@@ -154,6 +156,7 @@ class Replicated:
 
     def step(self, bad: torch.Tensor) -> None:
         # Gradients are dropped after a step that was not taken, too: it is taken again from fresh ones.
+        # The flag stays on the device where the optimizer can read it there (fused AdamW's `found_inf`).
         gated_step(self.optimizer, bad)
         self.optimizer.zero_grad(set_to_none=True)
 

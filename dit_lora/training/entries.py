@@ -65,6 +65,7 @@ class Encoding:
 
     def video(self, sample: Sample, *, mirrored: bool = False) -> Job:
         """Return the job that encodes a sample. Raises `OSError` if its file cannot be read."""
+        # Everything that changes the latents is in the key: no entry is ever stale, only unused.
         facts = {**self._of_shape(sample.shape), "media": self.digests.media(sample.clip.media)}
         # Keys of samples that do without an option are those from before it was offered: old caches stay good.
         if sample.start:
@@ -101,6 +102,7 @@ class Encoding:
             start=sample.start,
             **size,
         )
+        # On decoded frames, before encoding: a black clip would be cached as good.
         for finding in judge_frames(video):
             if finding.verdict == "reject":
                 raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")

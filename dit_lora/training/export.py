@@ -135,12 +135,12 @@ def _require_one_base(sources: Sequence[Source]) -> None:
     """Raise unless all are of one family, and trained on the same transformer where they say which."""
     for key, what in (("family", "families"), ("transformer_digest", "base models")):
         if len({one.made[key] for one in sources if one.made.get(key)}) > 1:
-            said = [
+            lines = [
                 f"{one.file}: {one.made.get('family')}, trained on {one.made.get('base_model')} "
                 f"(transformer {str(one.made.get('transformer_digest'))[:12]})"
                 for one in sources
             ]
-            raise DitLoraError(listed(f"these adapters are of different {what}", said))
+            raise DitLoraError(listed(f"these adapters are of different {what}", lines))
 
 
 def _load(
@@ -161,6 +161,7 @@ def _load(
     for source in sources:
         models.append(loaded.hollow())
         load_lora_file(models[-1], source.file, loaded.pipeline_class)
+    # One adapter at weight 1 goes as it is, with its own provenance.
     if len(sources) == 1 and weights[0] == 1:
         loaded.model, loaded.made = models[0], dict(sources[0].made)
         return loaded
@@ -169,12 +170,14 @@ def _load(
     loaded.model = loaded.hollow()
     load_state(loaded.model, state, config.to_dict(), "the sum of the adapters")
     parts = [updates_of(m, weight=w) for m, w in zip(models, weights, strict=True)]
+    # Ranks are concatenated: compared as products B A, for the factors differ.
     require_same(summed(parts), updates_of(loaded.model), "the sum of the adapters")
     loaded.made = _made_of_sum(sources, config.r)
     return loaded
 
 
 def _hollow(checkpoint: Any) -> Any:
+    # Sums and scales need no base weight: the architecture alone gives names and shapes.
     with torch.device("meta"), from_configs():
         model = checkpoint.load_transformer(torch.float32)
     return hollowed(model)
@@ -245,6 +248,7 @@ def _write_merged(loaded: _Loaded, staged: Path, say: Say) -> None:
         made=loaded.made,
         progress=bar("merging", "tensor", quiet=False),
     )
+    # What is on disk counts, not what was in memory: the folder gets its name after this.
     say("reading it back")
     merged = loaded.base.model_copy(update={"path": str(staged), "revision": None})
     require_merged(base, family.open(merged).load_transformer(dtype), updates, weights)

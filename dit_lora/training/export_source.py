@@ -63,6 +63,7 @@ def is_chat(target: Path, model: str | None) -> bool:
     family = read_provenance(file).get("family")
     if family:
         return family in CHAT_FAMILIES
+    # PEFT's format alone does not say: a diffusion adapter exported to it looks the same.
     on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
     own_class = peft_config(file).get("auto_mapping") or {}
     return not on_pipeline and not own_class.get("parent_library", "").startswith("diffusers.")

@@ -103,6 +103,7 @@ def common_prefix(captions: Sequence[str]) -> str | None:
         if len(set(column)) > 1:
             break
         shared.append(column[0])
+    # A trigger is a word that only these captions have: trailing "a", "of" are no part of it.
     while shared and _usual(shared[-1]):
         shared.pop()
     return " ".join(shared) or None
@@ -251,6 +252,7 @@ def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[st
     checkpoint = setup.checkpoint
     settings, recorder = setup.recipe.validation, _Recorder()
     shape = VideoShape.of(setup.recipe.data)
+    # An image-to-video family opens its first frame, so that there has to be one.
     with tempfile.TemporaryDirectory() as folder:
         picture = None
         if "image" in inspect.signature(checkpoint.pipeline_class.__call__).parameters:

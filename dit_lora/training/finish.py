@@ -49,6 +49,7 @@ def finish(run: Run) -> Written:
     error, written = None, Written()
     with averaged(run):
         weights = setup.engine.weights()  # collective where they are sharded
+        # On the weights that are saved, averages included, and before the file is written: its header has it.
         output = noted_output(setup, run.base)
         try:
             if setup.runtime.is_main:
@@ -108,6 +109,7 @@ def verify_result(
     apart = why_apart(live)
     full = setup.recipe.train.mode == "full"
     fresh = stock.without_values(dtype)
+    # The run's own frozen tensors, not a copy: a second base may not fit beside the first.
     if apart is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
     later = f"{apart}; dit-lora verify {setup.runtime.dir.name} does" if apart else None

@@ -37,6 +37,7 @@ class GuardFiles:
         self.journal = journal
         self.watcher = watcher
         self.start = start
+        # Bundles of earlier starts count too.
         self._bundles = len(list((self.setup.runtime.dir / "bundles").glob("step_*")))
 
     def event(self, event: Event) -> None:
@@ -51,6 +52,7 @@ class GuardFiles:
                 if other_trajectory:
                     remove_checkpoints_after(self.setup.runtime.dir, step)
             note_best(self.setup, self.checkpoints.saver, step)
+        # Collective, so outside of the condition: every rank's medians go back with the run.
         prime_spikes(self.watcher, self.journal)
 
     def quarantined(self, quarantine: Quarantine) -> None:

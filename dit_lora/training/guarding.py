@@ -58,6 +58,7 @@ def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
     switches = all_switches(setup.transformer)
     state = GuardState(**record.get("state", {}), **record.get("parity", {}))
     in_use = {switch.name for switch in switches}
+    # A fault that was found once stays found: without this, each resume would run into it again.
     for name in state.switched_off:
         if name not in in_use:  # another machine, or the recipe has it off now
             continue
@@ -91,6 +92,7 @@ def build_recovery(
             start_peak=start.start_peak,
             limit=MAX_ABS,
             lockstep=engine.lockstep,
+            # Digests of the bits: a norm would not see a flipped sign, nor a sum two rows exchanged.
             frozen=FrozenRecord(transformer),
             peaks=snapshots.peaks,
             switched_off=start.state.switched_off,
@@ -132,6 +134,7 @@ def chosen_norms(setup: AnySetup) -> Norms | None:
         norms, why = choose_norms(setup.recipe.kernels.finite_norm, trained)
     except DitLoraError as problem:
         error = problem
+    # Before the gather below, which a rank with an error would never reach.
     agree(setup.runtime.accelerator, error)
     reasons = [reason for reason in gather_object([why]) if reason is not None]
     setup.runtime.say(
@@ -200,6 +203,7 @@ def _another_sample(
             batch = setup.data.clips.sample(entry, fold(place.seed, "control", entry.id))
         except UnreadableError:  # another serves as well, and other ranks wait for this one
             continue
+        # A control that is bad itself would acquit the sample that it is to be compared with.
         if not batch.faults and not describe_all(batch.tensors, MAX_ABS):
             batch = batch.to(setup.runtime.accelerator.device)
             return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, place)

@@ -23,6 +23,7 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
+    # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True
     optim = dict(values["optim"])

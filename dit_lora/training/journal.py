@@ -58,14 +58,15 @@ class Journal:
                 say(
                     f"warning: {name}: passed over {torn} torn line(s), of a process that was killed"
                 )
+        # A killed run may have written steps after its last checkpoint: they come again.
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
         """Drop the lines after a step that training goes back to."""
         # Events stay through a rollback: they tell why it came.
         self._unwritten = [one for one in self._unwritten if one[0] == "events.jsonl"]
-        kept = _truncate(self.dir / "metrics.jsonl", step)
-        self._samples = kept[-1].get("samples", 0) if kept else 0
+        steps = _truncate(self.dir / "metrics.jsonl", step)
+        self._samples = steps[-1].get("samples", 0) if steps else 0
         lines = _truncate(self.dir / "held_out.jsonl", step, first=0)
         self._held_out_steps = {line["step"] for line in lines}
 
@@ -142,6 +143,7 @@ class Journal:
 
     def flush(self) -> None:
         """Write the lines that a full disk did not take before."""
+        # In order: a line that waits for the disk holds back the later ones.
         while self._unwritten:
             name, text = self._unwritten[0]
             try:
@@ -201,10 +203,10 @@ def peak_gib() -> float:
 
 def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]]:
     """Keep the lines of steps from `first` to `last_step`, so that what comes is written once."""
-    kept = [line for line in _lines(path) if first <= line["step"] <= last_step]
+    lines = [line for line in _lines(path) if first <= line["step"] <= last_step]
     if path.exists():
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    return lines
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -36,10 +36,12 @@ def resume(
     """Continue from a checkpoint, wherever it was written; return its step and what recovery had changed of the run."""
     runtime = setup.runtime
     place = place_of(runtime)
+    # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
     loaded = load_checkpoint(path, identity, place)
     restore(loaded, setup.engine, ema)
     runtime.say(f"resumed at step {loaded.step} from {path}")
     differs = moved(loaded.place, place, dropout=has_dropout(setup.transformer))
+    # Said and not refused: sums in another order are the same training, within rounding.
     if differs:
         runtime.say(f"continued elsewhere: {differs}")
     if setup.recipe.train.resume == "auto":  # which takes the newest whole one
@@ -100,6 +102,7 @@ class Checkpoints:
 
     def trouble(self) -> int:
         """Return the exit code of what has gone wrong with this process's files, or 0; waits for nothing."""
+        # Another process may have taken the folder for a dead run's: this one must write no more.
         lost = self.setup.runtime.lock.lost()
         if lost is not None:
             self.saver.fail(lost)

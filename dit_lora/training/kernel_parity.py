@@ -69,12 +69,13 @@ class KernelParity:
                 # One batch says whether a kernel repeats itself. One that is wrong now and then must be met alone
                 # as it was met among all.
                 passes = 0 if index else 4 * PASSES if switch.part_of else PASSES
-                own = self._difference(one, switch, others, passes)
-                every: list[Difference | None] = gather_object([own])
-                found = next(((r, d) for r, d in enumerate(every) if d is not None), None)
-                if found is not None:
-                    ranks[switch.name] = found[0]
-                    return found[1]
+                difference = self._difference(one, switch, others, passes)
+                # A kernel may be wrong on one GPU alone: all ranks have to switch it off together.
+                every: list[Difference | None] = gather_object([difference])
+                first = next(((r, d) for r, d in enumerate(every) if d is not None), None)
+                if first is not None:
+                    ranks[switch.name] = first[0]
+                    return first[1]
             return None
 
         for switch, difference in differences(self.switches, compare):
@@ -103,6 +104,7 @@ class KernelParity:
     def _gather_coverage(self) -> None:
         """Set the coverage to what was compared on every rank, and what was not on any."""
         every: list[Coverage] = gather_object([self.coverage])
+        # Compared only if on every rank: each GPU runs its own copy of the kernel.
         compared = set.intersection(*(one.compared for one in every))
         missed = {name: why for one in every for name, why in one.missed.items()}
         places = [module for _, module in self._places]

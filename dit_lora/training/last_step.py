@@ -58,8 +58,12 @@ def _last_effort(run: Run, step: int) -> str:
     try:
         run.checkpoints.save(step, run.guard.record(), wait=True)
     except DitLoraError:
-        kept = newest_checkpoint(runtime.dir) if runtime.is_main else None
-        resort = f"train.resume=auto goes on from {kept}" if kept else "there is no checkpoint"
+        checkpoint = newest_checkpoint(runtime.dir) if runtime.is_main else None
+        resort = (
+            f"train.resume=auto goes on from {checkpoint}"
+            if checkpoint
+            else "there is no checkpoint"
+        )
         return f"\nstep {step} cannot be saved either; {resort}"
     # Lines that the disk did not take before: a resume does not take their steps again.
     if run.journal is not None:

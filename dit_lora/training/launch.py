@@ -22,6 +22,7 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
     version 1 and for parameters in host memory.
     """
+    # Popped: Accelerate would shard by its own plugin, on GPUs alone.
     if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
         return None
     refused = []
@@ -40,6 +41,7 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
 
     Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
     """
+    # Popped: Accelerate's DeepSpeed steps inside of backward, before the gate.
     if not _is_on(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
         return None
     if importlib.util.find_spec("deepspeed") is None:

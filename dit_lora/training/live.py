@@ -72,6 +72,7 @@ class LiveTexts:
             tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
             bad = describe_all(tensors, MAX_ABS)
             self._known[key] = (tensors, f"caption {caption!r}: {bad}" if bad else None)
+        # The least recently used goes first.
         self._known.move_to_end(key)
         if len(self._known) > _CAPTIONS:
             self._known.popitem(last=False)
@@ -106,6 +107,7 @@ class LiveVideos:
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
         shape = self.decoder.samples[keys[0]][0].shape
+        # Shapes are asked before any file is decoded: a black clip has them.
         black = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
         return _spec(self._encode(black, None))
 

@@ -129,6 +129,7 @@ def train(
     `on_step` that raises `WentBackError`. A step whose data some rank could not read ends the run, by
     `loop.unreadable`.
     """
+    # Once: whoever evaluates in between puts the mode back.
     loop.engine.model.train()
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
     done, control, reader = start_step, None, Reader[Batch]()
@@ -150,6 +151,7 @@ def train(
                 trip = Trip(number, error.kind, verdict=error.verdict)
                 done = loop.recovery.recover(trip, step.micro_batches, control)
                 break
+            # Late kernel parity has put back the state itself: there is no trip to diagnose.
             except WentBackError as back:
                 done = back.step
                 break
@@ -170,6 +172,7 @@ def _take(
     loop: Loop, reader: Reader[Batch], number: int, stop_asked: Callable[[], int]
 ) -> tuple[StepResult | Trip, _Step]:
     began = time.perf_counter()
+    # A gate for each step: its flags are those of all micro-steps together.
     step, gate = _Step(number), Gate(loop.engine.accelerator)
     # Nothing in here waits for the device: flags, losses and norms are read once, by the gather below.
     with loop.watcher.forward(number):
@@ -197,6 +200,7 @@ def _micro_step(
 ) -> None:
     waiting = time.perf_counter()
     accelerator = loop.engine.accelerator
+    # A rank whose data failed gets its last batch again: it must meet the collectives of this step first.
     batch, step.unread = reader.next()
     batch = batch.to(accelerator.device)
     bad_data = _UNREAD if step.unread else float(bool(batch.faults))
@@ -219,11 +223,13 @@ def _update(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Clip and step, unless the gate is shut; all but the learning rates is still on the device."""
     engine = loop.engine
+    # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
     norms = engine.gradient_norms(loop.norms)
     # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
     gate.gradients(norms)
     loop.watcher.gradients(number, norms)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
+    # A function of the step and not a scheduler: a step that is taken again cannot advance it.
     rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)
     # The update overwrites what a snapshot's copy may still read, so that the watcher comes first.
     loop.watcher.before_update(number)
@@ -246,6 +252,7 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
     where = [(copies * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
     if where:
         return Trip(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(where))
+    # In the order of causes: a bad gradient makes bad weights too.
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
     raised = (rows.flags > 0).any(0).tolist()
     return next(

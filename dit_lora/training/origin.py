@@ -43,6 +43,7 @@ def find_adapter(target: Path) -> Path:
 def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
     """Return the base by the recipe of the run that is the target, or that the adapter's file lies in."""
     run = target if target.is_dir() else target.parent
+    # An adapter's file given by itself still lies in its run.
     if file and file.parent.name == "adapter":
         run = file.parent.parent
     config = run / "config.yaml"

@@ -51,6 +51,7 @@ def note_output(
             why = "the model's output of made-up inputs is not finite"
             return {NOT_RECORDED: why + (", without the adapter it is" if without else "")}
         effect = distance(noted, noted["base"]) if "base" in noted else 1.0
+        # A faint adapter could be missing and nothing would show: it is noted at a louder scale too.
         if effect < _FAR * tolerance(noted, model, dtype):
             times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
             with _scaled(model, times):
@@ -130,6 +131,7 @@ def compare_output(
         return _alone(away, limit, allowed, made)
     with adapters_off(model):
         base = distance(_sampled(_output(stock, model, inputs, seed, dtype)), noted["base"])
+    # The base is judged first: a wrong one would make any adapter look wrong.
     if not base <= limit:  # so that NaN fails too
         words = f"without the adapter its output is {percent(base)} from the one recorded at training's end ({allowed})"
         if own:
@@ -176,6 +178,7 @@ def _tells(noted: Mapping[str, Any], limit: float) -> bool:
 def _output(
     stock: ReferenceModel, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    # Eager: what is compared later is the stock model, which is not compiled.
     with evaluating(model), eager(model):
         return stock.output(model, inputs, seed, dtype)
 
@@ -221,6 +224,7 @@ def _sampled(output: torch.Tensor) -> dict[str, Any]:
     """Return values at equal distances over the flattened output, and its norm; 7 digits each."""
     flat = output.detach().float().flatten()
     places = torch.linspace(0, flat.numel() - 1, min(VALUES, flat.numel())).long()
+    # Seven digits are what fp32 holds, and the header stays small.
     values = [float(f"{value:.7g}") for value in flat[places.to(flat.device)].tolist()]
     return {"values": values, "norm": float(f"{torch.linalg.vector_norm(flat).item():.7g}")}
 

@@ -58,6 +58,7 @@ class ParityWatch(KernelParity):
                 keep=1,
                 put=self.setup.engine.put_numbers,
             )
+        # Without preflight no comparison has passed, and there is nothing right to go back to.
         if compared:
             self._hold(self.start_step)
 
@@ -167,6 +168,7 @@ class ParityWatch(KernelParity):
         assert self._held is not None
         guard.drop_state(self._held.restore(target))
         guard.state.lr_scale = self._lr_scale
+        # Snapshots of the steps between hold what the wrong kernel had trained.
         for later in [held for held in guard.snapshots.steps if held > target]:
             guard.snapshots.forget(later)
         guard.snapshots.take(target)

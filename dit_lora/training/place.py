@@ -24,6 +24,7 @@ def place_of(runtime: "Runtime") -> dict[str, Any]:
         "train.batch_size": train.batch_size,
         "train.accumulate": train.accumulate,
         "sharding": _sharding(runtime),
+        # By name: another model of GPU has other kernels, which round otherwise.
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "torch": torch.__version__,
     }
@@ -71,6 +72,7 @@ def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
         launch = max(n for n in range(1, processes) if samples % n == 0)
         return f"; {processes} processes cannot share {samples} samples: launch {launch}"
     share = samples // processes
+    # The largest micro-batch that is no larger than asked for: memory allows that one.
     fits = max(size for size in range(1, batch + 1) if share % size == 0)
     values = [f"train.batch_size={fits}"] * (fits != batch) + [f"train.accumulate={share // fits}"]
     return f"; on {processes} process(es), {' '.join(values)} restores it"

@@ -73,11 +73,12 @@ def make_plan(
     digests = Digests(recipe.cache_dir / "digests.json")
     encoding = Encoding.of(recipe, checkpoint, dtype, digests)
     transformer = transformer_digest(checkpoint, recipe, digests)
-    found = find_samples(recipe, checkpoint, group=group, quiet=quiet)
+    samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
+    # The empty caption is what caption dropout trains on and guidance samples with.
     texts = {text: encoding.text(text) for text in ("", *recipe.validation.prompts)}
-    rejected = dict(found.rejected)
+    rejected = dict(samples.rejected)
     wanted: list[Wanted] = []
-    for sample in bar("reading files", "clip", quiet)(found.all):
+    for sample in bar("reading files", "clip", quiet)(samples.all):
         try:
             video = encoding.video(sample)
             mirror = encoding.video(sample, mirrored=True) if recipe.data.flip else None
@@ -90,8 +91,9 @@ def make_plan(
         wanted.append(Wanted(sample, video, mirror, texts[caption]))
     if not quiet:
         digests.save()
-    rejected |= _audited(recipe, found, digests)
-    return Plan(encoding, found, tuple(wanted), rejected, texts, transformer)
+    # By content and not by name: a file that was mended since is judged anew.
+    rejected |= _audited(recipe, samples, digests)
+    return Plan(encoding, samples, tuple(wanted), rejected, texts, transformer)
 
 
 def transformer_digest(checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:

@@ -64,6 +64,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         for one in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
         if one.sample.id not in plan.rejected
     ]
+    # All at once: who has to mend a folder wants one list, not one file a start.
     rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
     if recipe.data.precompute:
         clips = _cached(runtime, checkpoint, plan, rejects, videos)
@@ -71,6 +72,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         clips = live_clips(
             runtime, checkpoint, plan.encoding, rejects.without(plan.wanted, _sample_id), plan.texts
         )
+    # Caption dropout trains every sample on it: no single one could be blamed.
     fault = clips.empty_text[1]
     agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return Precomputed(

@@ -46,6 +46,7 @@ from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.runtime import agree
 from dit_lora.training.task import AnySetup
 
+# Enough to find one healthy micro-batch among data with some bad samples.
 _TRIES = 3  # micro-batches
 
 
@@ -74,6 +75,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
                 with noting_inputs(setup.transformer) as parity.learning:
                     findings += _flow(setup, micro_batch)
                 findings += _remembered(setup, micro_batch)
+    # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
     except torch.OutOfMemoryError:
         error = _too_large(setup)
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
@@ -81,6 +83,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
         error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
     # Every rank comes here, whatever it met above: one that raised alone would leave the others waiting.
     agree(setup.runtime.accelerator, error)
+    # First: the stock model that kernels are compared with calls these backends.
     events = _switch_off(recovery, wrong_backends(findings))
     events += _kernels(setup, recovery, parity)
     for finding in findings:
@@ -119,6 +122,7 @@ def _first_samples(setup: AnySetup, quarantine: Quarantine) -> MicroBatch | None
     if setup.engine.lockstep:
         broadcast_object_list(choices)
     tried = [micro_batch_of(setup, collate(samples)) for samples in choices[0]]
+    # A generator: most often the first is healthy and the others are never run.
     healthy = (one for one in tried if replay(one, setup.transformer).finite)
     return next(healthy, None) or next(iter(tried), None)
 
@@ -153,6 +157,7 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
     findings: list[Finding] = []
 
     clips = setup.data.clips
+    # Each kind trains parts that others do not reach: text uses no vision encoder.
     others = [micro_batch_of(setup, clips.sample(one, 0)) for one in clips.one_of_each_kind()]
 
     def backward() -> None:
@@ -191,6 +196,7 @@ def _facts(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
 
 
 def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
+    # One forward serves two checks: peaks of the outputs, and attention at this model's own shapes and masks.
     monitor = Monitor(setup.transformer, every=1)
     with torch.no_grad(), monitor.watching(), recorded_calls() as calls:
         micro_batch.forward()
@@ -227,6 +233,7 @@ def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> lis
     recipe insists.
     """
     start, events = parity.start_step, list[Event]()
+    # A generator: a kernel is off before the next is compared, or two wrong ones would hide each other.
     for switch, difference, rank in parity.differing(make_batches(setup, recovery.quarantine)):
         refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(setup.runtime.accelerator, refused)

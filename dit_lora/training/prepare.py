@@ -46,6 +46,7 @@ def prepare(
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     setup = _set_up(runtime, task, checkpoint, data, transformer, groups)
     recipe = runtime.recipe
+    # Over this rank's own tensors, so after the engine has spread them.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = run_identity(setup)
     if resume_from is not None:
@@ -70,6 +71,7 @@ def prepare(
         put=setup.engine.put_numbers,
     )
     watcher = build_watcher(setup, snapshots)
+    # After the journal has dropped the lines of steps that are taken again.
     prime_spikes(watcher, journal)
     files = GuardFiles(checkpoints, journal, watcher, start)
     recovery = build_recovery(setup, ema, start, snapshots, files)

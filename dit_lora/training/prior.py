@@ -75,6 +75,7 @@ def _lacking(runtime: Runtime) -> list[tuple[int, int]]:
         if folder.exists() and not folder.is_dir():
             raise DitLoraError(f"data.sources[{number}].path: {source.path} is no folder")
         there = media_in(folder)
+        # By name and not by count: a user may have removed one from the middle.
         taken = {Path(name).stem for name in there}
         free = (index for index in count() if _stem(index) not in taken)
         wanted = list(islice(free, max(0, source.generate - len(there))))

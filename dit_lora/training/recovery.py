@@ -27,6 +27,7 @@ from dit_lora.training.checkpoint import checkpoint_path
 from dit_lora.training.guard_state import GuardState, RunFiles
 from dit_lora.training.swap import tried_elsewhere
 
+# Kinds that say that the state itself is bad: no micro-batch is replayed for them.
 _OF_WEIGHTS = (
     "non_finite_weights",
     "diverged_weights",
@@ -34,6 +35,7 @@ _OF_WEIGHTS = (
     "diverged_averages",
     "ranks_differ",
 )
+# Causes for which every rank fails alike, and a sample is never to blame.
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _DONE = {
     "retry": "taken again",
@@ -77,9 +79,11 @@ class RunRecovery:
     ) -> int:
         """Return the step after which to go on; raise `NonFiniteError` on every rank where no rung fits. Collective."""
         began = time.perf_counter()
+        # A trip that carries a verdict was diagnosed where it was found: nothing is replayed then.
         own = []
         if trip.verdict is None:
             own = self._diagnose(trip, micro_batches, control)
+            # Only other ranks can tell a bad sample from a bad rank.
             own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
         verdicts = [verdict for _, verdict in own]
         # In lockstep all ranks have diagnosed the same micro-batches: gathering would repeat each verdict.
@@ -97,6 +101,7 @@ class RunRecovery:
         notes = self._act(action, trip, verdicts, target)
         for event in events:
             self.files.event(event)
+        # All ranks raise: a rank that went on would wait in the next collective for ever.
         if action.kind == "stop":
             raise self._stopped(trip, verdicts, action, events[0], notes)
         done = _DONE[action.kind]
@@ -124,6 +129,7 @@ class RunRecovery:
             return [(last, verdicts[0])]
         if self.suspects.lockstep:
             return self._diagnose_together(trip, micro_batches, control)
+        # Each rank diagnoses its own micro-batches at the same time; only a loss names some, a gradient blames all.
         mine = [
             one
             for one in micro_batches
@@ -143,6 +149,7 @@ class RunRecovery:
         The verdicts are equal on all ranks but for evidence that each rank gathers by itself.
         """
         own = {(one.rank, one.micro_step): one for one in micro_batches}
+        # Sorted: all ranks have to take the same micro-batch at the same time.
         places = trip.micro_batches or sorted(gather_object(list(own)))
         if control is None:
             control = next((one for place, one in own.items() if place not in places), None)
@@ -155,6 +162,7 @@ class RunRecovery:
                 raise ValueError(f"no rank has the micro-batch {place}")
             try:
                 verdict = [diagnose(one, self.suspects, kind=trip.kind, control=other)]
+            # It may have left a shared pass midway: nobody can be asked to agree any more.
             except torch.OutOfMemoryError as error:
                 raise self._stopped_in_a_pass(trip, one) from error
             # The owner's verdict counts on every rank: the loop must not branch on evidence that differs.
@@ -199,6 +207,7 @@ class RunRecovery:
 
     def _finite_snapshots(self) -> list[int]:
         """Return the steps that can be gone back to, ascending, after forgetting those bad on any rank. Collective."""
+        # On any rank: what one cannot restore, none may.
         for held in reversed(self.snapshots.steps):
             if gather_object(self.snapshots.not_finite(held)):
                 self.snapshots.forget(held)
@@ -218,9 +227,11 @@ class RunRecovery:
             self.state.switched_off += action.switches
             return [f"{name} stays off for this run" for name in action.switches]
         if action.kind == "rollback":
+            # AdamW's state may be younger than the snapshot: what it has no value for starts anew.
             self.drop_state(self.snapshots.restore(target))
             notes = []
             if action.lower_lr:
+                # On top of earlier rollbacks; the schedule is a function of the step and knows nothing of them.
                 self.state.lr_scale *= self.policy.config.rollback_lr
                 notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
             self.files.rewind(target, other_trajectory=action.lower_lr)
@@ -228,6 +239,7 @@ class RunRecovery:
         return []
 
     def _leave_out(self, action: Action, step: int, verdicts: Sequence[Verdict]) -> list[str]:
+        # Out from its reading in this step on: earlier epochs did train on it, and their order stays.
         first = (step - 1) * self.samples_per_step
         draws: dict[str, Draw] = {}  # the first of each sample
         for position in range(first, first + self.samples_per_step):
@@ -247,6 +259,7 @@ class RunRecovery:
             )
             for sample in action.samples
         )
+        # The order is computed ahead; without the sample all later ones move up.
         self.order.forget()
         self.files.quarantined(self.quarantine)
         notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
@@ -265,6 +278,7 @@ class RunRecovery:
             if place in by_place:
                 names[place] = self.files.bundle(micro_batch, by_place[place])
         written: dict[tuple[int, int | None], str | None] = {}
+        # Only the rank that wrote a bundle knows its name, and the event is written by the main process.
         for theirs in gather_object([names]):
             written = theirs | written  # in lockstep the first rank's
         places = ((one, (one.rank, one.micro_step)) for one in events)
@@ -289,6 +303,7 @@ class RunRecovery:
         try:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
+            # Step 0 is what the run starts from anyway.
             elif good > 0:
                 self.files.save(good, self.record())
                 lost_steps = trip.step - 1 - good

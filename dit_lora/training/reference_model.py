@@ -25,6 +25,7 @@ def sharing_weights(
     """
     named = dict(live.named_parameters(remove_duplicate=False)) | dict(live.named_buffers())
     for name, module in live.named_modules():
+        # A quantised layer has no weight to hand over: the module itself moves.
         if isinstance(module, NarrowLinear):
             fresh.set_submodule(name.removesuffix(".base_layer"), module)
     wanted = {name.replace(".base_layer.", "."): tensor for name, tensor in named.items()}
@@ -34,6 +35,7 @@ def sharing_weights(
         state[name] = tensor.detach()
         if tensor.requires_grad and own.is_meta and not trained:
             state[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+    # `assign` takes the tensors themselves, where a copy would need a second base.
     fresh.load_state_dict(state, assign=True)
     for name, buffer in list(fresh.named_buffers()):
         # Buffers that no file holds, such as position tables: `load_state_dict` leaves those of the fresh model.

@@ -26,6 +26,7 @@ class Rejects:
 
         Raises `DitLoraError` with all of them if `data.rejects` refuses them.
         """
+        # Ranks may have found different samples, and must leave out the same.
         new = {name: why for some in gather_object([dict(reasons)]) for name, why in some.items()}
         if not new:
             return
@@ -36,6 +37,7 @@ class Rejects:
             error = DitLoraError(
                 listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
             )
+            # Every rank has gathered the same list, and raises it.
             error.collective = True
             raise error
         self.found |= new

@@ -69,6 +69,7 @@ class Place:
 
 def forward(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> LossOutput:
     """Compute a micro-batch's losses, equal bit for bit at every call with equal weights."""
+    # Seeded at every call: a replay draws what the step drew, whatever was drawn in between.
     # Dropout inside the model draws from torch's own generator.
     torch.manual_seed(fold(place.seed, "dropout", place.step, place.micro_step, place.rank))
     return losses(model, batch, Streams(place.seed, batch.draws))
@@ -86,6 +87,7 @@ def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Plac
         single=lambda index: replayable(losses, model, batch.single(index), place),
         faults=batch.faults,
         draws=batch.draws,
+        # For trials: the same samples at draws that training never uses, so that a bad draw is told from bad data.
         redrawn=lambda number: replayable(losses, model, _elsewhere(batch, number), place),
         at=lambda other, draws: replayable(
             losses,
@@ -107,6 +109,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(one: MicroBatch) -> Parts:
+    # Pickled on its way: a tensor on a device would come back on the sender's.
     tensors = {name: tensor.cpu() for name, tensor in one.tensors.items()}
     batch = Batch(one.ids, one.draws, tensors, dict(one.faults))
     return Parts(batch, one.step, one.micro_step, one.rank)
@@ -227,6 +230,7 @@ def replay_bundle(
         if fp32:
             stack.enter_context(in_fp32(transformer))
         outcome = run(micro_batch, transformer)
+        # Zero gradients are a fault only where the run tripped by them.
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
         # A step tripped by its weights replays healthy: their size is then the evidence.
@@ -256,6 +260,7 @@ def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
     """Return the bundle's recipe, with the base model that was given, or that the run beside the bundle used."""
     recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
     config = folder.absolute().parent.parent / "config.yaml"
+    # A bundle names its base without folders, for it may be published; the run beside it knows the path.
     if model is None and config.exists():
         model = load_recipe(config).model.path
     if model is None:
@@ -279,6 +284,7 @@ def _rebuild(
     transformer, _, _ = task.load_trainable(recipe, family, checkpoint, dtype)
     _load(transformer, bundle)
     mode = recipe.train.asked_checkpointing
+    # A recomputation gives the same bits, and this machine may be smaller than the run's.
     set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -289,6 +295,7 @@ def _rebuild(
     compile_blocks(recipe, transformer, accelerator)
     prepared = accelerator.prepare(transformer, device_placement=placement(transformer))
     bare = accelerator.unwrap_model(prepared).train()
+    # Names and draws of the recorded step: with the seed they give every random number of it.
     facts = bundle.facts["replay"]
     batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(
         accelerator.device

@@ -141,6 +141,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
 def _start(recipe: Recipe) -> Runtime:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
     quiet_libraries()
+    # What can refuse the run comes before the process group: no rank waits for one that has ended.
     require_trackers(recipe.run.trackers)
     sharding = take_sharding(os.environ)  # before Accelerate reads it
     if sharding is not None:
@@ -151,6 +152,7 @@ def _start(recipe: Recipe) -> Runtime:
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
+    # The recipe decides and not the launch: one owner of autocast.
     precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
     # pytorch#196678: its backward gives NaN with a mask tensor, torch 2.11 and later.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -208,6 +210,7 @@ def _take_folder(runtime: Runtime) -> None:
         raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
     if there == folder and any(folder.iterdir()) and not _is_run(folder):
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
+    # Before the folder's files are read: until then another process may be writing them.
     runtime.lock.acquire()
     if (folder / "metrics.jsonl").exists() and runtime.recipe.train.resume == "none":
         runtime.lock.release()
@@ -267,6 +270,7 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
         os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
 
     def stop_asked() -> int:
+        # An orphan has another parent: the launcher ended without passing its signal on.
         if not asked["code"] and launcher is not None and os.getppid() != launcher:
             asked["code"] = 128 + signal.SIGTERM
         return asked["code"]
@@ -289,6 +293,7 @@ def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     first = next((item for item in everyones if item is not None), None)
     if first is None:
         return
+    # One message on all ranks: the launcher may show any of them.
     agreed = DitLoraError(first[0])
     agreed.exit_code, agreed.collective = first[1], True
     raise agreed from error

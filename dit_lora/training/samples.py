@@ -55,23 +55,25 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
     `group` is the number of samples of a step. With one shape, headers are left to `check_headers`.
     """
     data = recipe.data
-    found = scan(data, recipe.cache_dir)
-    rejected = {one.file: one.words for one in found.problems}
-    clips = [clip for clip in found.clips if data.classes is None or clip.caption in data.classes]
+    sources = scan(data, recipe.cache_dir)
+    rejected = {one.file: one.words for one in sources.problems}
+    clips = [clip for clip in sources.clips if data.classes is None or clip.caption in data.classes]
     table = ", ".join(data.classes or ())
     rejected |= {
         clip.id: f"its class {clip.caption!r} is not one of data.classes: {table}"
-        for clip in found.clips
+        for clip in sources.clips
         if data.classes is not None and clip.caption not in data.classes
     }
+    # One shape needs no header of a file: those are read later, and only of what is not cached.
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.of(data)
         samples = tuple(Sample(clip.id, clip, shape) for clip in clips)
-        return Samples(samples, rejected, (shape,), tuple(found.clips))
+        return Samples(samples, rejected, (shape,), tuple(sources.clips))
     notes: list[str] = []
     shapes = buckets_of(
         data, checkpoint.side_step, lambda one: _refusal(checkpoint, one), notes.append
     )
+    # A bucket is chosen by size and length, which headers have; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placed | Dropped]] = []
     all_samples: list[Sample] = []
@@ -88,7 +90,7 @@ def find_samples(recipe: Recipe, checkpoint: Checkpoint, *, group: int, quiet: b
             Sample(window_id(clip.id, start), clip, where.shape, start) for start in where.starts
         ]
     report = BucketReport.of(placed, shapes, data, group)
-    clips_found = tuple(found.clips)
+    clips_found = tuple(sources.clips)
     return Samples(tuple(all_samples), rejected, shapes, clips_found, report, tuple(notes))
 
 

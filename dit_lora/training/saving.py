@@ -61,6 +61,7 @@ class Saver:
 
     def stop_code(self) -> int:
         """Return the exit code of an error so far, or 0; waits for nothing."""
+        # In order, and without waiting: the loop asks at every step.
         while self._jobs and self._jobs[0].done():
             self._take()
         return self._error.exit_code if self._error else 0

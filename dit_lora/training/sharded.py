@@ -103,12 +103,14 @@ def shard(
     _require_spreadable(model)
     # Of models that return a view, as all of Diffusers' do; nothing writes into what they return.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     # Inner modules first: `fully_shard` gives a module the parameters that none inside of it has taken.
     for module in (*_apart(model), *_outermost(repeated_blocks(model)), model):
         # FSDP2 cannot be told to stay out of a call: its hooks are noted, for `without_gathering` to lift.
         before = {name: dict(getattr(module, name)) for name in _HOOKS}
+        # A block is a shard again after each forward pass: whole weights would miss what changes them.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
         module.__dict__[GATHERING] = added
@@ -132,10 +134,10 @@ def _gather_for_features(model: nn.Module) -> None:
         if stock is None:
             continue
         # FSDP2 wraps a method of the sharded module alone, so that the trunk's is lent to it under a name.
-        own = f"_gathered_{name}"
-        setattr(model, own, stock)
-        register_fsdp_forward_method(model, own)
-        trunk.__dict__[name] = _inside_or_by(model, stock, getattr(model, own))
+        gathered_name = f"_gathered_{name}"
+        setattr(model, gathered_name, stock)
+        register_fsdp_forward_method(model, gathered_name)
+        trunk.__dict__[name] = _inside_or_by(model, stock, getattr(model, gathered_name))
 
 
 def _inside_or_by(

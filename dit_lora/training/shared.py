@@ -30,6 +30,7 @@ def agreed(runtime: Runtime, work: Callable[[], T] | None) -> T | None:
 
 def own_share(items: Sequence[T], accelerator: Accelerator, model: nn.Module) -> Sequence[T]:
     """Return this rank's share of the items, or all of them where a forward pass needs all ranks."""
+    # A rank that had fewer items would leave the others waiting inside a forward pass.
     if needs_all_ranks(model):
         return items
     return items[accelerator.process_index :: accelerator.num_processes]

@@ -48,6 +48,7 @@ def require_unaltered(
     Frozen weights and buffers are compared where `frozen`: that reads all of them.
     """
     altered = altered_state(suspects)
+    # Only where a checkpoint is written: it reads the whole base.
     if frozen and suspects.frozen is not None:
         altered += suspects.frozen.changed()
     altered = gather_object(altered)

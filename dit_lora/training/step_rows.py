@@ -52,6 +52,7 @@ def own_row(
     """Make this rank's row; `norms` has the norm over all groups last, `poisoned` says that a weight is not finite."""
     # fp64 throughout: one dtype for one gather, and an fp32 loss or an int timestep keeps its value in it.
     stacked = torch.stack([local(norm) for norm in norms.values()])
+    # All gradients zero trips as well: the step would train nothing and still decay weights and moments.
     flags = [(~torch.isfinite(stacked)).any(), (stacked == 0).all(), poisoned]
     return StepRows(
         torch.cat([*losses]).double()[None],

@@ -52,6 +52,7 @@ class DiffusionStock:
         }
 
     def _smallest(self, shape: VideoShape) -> VideoShape:
+        # A few patches, where the model takes so few: the check is to cost little beside a step.
         most = _SIDE * self.checkpoint.side_step
         small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
         try:
@@ -66,14 +67,14 @@ class DiffusionStock:
         """Return the transformer's output in one training forward of made-up inputs, as it returns it."""
         device = next(model.parameters()).device
         batch = {name: _drawn(name, one, seed, dtype).to(device) for name, one in inputs.items()}
-        kept: list[Any] = []
+        outputs: list[Any] = []
         # The family's own loss calls the model as training does; the hook keeps what it returned.
-        handle = model.register_forward_hook(lambda _module, _args, output: kept.append(output))
+        handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
             self.checkpoint.losses(model, batch, Streams(seed, [seed]))
         finally:
             handle.remove()
-        output: torch.Tensor = kept[-1][0]
+        output: torch.Tensor = outputs[-1][0]
         return output
 
     def load(self, dtype: torch.dtype) -> nn.Module:

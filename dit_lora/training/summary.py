@@ -25,6 +25,7 @@ def summary(
         first, last = losses[min(losses)], losses[max(losses)]
         change = 100 * (last / first - 1)
         lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
+    # Of the whole run, resumes included: the file has a line for each step taken.
     waited, spent = (
         sum(line[name] for line in read_lines(runtime.dir / "metrics.jsonl")[0])
         for name in ("data_seconds", "seconds")

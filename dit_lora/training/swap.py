@@ -32,6 +32,7 @@ def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share)
         return own
     if suspects.lockstep:
         return [(one, _on_host(verdict, hosts)) for one, verdict in own]
+    # One micro-batch of a rank is enough to tell whether it is the rank.
     suspected = [index for index, (_, verdict) in enumerate(own) if _is_by_replays(verdict)][:1]
     tried = list(own)
     # Every rank takes part for each owner in turn, in the same order: `share` and the runs are collective.
@@ -70,6 +71,7 @@ def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[l
             return None
 
     first: list[Healthy] = gather_object([healthy()])
+    # No rank is healthy: more runs would tell no rank from another.
     if not any(first):
         return [[outcome] for outcome in first]
     more: list[list[Healthy]] = gather_object([[healthy() for _ in range(_ROUNDS)]])
@@ -78,6 +80,7 @@ def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[l
 
 def _compared(verdict: Verdict, outcomes: Sequence[Sequence[Healthy]]) -> Verdict:
     """Return the verdict where it fails everywhere, else one on the ranks, or on chance."""
+    # A rank that could not run it has neither confirmed nor denied.
     if any(healthy is None for of_rank in outcomes for healthy in of_rank):
         return _not_tried(verdict)
     if any(len(set(of_rank)) > 1 for of_rank in outcomes):

@@ -72,6 +72,7 @@ class Setup(Generic[PreparedT, CheckpointT]):
         return self.engine.optimizer
 
 
+# For the many functions to which the kind of model is all the same.
 AnySetup: TypeAlias = Setup[Prepared, Trained]
 
 

@@ -12,6 +12,7 @@ from dit_lora.errors import CheckFailedError
 def header_of(file: Path) -> dict[str, str]:
     """Return the metadata in the file's header. Raises `CheckFailedError` if it is not a whole safetensors file."""
     try:
+        # Opening reads the header and checks the file's length against it.
         with safe_open(file, framework="pt") as opened:
             return dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:

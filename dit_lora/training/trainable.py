@@ -34,6 +34,7 @@ def load_trainable(
         transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
     report = "full: every weight trains, in fp32"
     if not full:
+        # Before the adapter is attached: PEFT wraps the quantised layers as they are.
         narrowed = quantized(recipe, transformer, family.group_patterns)
         attached = attach_lora(
             transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed
@@ -70,6 +71,7 @@ def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
 def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     """Put the recipe's kernels in, and return lines that say which; preflight compares them."""
     ops = recipe.kernels.ops()
+    # A Triton kernel that nobody has compared is not put in by `auto`; by name it is.
     unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in WITHOUT_TRITON]
     if not recipe.guard.preflight:
         ops |= dict.fromkeys(unchecked, "off")

@@ -94,6 +94,7 @@ def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> Outc
     needed: dict[str, set[str]] | None = None
     if keep:
         recipes = [load_recipe(path) for path in keep]
+        # The union over recipes that share the cache: an entry of any stays.
         needed = {kind: set() for kind in _KINDS}
         for recipe in recipes:
             for kind, keys in zip(_KINDS, _keys(recipe), strict=True):
@@ -120,6 +121,7 @@ def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
     checkpoint = get_family(recipe.model.family).open(recipe.model).for_recipe(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(recipe.model.dtype, device).dtype
+    # Keys hold the dtype of encoding, so that they are this machine's.
     return make_plan(recipe, checkpoint, dtype, group=1, quiet=False).keys
 
 
@@ -144,6 +146,7 @@ def _root(target: str, overrides: Sequence[str]) -> Path:
         raise DitLoraError(f"key.path=value changes a recipe, and {target} is none")
     else:
         root = Path(target).expanduser()
+    # Before anything is pruned: a wrong path must not be taken for an empty cache.
     if not any((root / kind).is_dir() for kind in _KINDS):
         raise DitLoraError(f"{root} is no cache: it has no folder {' and no '.join(_KINDS)}")
     return root

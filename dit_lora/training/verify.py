@@ -173,6 +173,7 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
     if key_check is None:
         key_check = keys(result.stock.name, stored, _loaded(fresh), expected, [*base])
         layers = loaded_layers(fresh)
+    # Without loaded layers there is no scale, and so no update to measure.
     if layers or not stored:
         norms = weight_norms(fresh, result.stock.weight_files())
         updates = module_updates(stored, layers, norms)
@@ -214,6 +215,7 @@ def _refusal(result: Result, fresh: nn.Module) -> Check | None:
 
 @contextmanager
 def _unheard() -> Iterator[None]:
+    # The libraries warn of each missing key; the checks list them.
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -72,6 +72,7 @@ def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
     """Return true if values are equal in the dtype of the loaded tensor, or shapes where it has no values (meta)."""
     if loaded.is_meta:
         return stored.shape == loaded.shape
+    # Compared as loaded: a loader that narrows the dtype changes values on purpose.
     there = stored.to(loaded.device, loaded.dtype)
     if there.shape != loaded.shape:
         return False
@@ -95,6 +96,7 @@ def effect(
         return _extreme(extreme)
     if not updates:
         return no_adapter(base)
+    # Single dead modules are a note; all of them dead is a failure.
     dead = [one for one in updates if one.is_lost]
     if len(dead) == len(updates):
         return _without_effect(updates)
@@ -193,6 +195,7 @@ def _in_the_file(
     problems = [
         f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b
     ]
+    # A pattern gives layers ranks of their own; the loaded layers are compared with those.
     if config and not config.get("rank_pattern"):
         header_rank = config.get("r")
         problems += [
@@ -217,6 +220,7 @@ def _as_trained(
         problems.append(
             f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
         )
+    # PEFT's plain scale; where a header leaves alpha out, loaders take rank for it and the scale is 1.
     off = {layer.scaling for layer in layers.values()} - {alpha / rank}
     problems += [
         f"loaded layers scale their update by {one:g}, and {alpha / rank:g} was trained"

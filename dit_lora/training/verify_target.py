@@ -77,6 +77,7 @@ def find_target(target: Path, model: str | None) -> Target:
     whole = whole_pipeline(target)
     if whole is not None:
         return _pipeline(whole, model)
+    # Before the search for Diffusers' file, which refuses a folder in PEFT's format.
     chat = _chat_folder(target)
     if chat is not None:
         return _chat(chat, model)
@@ -88,6 +89,7 @@ def find_target(target: Path, model: str | None) -> Target:
 def _pipeline(folder: Path, model: str | None) -> Target:
     if model:
         raise DitLoraError(f"--model does not apply: {folder} is a whole model, not an adapter")
+    # Read now, to say in one line which file is torn; the loader's own error would not name it.
     for weights in sorted((folder / "transformer").glob("*.safetensors")):
         header_of(weights)
     file = folder / PROVENANCE_FILE
@@ -101,6 +103,7 @@ def _chat_folder(target: Path) -> Path | None:
         is_adapter = target.name in (CHAT_ADAPTER_FILE, BASE_FILE)
         return _chat_folder(target.parent) if is_adapter else None
     for folder in (target, target / "adapter"):
+        # Stage 2 of VideoChat2 trains base weights alone; beside a LoRA file they belong to a diffusion adapter.
         alone = (folder / BASE_FILE).is_file() and not (folder / ADAPTER_FILE).is_file()
         if (folder / "adapter_config.json").is_file() or alone:
             return folder

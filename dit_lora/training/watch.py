@@ -34,6 +34,7 @@ class StepWatcher:
             monitor.gradients()
 
     def before_update(self, step: int) -> None:
+        # Its copy may still be under way on another stream, and reads what the optimizer writes next.
         self.snapshots.before_update()
         monitor = self._due(step)
         if monitor:
@@ -47,6 +48,7 @@ class StepWatcher:
     def clip(self, group: str) -> float | None:
         if self.spikes is None or not self.adaptive_clip:
             return None
+        # From earlier steps alone, so that it is known before this one and equal on all ranks.
         return self.spikes.limit(f"grad_norm {group}")
 
     def statistics(self, step: int) -> dict[str, dict[str, float]] | None:
@@ -63,6 +65,7 @@ class StepWatcher:
         """Return what stands out in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
         if self.spikes is None:
             return []
+        # Only what every rank has alike: medians and clips must not differ between ranks.
         series = {
             f"loss {part}": loss for name in LOSS_PARTS for part, loss in line.get(name, {}).items()
         }

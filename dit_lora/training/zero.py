@@ -86,6 +86,7 @@ class Zero2:
         self._micro_steps = 0
         parameters = [_named(group) for group in optimizer.param_groups]
         trained = sum(one.numel() for named in parameters for one in named.values())
+        # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
         self._bucket = min(_BUCKET, trained)
         # DeepSpeed puts its parts in the place of the groups' parameters; the caller keeps its own.
         optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
@@ -111,6 +112,7 @@ class Zero2:
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": 2,
+                # Off: the loop clips by group, and the gate decides.
                 "compute_grad_norm": False,
                 "overlap_comm": False,
                 "reduce_bucket_size": self._bucket,
@@ -145,6 +147,7 @@ class Zero2:
         # ZeRO's constructor hooks the parameters once and for good; here the hooks live for one backward.
         self._zero.create_gradient_handling_hooks()
         try:
+            # The engine's and not Accelerate's, which would also step before the gradients can be looked at.
             self.model.backward(loss)
         finally:
             self._disarm()
@@ -170,6 +173,7 @@ class Zero2:
         own = gradient_norms(self.optimizer.param_groups, norms)
         # The norms are fp64: their squares stay finite where fp32's would overflow.
         squares = torch.stack([*own.values()]).square()
+        # Each rank has a part of every group: the squares add up over ranks.
         whole = self.accelerator.reduce(squares, reduction="sum").sqrt()
         return dict(zip(own, whole.unbind(), strict=True))
 
@@ -183,6 +187,7 @@ class Zero2:
 
     def step(self, bad: torch.Tensor) -> None:
         """Take the step unless `bad`, which fused AdamW reads on the device; then gather the weights that it left."""
+        # DeepSpeed calls the optimizer itself, so that the flag has to be there already.
         self.optimizer.found_inf = bad
         try:
             self._zero.step()
@@ -233,6 +238,7 @@ class Zero2:
         state = {}
         for part in self._parts:
             for kind, own in self.optimizer.state.get(part.tensor, {}).items():
+                # Collective, in the same order of groups and kinds on every rank.
                 whole = self.accelerator.gather(own) if own.ndim else own
                 for name, place in part.places().items():
                     shape = part.parameters[name].shape
@@ -243,6 +249,7 @@ class Zero2:
         with torch.no_grad():
             for name, tensor in trainable_state(self.bare).items():
                 tensor.copy_(weights[name])
+        # The optimizer's fp32 parts are copies: without this the first step would undo the load.
         self._zero.refresh_fp32_params()
         for part in self._parts:
             kinds = {name.rpartition("/")[2] for name in moments if _owner(name) in part.parameters}
@@ -254,6 +261,7 @@ class Zero2:
         values = {name: moments[f"{name}/{kind}"] for name in part.parameters}
         if kind == "step":  # of the part as a whole: all its parameters have taken the same steps
             return next(iter(values.values())).to(part.tensor.device, copy=True)
+        # The flat group is padded to a multiple of the ranks, and a checkpoint holds no padding.
         whole = part.tensor.new_zeros(part.tensor.numel() * self.accelerator.num_processes)
         for name, place in part.places().items():
             whole[place] = values[name].flatten()

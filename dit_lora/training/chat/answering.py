@@ -183,6 +183,7 @@ class Answerer:
             name.replace(".base_layer.", "."): one for name, one in self.model.named_parameters()
         }
         for name, weight in self.original.items():
+            # By reference: both sets stay in memory once, and a swap back restores the very tensors.
             self.original[name], named[name].data = named[name].data, weight
 
 
@@ -195,6 +196,7 @@ def converse(
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[str]:
     """Yield the answer to each prompt, as it comes: the turns of one conversation about the same media."""
+    # Once: later turns are about the same frames.
     seen = answerer.look(media)
     turns: list[Turn] = []
     for prompt in prompts:
@@ -234,6 +236,7 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     net = checkpoint.load_model(dtype)
     original: dict[str, torch.Tensor] = {}
     if adapter:
+        # Before they are overwritten, for `as_base` to ask the base without loading it again.
         original = _to_be_replaced(net, adapter / BASE_FILE)
         load_chat_adapter(cast(PreTrainedModel, net), adapter)
     net.requires_grad_(False).eval().to(device)
@@ -339,6 +342,7 @@ def _stamp(checkpoint: Path) -> str:
 def _checkpoint(path: str) -> ModelConfig:
     """Return the config of the first chat family that opens this checkpoint. Raises `DitLoraError` if none does."""
     reasons = []
+    # Opening reads configs alone, so trying each family is cheap.
     for name in CHAT_FAMILIES:
         config = ModelConfig(family=name, path=path)
         try:

@@ -128,6 +128,7 @@ def evaluate(
         "against_base": against_base,
         "dtype": str(answerer.dtype),
     }
+    # Each answer is on disk as it comes: hours of questions survive a kill.
     book = _Book(out, setting)
     keys = [_key(one) for one in questions]
     open_questions = [
@@ -233,6 +234,7 @@ def _looked(
         for key, one in questions:
             seen = pool.submit(answerer.look, one.media, start=one.start, end=one.end)
             waiting.append((key, one, seen))
+            # Bounded: decoded frames of all questions would not fit into memory.
             if len(waiting) > 2 * _READERS:
                 yield waiting.popleft()
         yield from waiting
@@ -252,6 +254,7 @@ def _asked(
     line["seconds"] = [round(at, 3) for at in seen.seconds]
     line |= _judged(answerer, seen, question)
     if against_base:
+        # The same frames and the same prompt: only the weights differ.
         with answerer.as_base():
             line["base"] = _judged(answerer, seen, question)
     return line
@@ -300,6 +303,7 @@ class _Book:
         if not stored:
             write_whole(self.path, json.dumps({"setting": setting}) + "\n")
             return
+        # Answers of two settings in one file would be averaged as one model's.
         if stored[0].get("setting") != setting:
             raise DitLoraError(
                 f"{self.path} holds the answers of another model or setting "
@@ -315,6 +319,7 @@ class _Book:
         self.lines[key] = {"key": key, **line}
         data = json.dumps(self.lines[key], ensure_ascii=False) + "\n"
         with self.path.open("ab") as file:
+            # In one write: a kill leaves at most one torn line, the last.
             file.write(data.encode("utf-8", errors="backslashreplace"))
 
     def _read(self) -> list[dict[str, Any]]:

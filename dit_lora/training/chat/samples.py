@@ -40,6 +40,7 @@ def find_conversations(
     found, chat = read_conversations(data), recipe.chat or ChatConfig()
     rejected = {problem.file: problem.words for problem in found.problems}
     seen = [one for one in found.all if one.media is not None]
+    # Headers alone: sizes give the bucket, and durations the time stamps.
     headers = read_headers([one.media for one in seen if one.media], recipe, quiet=quiet)
     by_id = {one.id: header for one, header in zip(seen, headers, strict=True)}
     entries = []

@@ -65,6 +65,7 @@ def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: i
         raise DitLoraError(
             listed(f"no sample {sample}; of {len(samples.names)} the first are", first)
         )
+    # The set of this sample alone: its room is what it needs, without others' padding.
     clips = training_set([entry], checkpoint, recipe)
     seed = recipe.train.seed
     batch = clips.sample(entry, 0) if draw is None else clips.drawn(entry, draw, seed)

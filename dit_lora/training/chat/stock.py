@@ -72,6 +72,7 @@ class ChatStock:
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
         base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
+        # Before PEFT wraps the layers and renames their weights.
         if base.is_file():
             _, unexpected = model.load_state_dict(load_file(base), strict=False)
             if unexpected:

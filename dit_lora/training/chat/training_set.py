@@ -100,6 +100,7 @@ class ChatSet:
         rooms: dict[ChatShape, Room] = {}
         for entry in entries:
             room = rooms.get(entry.shape, Room(1, 0))
+            # Padding by bucket and not by batch: a sample's tensors do not depend on its neighbours.
             rooms[entry.shape] = Room(
                 max(room.answers, entry.answers), max(room.instruction, entry.instruction)
             )
@@ -149,6 +150,7 @@ class ChatSet:
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
         count = embeddings.num_embeddings
         vocabulary = self.checkpoint.tokenizer.get_vocab()
+        # Most vocabularies fit: then no sample is rendered for this.
         beyond = {token: name for name, token in vocabulary.items() if token >= count}
         if not beyond:
             return []
@@ -234,6 +236,7 @@ class ChatSet:
         )
         if shape.kind != "text":
             empty = (shape.frames, 3, shape.height, shape.width)
+            # A file that cannot be read keeps its shape in the batch; the fault travels beside it.
             tensors["pixels"] = torch.zeros(empty, dtype=torch.uint8) if pixels is None else pixels
         if shape.kind == "video":
             tensors["seconds"] = torch.tensor(seconds)  # some models count positions by them
@@ -258,12 +261,14 @@ class ChatDataset(OrderedDataset):
         epoch, copy, index = self.order.draw_at(position)
         entry = self.clips.entries[index]
         batch = self.clips.drawn(entry, draw_number(entry.id, epoch, copy), self.seed)
+        # Times the group's size: the loop takes the mean over samples.
         share = entry.answers * self.group / self._tokens(position // self.group)
         weight = torch.tensor([share * entry.conversation.loss_weight])
         return dataclasses.replace(batch, tensors={**batch.tensors, LOSS_WEIGHT: weight})
 
     def _tokens(self, step: int) -> int:
         """Return the number of answer tokens of a step's samples."""
+        # A step's samples come one after another: the last sum is remembered.
         if self._total[0] != step:
             positions = range(step * self.group, (step + 1) * self.group)
             indices = (self.order.draw_at(position).sample for position in positions)
