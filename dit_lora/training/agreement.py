@@ -90,8 +90,9 @@ def differing_rank(
         words = (
             f"{names[0]}{more} differs between {who}, none of which stands out: the memory of one"
         )
+    only_moments = all(_is_moment(name) for name in names)
     return Verdict(
-        "optimizer" if all(_is_moment(name) for name in names) else "weights",
+        "optimizer" if only_moments else "weights",
         words,
         step=step,
         rank=at_fault[0] if at_fault else 0,

@@ -155,9 +155,9 @@ class Replicated:
         return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
 
     def step(self, bad: torch.Tensor) -> None:
-        # Gradients are dropped after a step that was not taken, too: it is taken again from fresh ones.
         # The flag stays on the device where the optimizer can read it there (fused AdamW's `found_inf`).
         gated_step(self.optimizer, bad)
+        # Also after a step that was not taken: it is taken again from fresh gradients.
         self.optimizer.zero_grad(set_to_none=True)
 
     def weights_are_bad(self) -> torch.Tensor:

@@ -50,7 +50,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
         _tell(run, preflight(setup, run.guard, run.parity))
-    # After preflight and before the first snapshot: what they switch off is off in everything that is kept.
+    # Preflight's comparison is the first that passed: a late fault goes back to this state.
     run.parity.start(compared=recipe.guard.preflight)
     _tell(run, check_kernels(setup, run.base, run.guard.state.switched_off))
     note_averages(run)
@@ -80,7 +80,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 lambda step: _batches(run, step),
                 start_step=run.start_step,
                 steps=recipe.train.steps,
-                # A full disk or a lost lock of one rank is asked for like a signal: the step's gather tells all ranks.
+                # A full disk or a lost lock of one rank stops all as a signal does: the step's gather tells them.
                 stop_asked=lambda: max(stop_asked(), run.checkpoints.trouble()),
                 on_step=on_step,
             )

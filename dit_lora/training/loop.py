@@ -32,7 +32,7 @@ _UNREAD = 2.0
 
 
 class WentBackError(Exception):
-    """`on_step` raises it on every rank once the run's state is that of an earlier step."""
+    """Raised by `on_step` on every rank once the run's state is that of an earlier step."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"back to step {step}")
@@ -151,8 +151,8 @@ def train(
                 trip = Trip(number, error.kind, verdict=error.verdict)
                 done = loop.recovery.recover(trip, step.micro_batches, control)
                 break
-            # Late kernel parity has put back the state itself: there is no trip to diagnose.
             except WentBackError as back:
+                # Late kernel parity has put back the state itself: there is no trip to diagnose.
                 done = back.step
                 break
             done, control = number, step.micro_batches[-1]
@@ -174,7 +174,7 @@ def _take(
     began = time.perf_counter()
     # A gate for each step: its flags are those of all micro-steps together.
     step, gate = _Step(number), Gate(loop.engine.accelerator)
-    # Nothing in here waits for the device: flags, losses and norms are read once, by the gather below.
+    # The loop reads nothing from the device before the gather below: flags, losses and norms come together.
     with loop.watcher.forward(number):
         for micro_step in range(loop.accumulate):
             _micro_step(loop, gate, reader, step, micro_step)

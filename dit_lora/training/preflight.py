@@ -75,8 +75,8 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
                 with noting_inputs(setup.transformer) as parity.learning:
                     findings += _flow(setup, micro_batch)
                 findings += _remembered(setup, micro_batch)
-    # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
     except torch.OutOfMemoryError:
+        # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
         error = _too_large(setup)
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
     if fatal:

@@ -162,8 +162,8 @@ class RunRecovery:
                 raise ValueError(f"no rank has the micro-batch {place}")
             try:
                 verdict = [diagnose(one, self.suspects, kind=trip.kind, control=other)]
-            # It may have left a shared pass midway: nobody can be asked to agree any more.
             except torch.OutOfMemoryError as error:
+                # It may have left a shared pass midway: nobody can be asked to agree any more.
                 raise self._stopped_in_a_pass(trip, one) from error
             # The owner's verdict counts on every rank: the loop must not branch on evidence that differs.
             broadcast_object_list(verdict, from_process=owner)
@@ -192,7 +192,7 @@ class RunRecovery:
         if action.kind == "skip" and not action.samples:
             return action, step
         if action.kind in ("skip", "quarantine"):
-            # A record with a last epoch comes back after it, and does not empty the data set.
+            # A sample that is out up to an epoch comes back after it, and does not empty the data set.
             for_good = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
             left_out = for_good | set(action.samples)
             if not set(self.order.ids) - left_out:
@@ -303,8 +303,7 @@ class RunRecovery:
         try:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
-            # Step 0 is what the run starts from anyway.
-            elif good > 0:
+            elif good > 0:  # step 0 is what the run starts from anyway
                 self.files.save(good, self.record())
                 lost_steps = trip.step - 1 - good
                 after = f", without the {lost_steps} after it" if lost_steps else ""
@@ -319,9 +318,9 @@ class RunRecovery:
         )
 
     def _go_to_last_good(self, trip: Trip, verdicts: Sequence[Verdict]) -> int | None:
-        """Return the last step whose state is known to be good, after restoring it if need be; None for none to save.
+        """Return the last step whose state is known to be good, after restoring it if need be, or None.
 
-        That is where a checkpoint has it already, or where nobody knows since when the state is bad.
+        There is none to save where a checkpoint has it already, or where nobody knows since when the state is bad.
         """
         of_state = [one for one in verdicts if one.cause in _OF_STATE]
         frozen = bool(of_state) and all(one.evidence.get("frozen") for one in of_state)
