@@ -119,6 +119,7 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
         return f"not recorded at the run's start: {base.noted[NOT_RECORDED]}"
     now = _now(setup, base, base.noted["inputs"])
     if NOT_RECORDED in now:
+        # An output that cannot be had counts as infinitely far.
         now = {**base.noted, "norm": math.nan}
     limit = tolerance(base.noted, setup.transformer, setup.dtype)
     rank = setup.runtime.accelerator.process_index
@@ -151,6 +152,7 @@ def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) ->
     `noted` is the output of its own code. Allowed is twice the distance at the start, twice what parity allows a kernel
     of what the adapter changes, and rounding. Collective where a forward pass is.
     """
+    # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
     allowed = LATER * (base.kernels + KERNEL * effect)
     apart, _ = _kernels_apart(setup, noted["inputs"], allowed)
@@ -292,6 +294,7 @@ def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
         return False
     assert noted is not None
     stock = setup.task.stock(setup.checkpoint)
+    # The same tensors without the run's hooks: if their output is right, the weights are.
     fresh = sharing_weights(stock.without_values(dtype), live, dtype, trained=False)
     parameters = dict(fresh.named_parameters())
     for name, values in base.loaded.items():

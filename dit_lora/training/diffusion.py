@@ -93,6 +93,7 @@ class DiffusionTask:
 
 def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
     """Return the mean losses of quarters of the timesteps; quarters without a sample are left out."""
+    # Rounded up: the last range may be short, and there is no fifth.
     width = -(-timesteps // _BUCKETS)
     members: dict[int, list[float]] = {}
     for timestep, loss in zip(result.timesteps, result.losses, strict=True):

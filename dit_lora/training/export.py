@@ -234,6 +234,7 @@ def _write_merged(loaded: _Loaded, staged: Path, say: Say) -> None:
     base: Path = checkpoint.path
     updates, weights = updates_of(loaded.model), base_weights(loaded.model)
     dtype = stored_dtype(base)
+    # Classes that training added have made these counts larger.
     grown = {
         k: v for k, v in loaded.model.config.items() if k in ("num_embeds_ada_norm", "num_classes")
     }

@@ -66,6 +66,7 @@ def finish(run: Run) -> Written:
     agree(setup.runtime.accelerator, error)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
+    # The run may only end once its last checkpoint is on the disk.
     run.checkpoints.settle()
     return written
 

@@ -163,6 +163,7 @@ def _quarantine(setup: AnySetup) -> Quarantine:
     earlier = [one for one in Quarantine.load(Path(named)).records if one.to_epoch is None]
     quarantine.add(
         [
+            # From the first epoch on: this run has not met them yet.
             type(one)(**{**asdict(one), "from_epoch": 0, "from_copy": 0})
             for one in earlier
             if one.sample_id in ids

@@ -26,6 +26,7 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
         return None
     refused = []
+    # Without a version Accelerate means its first.
     if environment.get("FSDP_VERSION", "1") != "2":
         refused.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
     if _is_on(environment.get("FSDP_OFFLOAD_PARAMS", "")):
@@ -48,6 +49,7 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
         raise DitLoraError(
             "the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'"
         )
+    # Accelerate's default too.
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     refused = (
         []

@@ -69,6 +69,7 @@ def base_of(target: Path, file: Path, made: Mapping[str, Any], model: str | None
 
 def named_base(target: Path, named: str) -> str:
     """Return the Hub id by which a result names its base. Raises `DitLoraError` where that is no more than a name."""
+    # A Hub id has an owner; a name alone is that of a local folder.
     if "/" in named:
         return named
     hint = f" (trained on {named})" if named else ""

@@ -93,6 +93,7 @@ class ParityWatch(KernelParity):
             return
         began = time.perf_counter()
         self.only, self._turn = some_blocks(self.blocks, self._turn)
+        # A bad entry's NaN would be taken for the kernel's.
         good = [batch for batch in self._recent if not batch.faults]
         batch = several_rows(good[-1], good[:-1][::-1])
         differing = []
@@ -171,7 +172,9 @@ class ParityWatch(KernelParity):
         # Snapshots of the steps between hold what the wrong kernel had trained.
         for later in [held for held in guard.snapshots.steps if held > target]:
             guard.snapshots.forget(later)
+        # The next trip needs a state to go back to, and the later ones are gone.
         guard.snapshots.take(target)
+        # Checkpoints after it hold what the wrong kernel had trained.
         guard.files.rewind(target, other_trajectory=True)
 
 

@@ -128,6 +128,7 @@ class Result:
 
     def config(self) -> dict[str, Any] | None:
         """Return PEFT's config as the adapter brings it; None where it does not."""
+        # PEFT's folder has its config beside the weights, Diffusers' file in the header.
         beside = self.file.with_name(peft.utils.CONFIG_NAME)
         if beside.is_file():
             return read_json(beside)

@@ -122,6 +122,7 @@ def evaluate(
         )
     if protocol == "notebook":
         answerer = _as_published(answerer)
+    # All that changes an answer, the weights' digest included: a call under another one does not go on.
     setting = {
         **answerer.made,
         "protocol": protocol,
@@ -239,6 +240,7 @@ def _looked(
                 yield waiting.popleft()
         yield from waiting
     finally:
+        # After Ctrl-C nobody asks about the frames that wait.
         pool.shutdown(cancel_futures=True)
 
 

@@ -49,6 +49,7 @@ class ChatStock:
         size = (1, 1, 3, shape.height, shape.width)
         pixels = torch.randint(0, 256, size, generator=generator(seed, "output", "pixels"))
         batch = {"input_ids": torch.tensor([rendered.ids]), "pixels": pixels.to(torch.uint8)}
+        # A Q-Former reads the instruction by itself.
         if rendered.instruction:
             batch["instruction_ids"] = torch.tensor([rendered.instruction])
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
@@ -74,6 +75,7 @@ class ChatStock:
         base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
         # Before PEFT wraps the layers and renames their weights.
         if base.is_file():
+            # Not strict: the file holds only what trained.
             _, unexpected = model.load_state_dict(load_file(base), strict=False)
             if unexpected:
                 raise ValueError(f"the model has no {', '.join(unexpected)}")
