@@ -1,4 +1,4 @@
-"""The audit of a folder, or of all that a recipe trains on: sources, media, captions or labels, buckets, encodings."""
+"""Audits a folder, or all that a recipe trains on: sources, media, captions or labels, buckets, encodings."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,12 +44,12 @@ _REMEDIES = {
 }
 
 Findings = dict[str, list[Finding]]
-"""By sample."""
+"""Findings by the name of their sample."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Every sample judged, and what is to be said of the whole set."""
+    """Every sample judged, and the notes on the whole set."""
 
     title: str
     judged: list[Judged]
@@ -66,7 +66,7 @@ class Audit:
         return not self.totals["reject"]
 
     def lines(self) -> list[str]:
-        """Rejects with their reasons, warnings by code, and totals, for a terminal."""
+        """Return rejects with their reasons, warnings by code, and totals, for a terminal."""
         lines = [
             one_line(f"reject  {one.file}: {'; '.join(_words(one))}")
             for one in self.judged
@@ -85,7 +85,7 @@ class Audit:
 
 
 def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audit:
-    """A recipe's file, with its overrides, or data by itself. Raises if an option needs a recipe."""
+    """Audit a recipe's file, with its overrides, or data by itself. Raises if an option needs a recipe."""
     if not is_recipe(target):
         if encode or overrides:
             what = "--encode" if encode else "key.path=value"
@@ -107,22 +107,24 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
 
 
 def audit_folder(path: str, *, progress: bool = True) -> Audit:
-    """A folder, tar or dataset by itself: no shape is asked of it, and no text encoder limits its captions."""
+    """Audit a folder, tar or dataset by itself: no shape is asked of it, and no text encoder limits its captions."""
+    # A shape is required by the config and not used: without buckets nothing is measured against it.
     data = DataConfig(path=path, height=1, width=1)
-    found = scan(data)
-    judged = audit_media(found.clips, None, progress=progress)
-    captions = check_captions(found.clips, None, None)
-    return Audit(path, merge(judged, _problems(found), captions))
+    sources = scan(data)
+    judged = audit_media(sources.clips, None, progress=progress)
+    captions = check_captions(sources.clips, None, None)
+    return Audit(path, merge(judged, _problems(sources), captions))
 
 
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
-    """What a recipe trains on, by its shapes and its model's tokenizer; what was decoded before is remembered."""
+    """Audit the data of a recipe by its shapes and its model's tokenizer; files judged before are not decoded again."""
     data, root = recipe.data, recipe.cache_dir
-    found = scan(data, root)
+    sources = scan(data, root)
     samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
+    # The memo is the cache's: training reads it and refuses what was rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
     judged = audit_media(
-        found.clips,
+        sources.clips,
         data,
         shapes=samples.shapes,
         memo=memo,
@@ -130,50 +132,53 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         progress=progress,
     )
     digests.save()
+    # A family without a text limit is conditioned on classes: captions are then labels.
     limit = checkpoint.text_limit()
     notes: list[str] = [*samples.notes]
     tokens: dict[str, dict[str, int]] = {}
     if limit is None:
-        words, about = check_labels(found.clips, data.classes)
+        words, about = check_labels(sources.clips, data.classes)
         notes += about
     else:
+        # A caption given to a whole source is no duplicate in each of its clips.
         shared = {source.caption for source in data.all_sources if source.caption is not None}
-        lengths = token_lengths(found.clips, limit.tokenizer)
+        lengths = token_lengths(sources.clips, limit.tokenizer)
         words = check_captions(
-            found.clips, limit.tokenizer, limit.max_tokens, lengths=lengths, shared=shared
+            sources.clips, limit.tokenizer, limit.max_tokens, lengths=lengths, shared=shared
         )
-        tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in found.clips}
+        tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
     return Audit(
         title=data.path or "data.sources",
-        judged=merge(judged, _problems(found), words, _dropped(samples, judged), facts=tokens),
+        judged=merge(judged, _problems(sources), words, _dropped(samples, judged), facts=tokens),
         notes=tuple(notes),
         buckets=report.as_dict() if report else None,
     )
 
 
 def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audit:
-    """Encode what is not cached yet, and look at the latents and embeddings of all samples."""
+    """Encode samples that are not cached yet, and look at the latents and embeddings of all."""
+    # An audit reports every bad sample; a recipe that refuses them would end it at the first.
     data = recipe.data.model_copy(update={"rejects": "skip", "precompute": True})
     recipe = recipe.model_copy(update={"data": data})
     with running(recipe) as runtime:
         encoded = precompute(runtime, checkpoint)
     damaged: Findings = {}
-    found, statistics = check_encoded(_tensors(encoded, damaged))
+    non_finite, statistics = check_encoded(_tensors(encoded, damaged))
     failed = {
         name: [_failed(why)] for name, why in encoded.rejected.items() if "is not usable" in why
     }
-    parts = [_by_clip(part, audit.judged) for part in (damaged, found, failed)]
+    parts = [_by_clip(part, audit.judged) for part in (damaged, non_finite, failed)]
     return replace(audit, judged=merge(audit.judged, *parts), encoded=statistics)
 
 
 def _by_clip(found: Findings, judged: Sequence[Judged]) -> Findings:
-    """What was found of a clip's later windows, under the clip's name."""
-    known = {one.file for one in judged}
+    """Return findings by clip: those of a clip's later windows move to the clip's name."""
+    files = {one.file for one in judged}
     by_clip: Findings = {}
     for name, findings in found.items():
         clip, _, start = name.rpartition("@")
-        if name in known or clip not in known:
+        if name in files or clip not in files:
             by_clip.setdefault(name, []).extend(findings)
             continue
         moved = [replace(one, words=f"from {start} on: {one.words}") for one in findings]
@@ -194,20 +199,20 @@ def _problems(found: Scan) -> Findings:
 
 
 def _dropped(samples: Samples, judged: Sequence[Judged]) -> Findings:
-    """What goes to no bucket, where the media's own findings do not say it."""
-    said = {one.file: {finding.code for finding in one.findings} for one in judged}
+    """Return findings on samples that fit no bucket, where the media's own findings do not say it."""
+    codes = {one.file: {finding.code for finding in one.findings} for one in judged}
     dropped = samples.report.dropped if samples.report else ()
     return {
         name: [Finding(one.code, one.words, "reject", "change data.buckets, or remove it")]
         for name, one in dropped
-        if one.code not in said.get(name, ())
+        if one.code not in codes.get(name, ())
     }
 
 
 def _tensors(
     encoded: Precomputed, damaged: Findings
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Of each sample what its entries hold; those that cannot be read, or were altered, are noted."""
+    """Yield each sample's tensors from its cache entries; those that are torn or altered are noted in `damaged`."""
     clips = encoded.clips
     for entry in clips.entries:
         sample = clips.read(entry, entry.text_key, 0)
@@ -219,7 +224,7 @@ def _tensors(
 
 
 def _failed(why: str) -> Finding:
-    """Of an encoder's message."""
+    """Return the finding that an encoder's message stands for."""
     part = "embedding" if "caption '" in why else "latent"
     kind = "out_of_range" if "beyond" in why else "non_finite"
     remedy = "look at the sample; encode it in fp32 or bf16, or remove it"

@@ -1,4 +1,4 @@
-"""Bounds on moving averages, which are never beyond what their weights were."""
+"""Bounds moving averages by what their weights were."""
 
 import math
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ _BEYOND = 10.0
 
 @dataclass
 class AverageBounds:
-    """The largest value that each trained weight, and so its average, is known to have had; of shards, this rank's."""
+    """Largest magnitudes that trained weights, and so their averages, are known to have had; of shards, this rank's."""
 
     seen: dict[str, float] = field(default_factory=dict)
 
     def note(self, weights: Tensors, averages: Tensors) -> None:
-        """What is sound now."""
+        """Take these values as sound: they widen the bounds."""
         for peaks in (_peaks(weights), _peaks(averages)):
             for name, peak in peaks.items():
                 self.seen[name] = max(peak, self.seen.get(name, 0.0))
 
     def beyond(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
-        """The finite averages beyond everything that their weights were: how far they reach, and the weights."""
+        """Return the finite averages beyond all that their weights were, each with its peak and the bound."""
         now = _peaks(weights)
         bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in now.items()}
         return {
@@ -37,9 +37,10 @@ class AverageBounds:
 
 
 def _peaks(tensors: Tensors) -> dict[str, float]:
-    """The largest magnitude of each, NaN if a value is; one read of the device."""
-    own = {name: local(tensor.detach()) for name, tensor in tensors.items()}
-    whole = {name: tensor for name, tensor in own.items() if tensor.numel()}
-    norms = torch._foreach_norm([*whole.values()], ord=float("inf")) if whole else []
-    values = torch.stack([norm.float() for norm in norms]).tolist() if whole else []
-    return dict.fromkeys(own, 0.0) | dict(zip(whole, values, strict=True))
+    """Return the largest magnitude of each tensor, NaN if a value is; one read of the device."""
+    parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    # A rank's shard of a small tensor may be empty, which has no largest value.
+    filled = {name: tensor for name, tensor in parts.items() if tensor.numel()}
+    norms = torch._foreach_norm([*filled.values()], ord=float("inf")) if filled else []
+    values = torch.stack([norm.float() for norm in norms]).tolist() if filled else []
+    return dict.fromkeys(parts, 0.0) | dict(zip(filled, values, strict=True))

@@ -1,4 +1,4 @@
-"""The base as it was before the first step: its output is kept, and compared when a run goes on and when it ends.
+"""Notes the base's output before the first step, to compare it when a run goes on and when it ends.
 
 At a run's end the frozen weights in memory are those that it trained on, and not always those that it loaded. So the
 output of made-up inputs (`output_record`) is noted as soon as the model is loaded, by the model's own code, into
@@ -51,38 +51,41 @@ _TRAINED_ON_IT = (
 
 @dataclass
 class BaseOutput:
-    """What the base made of made-up inputs at a run's first start."""
+    """The base's output of made-up inputs at a run's first start."""
 
     noted: dict[str, Any] | None
-    """Holds what `output_now` gives, or why there is none; None where every weight trains, so that there is no base."""
+    """The result of `output_now`, or the reason why there is none; None where every weight trains: there is no base."""
     loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Base weights that train, as they were loaded, on the host; of sharded ones this rank's part."""
     since: int = 0
     """The step at which it was noted: later than the first of a run from before there was a record."""
     kernels: float = 0.0
-    """How far the kernels in use made the model's output another than its own code did, when this process started."""
+    """Distance between the outputs with the kernels in use and by the model's own code, when this process started."""
 
 
 def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
-    """Note the base's output, before a checkpoint is put into the model; of a resumed run, that of its first start.
+    """Note the base's output, before a checkpoint is put into the model; for a resumed run, that of its first start.
 
     Collective. Raises `DitLoraError` on every rank if the base is another on one of them, or than at the first start.
     """
     model, main = setup.transformer, setup.runtime.is_main
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseOutput(None)
+    # Base weights that train are no base at the end: the record is of their values at loading.
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
-    given: list[Any] = [_first_record(setup.runtime.dir, resume_from) if main else None]
-    broadcast_object_list(given)
-    first = given[0]
+    records: list[Any] = [_first_record(setup.runtime.dir, resume_from) if main else None]
+    broadcast_object_list(records)
+    first = records[0]
     base = BaseOutput(None, loaded)
-    own = _now(setup, base, first["inputs"] if first else made_up_inputs(setup))
-    theirs: list[Any] = [first or own]
-    broadcast_object_list(theirs)  # the main process'
-    base.noted = theirs[0]
+    # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
+    today = _now(setup, base, first["inputs"] if first else made_up_inputs(setup))
+    agreed: list[Any] = [first or today]
+    broadcast_object_list(agreed)  # the main process'
+    base.noted = agreed[0]
     agree(
-        setup.runtime.accelerator, _unlike(setup, base.noted or {}, own, resumed=first is not None)
+        setup.runtime.accelerator,
+        _unlike(setup, base.noted or {}, today, resumed=first is not None),
     )
     return base
 
@@ -106,7 +109,7 @@ def keep_base(setup: AnySetup, base: BaseOutput, start_step: int) -> None:
 
 
 def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
-    """What is wrong with the base at the run's end, against its start; None if nothing is. Collective.
+    """Return what is wrong with the base at the run's end, against its start; None if nothing is. Collective.
 
     The model's own code is compared with itself, on every rank, with adapters off and no weight as trained.
     """
@@ -116,11 +119,13 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
         return f"not recorded at the run's start: {base.noted[NOT_RECORDED]}"
     now = _now(setup, base, base.noted["inputs"])
     if NOT_RECORDED in now:
+        # An output that cannot be had counts as infinitely far.
         now = {**base.noted, "norm": math.nan}
     limit = tolerance(base.noted, setup.transformer, setup.dtype)
     rank = setup.runtime.accelerator.process_index
-    found = gather_object([(distance(now, base.noted), -rank, socket.gethostname())])
-    away, worst, host = max(found)
+    distances = gather_object([(distance(now, base.noted), -rank, socket.gethostname())])
+    # The furthest rank; of several, the lowest.
+    away, worst, host = max(distances)
     if away <= limit:
         return None
     where = f" on rank {-worst} ({host})" if setup.runtime.accelerator.num_processes > 1 else ""
@@ -130,6 +135,7 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
         f"the base is not what it was at {start}: with adapters and kernels off its output{where} is {is_away} "
         f"(up to {percent(limit)} is rounding)"
     )
+    # Before memory is blamed: a backend that mends the output when it is off acquits the weights.
     backend = _backend_at_fault(setup, base, limit)
     if backend is not None:
         return f"{words}; with {backend} off it is as it was: that attention backend went wrong in the run"
@@ -141,18 +147,19 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
 
 
 def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) -> str | None:
-    """Which kernels make the trained model's output another than its own code does; None if none. For the run's end.
+    """Return which kernels move the trained model's output off its own code's; None if none does. For the run's end.
 
-    `noted` is that of its own code. Allowed is twice what it was at the start, of what the adapter changes twice what
-    parity allows a kernel, and rounding. Collective where a forward pass is.
+    `noted` is the output of its own code. Allowed is twice the distance at the start, twice what parity allows a kernel
+    of what the adapter changes, and rounding. Collective where a forward pass is.
     """
+    # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
     allowed = LATER * (base.kernels + KERNEL * effect)
-    found, _ = _kernels_apart(setup, noted["inputs"], allowed)
-    if not found:
+    apart, _ = _kernels_apart(setup, noted["inputs"], allowed)
+    if not apart:
         return None
-    which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in found.items())
-    off = " ".join(_off(switch) for switch in found)
+    which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in apart.items())
+    off = " ".join(_off(switch) for switch in apart)
     return (
         f"kernels went wrong in the run: with them the model's output is not what its own code makes of the same "
         f"weights: {which}, and {percent(base.kernels)} at the start. From some step on the adapter was trained "
@@ -161,20 +168,18 @@ def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) ->
 
 
 def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) -> list[Event]:
-    """Switch off the kernels that the run's end would refuse, for all ranks; their events. Collective.
+    """Switch off on all ranks the kernels that the run's end would refuse, and return the events. Collective.
 
-    Names are added to `switched_off`.
-
-    The same inputs and the same scale as then: what passes here fails there only if it changes. Raises `DitLoraError`
-    on every rank if the recipe insists on one of them.
+    Names are added to `switched_off`. The same inputs and the same scale as at the end: what passes here fails there
+    only if it changes. Raises `DitLoraError` on every rank if the recipe insists on one of them.
     """
     noted, accelerator = base.noted, setup.runtime.accelerator
     if noted is not None and NOT_RECORDED in noted:
         return []
     inputs = noted["inputs"] if noted else made_up_inputs(setup)
-    found, base.kernels = _kernels_apart(setup, inputs, KERNEL)
+    apart, base.kernels = _kernels_apart(setup, inputs, KERNEL)
     worst: dict[str, float] = {}
-    for name, away in gather_object([(switch.name, away) for switch, away in found.items()]):
+    for name, away in gather_object([(switch.name, away) for switch, away in apart.items()]):
         worst[name] = max(away, worst.get(name, 0.0))
     events = []
     for switch in model_switches(setup.transformer):
@@ -194,9 +199,10 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
 
 
 def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | None:
-    """That of the run's first start, or of the run whose checkpoint it goes on from; None at a first start."""
+    """Return the record of the run's first start, or of the run whose checkpoint it goes on from, or None."""
     if resume_from is None:
         return None
+    # The second is where a run goes on in a folder of its own from another's checkpoint.
     for file in (folder / BASE_OUTPUT, resume_from.absolute().parents[1] / BASE_OUTPUT):
         try:
             record: dict[str, Any] = read_json(file)
@@ -208,7 +214,7 @@ def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | No
 
 
 def _now(setup: AnySetup, base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
-    """The base's output in this moment, as `output_now` gives it, or why there is none."""
+    """Return the base's output in this moment, as `output_now` gives it, or why there is none."""
     model, dtype = setup.transformer, setup.dtype
     try:
         with without_kernels(model), _as_loaded(model, base.loaded):
@@ -223,7 +229,7 @@ def _now(setup: AnySetup, base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
 
 
 def made_up_inputs(setup: AnySetup) -> Inputs:
-    """What the inputs of the run's model are made of, for its output to be noted."""
+    """Return the recipe of the made-up inputs for the run's model, by which its output is noted."""
     # Ranks that share a sample's tokens can do so with the sizes that the run has.
     whole = setup.recipe.train.context_parallel > 1
     return setup.task.stock(setup.checkpoint).inputs(setup.data.clips, whole=whole)
@@ -231,9 +237,9 @@ def made_up_inputs(setup: AnySetup) -> Inputs:
 
 @contextmanager
 def _as_loaded(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Within it no adapter acts, and base weights that train have the values that they were loaded with."""
+    """Turn every adapter off within, and put base weights that train back to the values that they were loaded with."""
     live = {n: local(p.detach()) for n, p in model.named_parameters() if n in loaded}
-    kept = {name: tensor.clone() for name, tensor in live.items()}
+    trained = {name: tensor.clone() for name, tensor in live.items()}
     try:
         for name, tensor in live.items():
             tensor.copy_(loaded[name])
@@ -241,13 +247,13 @@ def _as_loaded(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator
             yield
     finally:
         for name, tensor in live.items():
-            tensor.copy_(kept[name])
+            tensor.copy_(trained[name])
 
 
 def _unlike(
     setup: AnySetup, noted: Mapping[str, Any], own: Mapping[str, Any], *, resumed: bool
 ) -> DitLoraError | None:
-    """Why this rank's base is not the one that was noted."""
+    """Return the error if this rank's base is not the one that was noted, else None."""
     if NOT_RECORDED in noted or NOT_RECORDED in own:
         return None
     limit = tolerance(noted, setup.transformer, setup.dtype)
@@ -255,21 +261,21 @@ def _unlike(
     if away <= limit:
         return None
     where = f"rank {setup.runtime.accelerator.process_index} ({socket.gethostname()})"
-    told = f"{percent(away)} away, where up to {percent(limit)} is rounding"
+    measured = f"{percent(away)} away, where up to {percent(limit)} is rounding"
     if not resumed:
         return DitLoraError(
-            f"{where} has another base than rank 0: its output of the same inputs is {told}; its files or its memory "
+            f"{where} has another base than rank 0: its output of the same inputs is {measured}; its files or its memory "
             "are damaged: compare the checkpoint's files on both, or leave that machine out"
         )
     return DitLoraError(
         f"the base is not what it was at this run's first start: its output of the same inputs ({BASE_OUTPUT}) is "
-        f"{told}, on {where}; restore its files and the packages' versions (environment.json), take another machine, "
+        f"{measured}, on {where}; restore its files and the packages' versions (environment.json), take another machine, "
         "or start afresh with train.resume=none in another run.dir"
     )
 
 
 def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | None:
-    """The attention backend without which the base's output is as it was, on all ranks; None if there is none."""
+    """Return the attention backend without which the base's output is as it was, on all ranks, or None."""
     assert base.noted is not None
     for switch in attention_switches():
         with switch.off():
@@ -282,16 +288,17 @@ def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | 
 
 @torch.no_grad()
 def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
-    """Whether a fresh stock model with this run's weights gives the base's output of the start. For the main process."""
+    """Return true if a fresh stock model with this run's weights gives the start's output; main process only."""
     live, dtype, noted = setup.transformer, setup.dtype, base.noted
     if not setup.runtime.is_main or setup.engine.lockstep or why_apart(live) is not None:
         return False
     assert noted is not None
     stock = setup.task.stock(setup.checkpoint)
+    # The same tensors without the run's hooks: if their output is right, the weights are.
     fresh = sharing_weights(stock.without_values(dtype), live, dtype, trained=False)
-    own = dict(fresh.named_parameters())
+    parameters = dict(fresh.named_parameters())
     for name, values in base.loaded.items():
-        own[name.replace(".base_layer.", ".")].copy_(values)
+        parameters[name.replace(".base_layer.", ".")].copy_(values)
     return distance(output_now(stock, fresh, noted["inputs"], dtype), noted) <= limit
 
 
@@ -299,9 +306,9 @@ def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
 def _kernels_apart(
     setup: AnySetup, inputs: Inputs, allowed: float
 ) -> tuple[dict[Switch, float], float]:
-    """The kernels that alone make the output another than the model's own code does, by more than that and rounding.
+    """Return the kernels that alone move the output off the model's own code's, beyond that and rounding.
 
-    One of several that are wrong together only stands for all. With it, how far all of them are from it together.
+    Of several that are wrong only together, one stands for all. The second value is how far all are together.
     """
     model, dtype = setup.transformer, setup.dtype
     kernels, stock = kernels_of(model), setup.task.stock(setup.checkpoint)
@@ -312,26 +319,26 @@ def _kernels_apart(
     limit = tolerance(expected, model, dtype) + allowed
 
     def away() -> float:
-        found = [distance(output_now(stock, model, inputs, dtype), expected)]
+        measured = [distance(output_now(stock, model, inputs, dtype), expected)]
         if setup.engine.lockstep:  # one answer for all ranks, so that none goes on alone
-            broadcast_object_list(found)
-        return found[0]
+            broadcast_object_list(measured)
+        return measured[0]
 
     together = away() if is_finite(expected) else 0.0  # else there is nothing to compare with
     if together <= limit:
         return {}, together
     parts = [one for one in model_switches(model) if one.name != COMPILE]
     wholes = {one.part_of for one in parts}
-    wrong: dict[str, float] = {}
+    distances: dict[str, float] = {}
     for switch in parts:
         if switch.name in wholes:
             continue
         with without_kernels(model, but=switch):
             alone = away()
         if alone > limit:
-            wrong[switch.name] = alone
-    wrong = wrong or {kernels[0].name: together}
-    return {one: wrong[one.name] for one in parts if one.name in wrong}, together
+            distances[switch.name] = alone
+    distances = distances or {kernels[0].name: together}
+    return {one: distances[one.name] for one in parts if one.name in distances}, together
 
 
 def _amount(away: float) -> str:
@@ -339,7 +346,7 @@ def _amount(away: float) -> str:
 
 
 def _off(switch: Switch) -> str:
-    """The recipe's value that leaves a kernel out."""
+    """Return the recipe's value that leaves a kernel out."""
     if switch.cause == "attention_backend":
         return "kernels.attention=auto"
     return f"kernels.{switch.name}=off" if switch.part_of else "all of kernels off"

@@ -1,4 +1,4 @@
-"""Which checkpoints had the lowest held-out loss: they stay, and checkpoints/best.json names them."""
+"""Keeps the checkpoints with the lowest held-out loss, which checkpoints/best.json names."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ BEST = "best.json"
 
 
 def note_best(setup: AnySetup, saver: Saver, step: int) -> None:
-    """After a held-out loss, or after going back: what is best now, and which checkpoints need not stay."""
+    """Write best.json after a held-out loss or after going back, and drop checkpoints that need not stay."""
     folder, train = setup.runtime.dir, setup.recipe.train
 
     def note() -> None:
@@ -27,16 +27,17 @@ def note_best(setup: AnySetup, saver: Saver, step: int) -> None:
             raise DitLoraError(f"cannot write {folder / 'checkpoints' / BEST}: {error}") from error
 
     if train.keep_best and setup.runtime.is_main:
+        # In the saver's thread: the checkpoint under way is whole by then, and counted.
         saver.then(note)
 
 
 def best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
-    """The `count` checkpoints with the lowest held-out loss, the lowest first, of those that are measured."""
+    """Return the `count` measured checkpoints with the lowest held-out loss, the lowest first."""
     if not count:
         return []
-    losses, kept = held_out_losses(run_dir), checkpoint_steps(run_dir)
-    measured = sorted((losses[step], step) for step in kept if step in losses)
+    losses, checkpoints = held_out_losses(run_dir), checkpoint_steps(run_dir)
+    measured = sorted((losses[step], step) for step in checkpoints if step in losses)
     return [
-        {"checkpoint": kept[step].name, "step": step, "held_out_loss": loss}
+        {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss}
         for loss, step in measured[:count]
     ]

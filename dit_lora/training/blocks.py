@@ -1,4 +1,4 @@
-"""The repeated blocks of a transformer: what is checkpointed, offloaded and compiled one by one."""
+"""Finds the repeated blocks of a transformer, which are checkpointed, offloaded and compiled one by one."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-"""Those in which every rank has whole blocks, and calls them as they are."""
+"""Launches in which every rank has whole blocks, and calls them as they are."""
 
 
 def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """The modules that gradient checkpointing calls one by one, in the order of their names.
+    """Return the modules that gradient checkpointing calls one by one, in the order of their names.
 
-    Of Transformers' models the layers that say so; of Diffusers' and ours the members of the model's own
+    For Transformers' models these are the layers that say so; for Diffusers' and ours the members of the model's own
     `ModuleList`s (hunyuan's token refiner, for one, is in none of those and is not checkpointed).
     """
     if isinstance(transformer, PreTrainedModel):
@@ -24,5 +24,5 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 
 
 def read_outside(transformer: nn.Module, called_alone: Sequence[str]) -> set[nn.Parameter]:
-    """Weights of blocks that the model reads outside of them too, those of its family's `called_alone`."""
+    """Return the blocks' weights that the model reads outside of them too, by its family's `called_alone`."""
     return {p for name in called_alone for p in transformer.get_submodule(name).parameters()}

@@ -25,5 +25,6 @@ def build_engine(runtime: Runtime, model: nn.Module, optimizer: Any) -> Engine:
     if degree > 1:
         model, optimizer = accelerator.prepare(model, optimizer)
         return ContextParallel(accelerator, model, optimizer, degree=degree)
+    # With offload the model is on two devices already, and Accelerate must not move it to one.
     placed = placement(model, optimizer)
     return Replicated(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))

@@ -1,4 +1,4 @@
-"""Checkpoints: written aside with digests, renamed once, resumed bit for bit on any number of ranks.
+"""Writes checkpoints aside with digests, renames them once, and reads them bit for bit on any number of ranks.
 
 A checkpoint holds the trained weights, the optimizer's state, their averages and the step, whole: how they were
 spread over ranks does not show in it. Nothing else has state: random draws, data order and learning rates are
@@ -31,23 +31,23 @@ _WEIGHTS, _OPTIMIZER, _STATE = "trainable.safetensors", "optimizer.safetensors",
 _EMA = "ema.safetensors"
 _NAME = re.compile(r"step_(\d{6,})")
 _ASIDE = (".step_*.partial", ".step_*.removed")
-"""What a killed process leaves of a checkpoint that it was writing, or removing."""
+"""Patterns of the folders that a killed process leaves of a checkpoint that it was writing or removing."""
 
 Identity = Mapping[str, Any]
-"""What makes a run this run and no other; flat, names as in the recipe."""
+"""Everything that makes a run this run and no other; flat, with names as in the recipe."""
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """What training changes: whole tensors by name, however they are spread over ranks."""
+    """Everything that training changes: whole tensors by name, however they are spread over ranks."""
 
     weights: Tensors
-    """As `trainable_state` names them."""
+    """Trained weights, named by `trainable_state`."""
     optimizer: Tensors
-    """As `optimizer_state` names them."""
+    """Optimizer state, named by `optimizer_state`."""
     averages: Tensors = field(default_factory=dict)
-    """As `TrainedEMA.tensors` names them; none without an average."""
+    """Moving averages, named by `TrainedEMA.tensors`; empty for a run that takes none."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Loaded:
     path: Path
     step: int
     guard: dict[str, Any]
-    """What recovery had changed of the run."""
+    """The record of what recovery had changed of the run."""
     place: dict[str, Any]
-    """Where it was written, as `place.place_of` says it; empty if it does not say."""
+    """The place where it was written, by `place.place_of`; empty if the checkpoint does not say."""
     state: SavedState
-    """In host memory, mapped from the files: copy what is to be changed."""
+    """The tensors, in host memory and mapped from the files: copy what is to be changed."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -79,15 +79,17 @@ def save_checkpoint(
     guard: Mapping[str, Any] | None = None,
     place: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the checkpoint of a step beside its place, sync it, rename it, then drop the oldest.
+    """Write the checkpoint of a step beside its place, sync it, rename it, then drop the oldest; return its folder.
 
     `guard` is what recovery has changed of the run, `place` where it runs; `best` are steps that stay whatever
     `keep` says. Raises `DitLoraError` if it cannot be written, or if a value is not finite; earlier checkpoints
     are as they were.
     """
     final = checkpoint_path(run_dir, step)
+    # The same step of the same trajectory has the same bits; another's checkpoints were removed.
     if is_whole(final):
         return final
+    # Here and not at the caller: nothing that is not finite may become the newest checkpoint, whoever saves.
     _require_finite(run_dir, step, {**state.weights, **state.optimizer, **state.averages})
     staged = final.with_name(f".{final.name}.partial")
     about = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
@@ -98,21 +100,26 @@ def save_checkpoint(
         _STATE: json.dumps(about | {"place": dict(place or {})}, indent=2, sort_keys=True).encode(),
     }
     try:
+        # Left by a killed process; this one holds the run's lock, so nobody else is writing there.
         _clear_leftovers(final.parent)
         staged.mkdir(parents=True)
         for name, data in contents.items():
             _write_synced(staged / name, data)
+        # Read back from the files: a digest of what was meant would vouch for bytes that never arrived.
         digests = {name: _digest(staged / name) for name in contents}
+        # The manifest comes last: a folder without it is torn, whatever else is in it.
         _write_synced(staged / MANIFEST, json.dumps({"sha256": digests}, indent=2).encode())
         if final.exists():
             _remove(final)  # torn: it has no manifest, or is not what the manifest says
+        # The rename is atomic, but on the disk only with its folder: without the sync a power cut may undo it.
         staged.rename(final)
         _sync_folder(final.parent)
+        # Only now that a newer one is safe.
         prune(run_dir, step, keep, best)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
-        kept = newest_checkpoint(run_dir)
-        resort = f"the newest whole one is {kept}" if kept else "there is no earlier one"
+        earlier = newest_checkpoint(run_dir)
+        resort = f"the newest whole one is {earlier}" if earlier else "there is no earlier one"
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DitLoraError(
             f"cannot save the checkpoint of step {step} to {final}: {reason}; {resort}. "
@@ -122,16 +129,17 @@ def save_checkpoint(
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
-    """The checkpoint that `train.resume` names; None for `none`, or for `auto` in a fresh folder.
+    """Return the checkpoint that `train.resume` names; None for `none`, or for `auto` in a fresh folder.
 
     It is whole: its digests have been read, once, and those of newer ones that `auto` passes over.
+    Raises `DitLoraError` if the one that is named is torn, or if `auto` finds none of several whole.
     """
     if resume == "none":
         return None
     if resume == "auto":
-        found = newest_checkpoint(run_dir)
+        newest = newest_checkpoint(run_dir)
         damaged = checkpoint_steps(run_dir)
-        if found is None and damaged:
+        if newest is None and damaged:
             raise DitLoraError(
                 listed(
                     "train.resume=auto: none of this run's checkpoints is whole; start afresh with "
@@ -139,26 +147,26 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
                     [f"{path} is torn or altered" for path in damaged.values()],
                 )
             )
-        return found
+        return newest
     path = Path(resume)
     if not is_whole(path):
-        found = newest_checkpoint(run_dir)
-        hint = f"the newest whole one is {found}" if found else f"{run_dir} has none"
+        newest = newest_checkpoint(run_dir)
+        hint = f"the newest whole one is {newest}" if newest else f"{run_dir} has none"
         problem = "is torn or altered" if path.exists() else "does not exist"
         raise DitLoraError(f"train.resume: {resume} {problem}; {hint}")
     return path
 
 
 def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
-    """Every checkpoint of a run by its step, ascending, whole or torn; nothing is read."""
-    found = (
+    """Return every checkpoint of a run by its step, ascending, whole or torn; nothing is read."""
+    matched = (
         (_NAME.fullmatch(path.name), path) for path in (run_dir / "checkpoints").glob("step_*")
     )
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return dict(sorted((int(match[1]), path) for match, path in matched if match))
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint; torn ones, left by a killed process, are passed over."""
+    """Return the newest whole checkpoint, or None; torn ones, left by a killed process, are passed over."""
     candidates = reversed(checkpoint_steps(run_dir).values())
     return next((path for path in candidates if is_whole(path)), None)
 
@@ -179,11 +187,13 @@ def load_checkpoint(
 def require_same_recipe(
     path: Path, identity: Identity, place: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Raise if a checkpoint is another recipe's, listing every difference; what it says of itself. No weight is read.
+    """Return what a checkpoint says of itself; raise, listing every difference, if it is another recipe's.
 
-    With `place`, where this run runs, it says which train.accumulate restores the samples of a step.
+    No weight is read. With `place`, where this run runs, the error says which train.accumulate restores the samples
+    of a step.
     """
     about: dict[str, Any] = read_json(path / _STATE)
+    # Through JSON as the stored one went: a tuple would differ from the list that it became.
     _require_same(path, about["identity"], parse_json(json.dumps(dict(identity))), place or {})
     return about
 
@@ -197,7 +207,8 @@ def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
 
 
 def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> None:
-    """Keep the `keep` newest checkpoints up to `step` and those of `best`; later ones are not its business."""
+    """Remove all but the `keep` newest checkpoints up to `step` and those of `best`; later ones stay."""
+    # Later ones lie there after a resume from an earlier step.
     earlier = [number for number in checkpoint_steps(run_dir) if number <= step]
     for number in earlier[:-keep]:
         if number not in best:
@@ -205,7 +216,7 @@ def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> No
 
 
 def is_whole(path: Path) -> bool:
-    """Whether every file is there with the digest that the manifest, written last, gives it."""
+    """Return true if every file is there with the digest that the manifest, written last, gives it."""
     try:
         digests = parse_json((path / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         return all(_digest(path / name) == digest for name, digest in digests.items())
@@ -233,17 +244,18 @@ def _require_same(path: Path, stored: Identity, own: Identity, place: Mapping[st
 def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
     bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if bad:
-        kept = newest_checkpoint(run_dir)
+        earlier = newest_checkpoint(run_dir)
         error = DitLoraError(
             f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} "
-            f"first; {f'the newest whole checkpoint is {kept}' if kept else 'there is no earlier one'}"
+            f"first; {f'the newest whole checkpoint is {earlier}' if earlier else 'there is no earlier one'}"
         )
         error.exit_code = 3
         raise error
 
 
 def _remove(path: Path) -> None:
-    """One rename, then the files: a kill in between leaves nothing that looks like a checkpoint."""
+    """Rename the folder, then delete its files: a kill in between leaves nothing that looks like a checkpoint."""
+    # An unlink at a time could be stopped between two files.
     aside = path.rename(path.with_name(f".{path.name}.removed"))
     shutil.rmtree(aside)
 
@@ -258,6 +270,7 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
     if isinstance(data, bytes):
         path.write_bytes(data)
     else:
+        # safetensors takes no strided views.
         save_file({name: tensor.cpu().contiguous() for name, tensor in data.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -269,6 +282,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync_folder(path: Path) -> None:
+    # A rename is an entry of the folder: it lasts once the folder is synced.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

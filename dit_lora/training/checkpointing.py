@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a transformer's blocks: none, all of a block, or all of it but its attention.
+"""Checkpoints the gradients of a transformer's blocks: none, all of a block, or all of it but its attention.
 
 Diffusers' and Transformers' models have the same switch: a function that each of their blocks is called by.
 """
@@ -21,7 +21,7 @@ from dit_lora.errors import DitLoraError
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""From the one that recomputes nothing to the one that saves the most memory."""
+"""Modes from the one that recomputes nothing to the one that saves the most memory."""
 
 _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_\w+"
@@ -33,13 +33,13 @@ _ATTENTION = re.compile(
 
 @cache
 def is_attention(op: OpOverload) -> bool:
-    """Whether an op is a fused attention's forward, whose outputs are small and whose FLOPs are many."""
+    """Return true if an op is a fused attention's forward, whose outputs are small and whose FLOPs are many."""
     name = op.name().partition(".")[0]
     return bool(_ATTENTION.fullmatch(name)) and "backward" not in name
 
 
 def keeps_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `selective` keeps what this call of an op returned: it is attention, and without dropout.
+    """Return true if `selective` keeps what this call of an op returned: it is attention, and without dropout.
 
     With dropout a kept call would not draw again, and all dropout after it would draw other numbers than it did.
     """
@@ -51,13 +51,13 @@ def keeps_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @cache
 def _dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Place and name of its dropout probability."""
+    """Return position and name of the op's dropout probability."""
     arguments = enumerate(op._schema.arguments)
     return tuple((place, a.name) for place, a in arguments if a.name in ("dropout_p", "p_dropout"))
 
 
 def supports_checkpointing(transformer: nn.Module) -> bool:
-    """Whether Diffusers' or Transformers' switch for it works on this model."""
+    """Return true if Diffusers' or Transformers' switch for it works on this model."""
     if getattr(transformer, "supports_gradient_checkpointing", False):  # Transformers
         return any(hasattr(module, "gradient_checkpointing") for module in transformer.modules())
     return bool(getattr(transformer, "_supports_gradient_checkpointing", False))
@@ -66,7 +66,7 @@ def supports_checkpointing(transformer: nn.Module) -> bool:
 def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) -> None:
     """Let the blocks that can be checkpointed be called by `function(block, *inputs)`, or, by None, plainly.
 
-    For a model with checkpointing. Transformers' blocks, which do so in training mode only, come as a
+    The model has to support checkpointing. Transformers' blocks, which do so in training mode only, come as a
     `functools.partial` that holds inputs too.
     """
     model: Any = transformer
@@ -96,12 +96,12 @@ def blocks_called_by(transformer: nn.Module, function: Callable[..., Any] | None
 
 
 def block_caller(mode: Mode) -> Callable[..., Any] | None:
-    """What `call_blocks_by` takes for a mode."""
+    """Return what `call_blocks_by` takes for a mode."""
     return _FUNCTIONS[mode]
 
 
 def least_memory(transformer: nn.Module) -> Mode:
-    """The mode that needs the least memory: `full`, or `none` of a model without checkpointing."""
+    """Return the mode that needs the least memory: `full`, or `none` of a model without checkpointing."""
     return "full" if supports_checkpointing(transformer) else "none"
 
 
@@ -126,14 +126,14 @@ def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
 
 @contextmanager
 def least_memory_mode(transformer: nn.Module) -> Iterator[None]:
-    """Within it the model recomputes all that it can: what is compared or tried may need more than a step."""
+    """Recompute all that the model can within: what is compared or tried may need more memory than a step."""
     with in_mode(transformer, least_memory(transformer)):
         yield
 
 
 @contextmanager
 def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
-    """Within it the model's blocks are checkpointed so."""
+    """Checkpoint the model's blocks in a mode within, and in the mode of before afterwards."""
     before = _mode(transformer)
     set_checkpointing(transformer, mode)
     try:
@@ -143,6 +143,7 @@ def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
 
 
 def _mode(transformer: nn.Module) -> Mode:
+    # There is no public way to ask: Diffusers and Transformers keep the function on each module.
     functions = [
         module.__dict__.get("_gradient_checkpointing_func")
         for module in transformer.modules()
@@ -165,7 +166,7 @@ _BEFORE = "_dit_lora_before_computation"
 
 
 def _fully(block: Callable[..., Any], *args: Any) -> Any:
-    """The block's outputs; everything within it is computed again in the backward pass."""
+    """Return the block's outputs; everything within it is computed again in the backward pass."""
     before: Callable[[], None] | None = getattr(called_block(block), _BEFORE, None)
     if before is None:
         return checkpoint(block, *args, use_reentrant=False)
@@ -174,27 +175,28 @@ def _fully(block: Callable[..., Any], *args: Any) -> Any:
         before()
         return block(*args)
 
+    # Offload brings a block's weights by this: Transformers recomputes a layer without its hooks.
     return checkpoint(compute, *args, use_reentrant=False)
 
 
 def called_block(function: Callable[..., Any]) -> nn.Module | None:
-    """The module that a checkpointed function computes, as Diffusers and Transformers give it."""
-    given: list[Any] = [function]
+    """Return the module that a checkpointed function computes, as Diffusers and Transformers give it."""
+    candidates: list[Any] = [function]
     if isinstance(function, partial):
         # Of the layer's forward, with the layer first; in older versions of its bound `__call__`.
-        given = [*function.args, getattr(function.func, "__self__", None)]
-    return next((one for one in given if isinstance(one, nn.Module)), None)
+        candidates = [*function.args, getattr(function.func, "__self__", None)]
+    return next((one for one in candidates if isinstance(one, nn.Module)), None)
 
 
 def _selectively(block: Callable[..., Any], *args: Any) -> Any:
-    """The block's outputs; its attention's are kept, and the rest is computed again in the backward pass."""
+    """Return the block's outputs; its attention's are kept, the rest is computed again in the backward pass."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = keeps_outputs(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = keeps_outputs(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _FUNCTIONS: dict[Mode, Callable[..., Any] | None] = {

@@ -28,7 +28,9 @@ def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None
     """
     asked = setup.recipe.train.asked_checkpointing
     require_checkpointing(setup.transformer, asked)
+    # `measure` counts all modes from one pass without checkpointing.
     set_checkpointing(setup.transformer, "none")
+    # One mode for all: a rank with less memory free would be the one to fail.
     agreed = most_saving(gather_object([_own(setup, free or free_bytes)]))
     set_checkpointing(setup.transformer, agreed.mode)
     setup.runtime.say(f"checkpointing: {agreed.words}")
@@ -46,7 +48,7 @@ def most_saving(advices: Sequence[Advice]) -> Advice:
 
 
 def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
-    """This rank's."""
+    """Return this rank's advice, by activations counted on tensors without values."""
     asked, size = setup.recipe.train.asked_checkpointing, setup.recipe.train.batch_size
     _, spec = setup.data.clips.largest
     batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
@@ -63,26 +65,27 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
             },
             alone=setup.engine.alone(),
         )
-    # What fake tensors cannot take, and token ids that do not fit the media, are told in many classes.
+    # An op that takes no fake tensors, and token ids that do not fit the media, raise many classes.
     except (RuntimeError, ValueError) as error:
         mode = least_memory(setup.transformer) if asked == "auto" else asked
         reason = str(error).strip().partition("\n")[0]
         return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
-    shared = (
-        setup.recipe.train.context_parallel
-    )  # but for embeddings and the output, which are small
+    # Embeddings and the output are not shared, but they are small.
+    shared = setup.recipe.train.context_parallel
     needs = {mode: peak // shared for mode, peak in needs.items()}
     if setup.recipe.train.compile:
+        # A compiled block is one piece, of which no attention can be kept alone.
         needs = {mode: peak for mode, peak in needs.items() if mode != "selective"}
     return advise([needs], free(setup), asked)[0]
 
 
 def free_bytes(setup: AnySetup) -> int:
-    """What activations find free on this rank's device, when the optimizer has what it will have."""
+    """Return the bytes that activations find free on this rank's device once the optimizer has all its state."""
     accelerator = setup.runtime.accelerator
     if accelerator.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(accelerator.device)
         cached = torch.cuda.memory_reserved(accelerator.device)
+        # Blocks that PyTorch's allocator holds without a tensor in them are used again.
         free += cached - torch.cuda.memory_allocated(accelerator.device)
     else:
         free = psutil.virtual_memory().available // accelerator.num_processes
@@ -95,7 +98,7 @@ def free_bytes(setup: AnySetup) -> int:
 
 
 def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = DEFAULT) -> int:
-    """Gradients, and state of the optimizer that `optim.name` calls so, that do not exist yet."""
+    """Return the bytes of gradients and optimizer state that do not exist yet; `name` is `optim.name`."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = sum(local(p).nbytes for p in trained if p.grad is None)
     without_state = [local(p) for p in trained if p not in optimizer.state]

@@ -1,4 +1,4 @@
-"""A model's blocks compiled one by one by torch.compile: `train.compile`.
+"""Compiles a model's blocks one by one by torch.compile: `train.compile`.
 
 Blocks of one class share their code, so that a model is compiled at the cost of a few blocks; hooks, checkpointing and
 offload stay around a block, outside of what is compiled. Each shape is compiled on its own (`dynamic=False`): what is
@@ -55,8 +55,10 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
             "it is called; launch with accelerate_configs/ddp.yaml or in one process, or set it to false"
         )
     _require_compiler(accelerator.device)
+    # Beside the encodings, for the next start to find; the temporary folder may be emptied in between.
     if os.environ.get(_CACHE) in (None, default_cache_dir()):  # torch sets it to that by itself
         os.environ[_CACHE] = _plain_path(recipe.cache_dir.absolute() / "compile")
+    # Each bucket costs graphs of its own, and the limit is for all blocks that share one code.
     torch._dynamo.config.recompile_limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
         8 * _SHAPES, torch._dynamo.config.accumulated_recompile_limit
@@ -69,19 +71,21 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
             _compile_layer(block, state)
         else:
             block.forward = _switched(block.forward, state)
+        # Probes hook the parts of a block, and compiled code calls none: the guard has to be told.
         set_whole(block, partial(_either, state, whole_test(block)))
     switch = Switch(COMPILE, "kernel", state.off, state.turn_off, "eager mode")
+    # For the guard: a fault in compiled code is told from one in the model by running it eager.
     set_model_switches(transformer, [*model_switches(transformer), switch])
 
 
 def _plain_path(folder: Path) -> str:
-    """The folder by a name that needs no quotes, for inductor puts it into its compiler's command line as it is."""
+    """Return the folder by a name that needs no quotes: inductor's compiler command line has it as it is."""
     if shlex.quote(str(folder)) == str(folder):
         return str(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for place in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
-        if shlex.quote(place) == place and os.access(place, os.W_OK):
-            aside = tempfile.mkdtemp(prefix="dit_lora_compile_", dir=place)  # of this user alone
+    for parent in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
+        if shlex.quote(parent) == parent and os.access(parent, os.W_OK):
+            aside = tempfile.mkdtemp(prefix="dit_lora_compile_", dir=parent)  # of this user alone
             atexit.register(shutil.rmtree, aside, ignore_errors=True)
             link = Path(aside, "cache")
             link.symlink_to(folder, target_is_directory=True)
@@ -93,7 +97,7 @@ def _plain_path(folder: Path) -> str:
 
 
 class _State:
-    """Whether the compiled blocks are used."""
+    """Holds whether the compiled blocks are used."""
 
     def __init__(self) -> None:
         self.on = True
@@ -120,6 +124,7 @@ def _switched(eager: Callable[..., Any], state: _State) -> Callable[..., Any]:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
+            # Dynamo's errors are pages; their first line says what it cannot do.
             reason = next((line for line in str(error).splitlines() if line.strip()), "")
             raise DitLoraError(
                 f"train.compile: torch {torch.__version__} cannot compile a block: "
@@ -132,22 +137,22 @@ def _switched(eager: Callable[..., Any], state: _State) -> Callable[..., Any]:
 def _compile_layer(layer: GradientCheckpointingLayer, state: _State) -> None:
     """Compile a layer of Transformers beneath its checkpointing, which is called inside of its class's forward.
 
-    As FSDP2 does, by a class of its own: the layer's base wraps each class's forward, and the outermost one alone
-    checkpoints (in Transformers 5.0, `__call__` does).
+    The layer gets a class of its own, as in FSDP2: the layer's base wraps each class's forward, and the outermost one
+    alone checkpoints (in Transformers 5.0, `__call__` does).
     """
     stock = type(layer)
-    # Without the checkpointing, whose state would be compiled in.
+    # The forward without its checkpointing, whose state would be compiled in.
     forward = _switched(getattr(stock.forward, "__wrapped__", stock.forward), state)
     layer.__class__ = type(stock.__name__, (stock,), {"forward": forward})
 
 
 def _either(state: _State, whole: Callable[[], bool] | None) -> bool:
-    """A compiled block runs none of its parts; nor do some fused ones."""
+    """Return true if the block computes as one: a compiled block runs none of its parts, nor do some fused ones."""
     return state.on or (whole is not None and whole())
 
 
 def _require_compiler(device: torch.device) -> None:
-    """Raise `DitLoraError` without what inductor generates code for: Triton on a GPU, a C++ compiler elsewhere."""
+    """Raise `DitLoraError` without the tool that inductor needs: Triton on a GPU, a C++ compiler elsewhere."""
     if device.type == "cuda":
         if not has_triton():
             raise DitLoraError(

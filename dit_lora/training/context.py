@@ -24,7 +24,7 @@ from dit_lora.training.task import Trained
 
 @dataclass
 class ContextParallel(Replicated):
-    """Replicated weights, and every `degree` ranks run the same samples, each with its share of the tokens."""
+    """Replicated weights, where every `degree` ranks run the same samples, each on its share of the tokens."""
 
     degree: int = 1
     lockstep: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class ContextParallel(Replicated):
         return whole_context(self.bare)
 
     def backward(self, loss: torch.Tensor) -> None:
-        # Each rank has the gradient of its own tokens, and DDP takes the mean over ranks where their sum is meant.
+        # A rank has its own tokens' part of the gradient: the parts add up, where DDP takes their mean.
         super().backward(loss * self.degree)
 
 
@@ -49,7 +49,9 @@ def share_context(runtime: Runtime, checkpoint: Trained, data: Prepared, model: 
         raise DitLoraError(f"{asked}: {name} has no plan for its tokens; CogVideoX has one")
     denoiser = cast(Denoiser, checkpoint)  # such a plan is a diffusion transformer's
     tokens = {denoiser.context_tokens(entry.shape) for entry in data.clips.entries}
+    # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
     problems = context_problems(model, degree, tokens)
+    # Attention that bypasses Diffusers' dispatcher would see a share of the tokens and no error.
     if recipe.kernels.attention not in ("auto", *BACKENDS):
         problems.append(
             f"kernels.attention={recipe.kernels.attention} does not exchange tokens; choose auto, "

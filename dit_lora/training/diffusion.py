@@ -1,4 +1,4 @@
-"""Diffusion models as the loop trains them: clips encoded once, samples from the stock pipeline."""
+"""Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +34,8 @@ class DiffusionTask:
 
     def prepare_data(self, runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         if runtime.recipe.train.mode == "full":
-            own_files(
-                checkpoint.path
-            )  # which the result copies: what it refuses is told before training
+            # The result copies these: a file that cannot be copied is refused before training.
+            own_files(checkpoint.path)
         return precompute(runtime, checkpoint)
 
     def load_trainable(
@@ -89,13 +88,13 @@ class DiffusionTask:
     def save(
         self, setup: DiffusionSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
-        """`adapter/` of a run in mode `lora`, `model/` of one in mode `full`."""
+        """Write `adapter/` of a run in mode `lora`, `model/` of one in mode `full`; return what `verify` takes."""
         folder, checkpoint = setup.runtime.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
             index = checkpoint.index_changes()
-            own = weights if setup.engine.lockstep else None
+            gathered = weights if setup.engine.lockstep else None
             return save_pipeline(
-                setup.transformer, checkpoint.path, folder / "model", made, index, own
+                setup.transformer, checkpoint.path, folder / "model", made, index, gathered
             )
         return save_adapter(
             setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
@@ -103,7 +102,8 @@ class DiffusionTask:
 
 
 def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
-    """Mean losses of quarters of the timesteps."""
+    """Return the mean losses of quarters of the timesteps; quarters without a sample are left out."""
+    # Rounded up: the last range may be short, and there is no fifth.
     width = -(-timesteps // _BUCKETS)
     members: dict[int, list[float]] = {}
     for timestep, loss in zip(result.timesteps, result.losses, strict=True):

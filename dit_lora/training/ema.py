@@ -24,17 +24,18 @@ class TrainedEMA:
         self._average = EMAModel(self._own(), decay=decay, foreach=True)
 
     def _own(self) -> list[Any]:
-        """The weights, of sharded ones this rank's part: PyTorch copies no list of DTensors."""
+        """Return the weights, of sharded ones this rank's part: PyTorch copies no list of DTensors."""
         values = self._parameters.values()
         return [local(p.detach()).requires_grad_() if isinstance(p, DTensor) else p for p in values]
 
     def step(self, number: int) -> None:
         """Move towards the weights after optimizer step `number`, counted from 1."""
+        # Diffusers counts its own calls; set by the step, the decay is the same after a resume or a rollback.
         self._average.optimization_step = number - 1
         self._average.step(self._own())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages as `ema/<parameter>`."""
+        """Return the averages as `ema/<parameter>`, live; of sharded weights, DTensors like them."""
         averages = zip(self._parameters, self._average.shadow_params, strict=True)
         return {
             f"ema/{name}": as_part_of(self._parameters[name], average) for name, average in averages
@@ -42,7 +43,7 @@ class TrainedEMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model has the averages; afterwards its own weights, bit for bit."""
+        """Put the averages into the model within; afterwards it has its own weights again, bit for bit."""
         self._average.store(self._own())
         self._average.copy_to(self._own())
         try:

@@ -1,4 +1,4 @@
-"""How a step is spread over ranks: what differs between replicated weights, sharded ones and DeepSpeed.
+"""Spreads a step over ranks: what differs between replicated weights, sharded ones and DeepSpeed.
 
 The loop, the gate, recovery and checkpoints are the same for all of them.
 """
@@ -31,13 +31,13 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """One way of spreading a step over ranks. Collective, but for what is said to be this rank's own."""
+    """One way of spreading a step over ranks. Methods are collective unless they concern this rank's part alone."""
 
     accelerator: Accelerator
     model: nn.Module
-    """What a training forward goes through."""
+    """The module that a training forward goes through."""
     optimizer: Any
-    """Its groups have names, learning rates and parameters."""
+    """The optimizer; its groups have names, learning rates and parameters."""
 
     @property
     def bare(self) -> nn.Module:
@@ -45,17 +45,17 @@ class Engine(Protocol):
 
     @property
     def lockstep(self) -> bool:
-        """Whether a forward of `bare` needs every rank: then all run the same one at the same time."""
+        """True if a forward of `bare` needs every rank: then all run the same one at the same time."""
 
     @property
     def bytes_in_flight(self) -> int:
-        """Of the weights that a pass gathers from other ranks, as many as are whole at one time."""
+        """Bytes of weights or gradients that a pass holds beside this rank's own, to exchange them with other ranks."""
 
     def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
-        """Before the first step, and with a loss of its first samples: what a first backward settles for good."""
+        """Settle what a first backward settles for good, by the loss of a first micro-batch; before the first step."""
 
     def micro_step(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-step; gradients meet in a step's last one."""
+        """Return a context around forward and backward of a micro-step; gradients meet in a step's last one."""
 
     def backward(self, loss: torch.Tensor) -> None: ...
 
@@ -63,7 +63,7 @@ class Engine(Protocol):
         """Let this rank call `bare` by itself within: with weights as they lie, and with all tokens of a sample."""
 
     def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
-        """Each group's gradient norm over all ranks, fp64 on the device; finite exactly if every element is.
+        """Return each group's gradient norm over all ranks, fp64 on the device; finite exactly if every element is.
 
         `norms` computes them; None for PyTorch.
         """
@@ -74,37 +74,37 @@ class Engine(Protocol):
         optim: OptimConfig,
         adaptive: Callable[[str], float | None],
     ) -> torch.Tensor:
-        """Scale gradients to their clips; the norm over all groups before that."""
+        """Scale gradients to their clips; return the norm over all groups before that."""
 
     def step(self, bad: torch.Tensor) -> None:
         """Take the optimizer's step unless `bad`, and drop the gradients."""
 
     def weights_are_bad(self) -> torch.Tensor:
-        """Whether a trained weight of this rank is not finite, a bool scalar on the device."""
+        """Return a bool scalar on the device, true if a trained weight of this rank is not finite."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Trained weights and optimizer state by name, live; of what is sharded, this rank's part."""
+        """Return trained weights and optimizer state by name, live; of sharded tensors, this rank's part."""
 
     def own_moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer's state among it, named as in `moments`."""
+        """Return the optimizer's part of `own_state`, named as in `moments`."""
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """What of it every rank has, and has to have to the same bits."""
+        """Return the part of `own_state` that every rank has, and has to have to the same bits."""
 
     def put_numbers(self, state: Tensors) -> None:
-        """Write back what of `own_state` is no live tensor: numbers that the optimizer keeps."""
+        """Write back those values of `own_state` that are copies and no live tensors: the optimizer's numbers."""
 
     def forget(self, names: Sequence[str]) -> None:
-        """Drop the optimizer's state of what `own_state` names so: it is as before its first step."""
+        """Drop the optimizer's state of the tensors that `own_state` gives these names, as before its first step."""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained weights by name, whole; on other ranks than the first they may be without values (meta)."""
+        """Return the trained weights by name, whole; other ranks than the first may have them without values (meta)."""
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer's state by name as `optimizer_state` has it, whole, as `weights`."""
+        """Return the optimizer's state, whole, named as by `optimizer_state`; without values where `weights` is."""
 
     def load(self, weights: Tensors, moments: Tensors) -> None:
-        """Put whole tensors in the place of this rank's own."""
+        """Put whole tensors, equal on all ranks, in the place of this rank's own."""
 
 
 @dataclass
@@ -123,10 +123,11 @@ class Replicated:
         return self.accelerator.unwrap_model(self.model)
 
     def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
-        """DDP orders its buckets by its first backward, which over three ranks and more is another order of sums.
+        """Run a backward over three ranks and more: DDP orders its buckets by its first, and so the order of its sums.
 
         Without this, the first step after a resume would round otherwise than the same step of a run that went on.
         """
+        # Two ranks have one order of adding two numbers; only from three on can it differ.
         if isinstance(self.model, DistributedDataParallel) and self.accelerator.num_processes > 2:
             loss().backward()
             self.optimizer.zero_grad(set_to_none=True)
@@ -142,6 +143,7 @@ class Replicated:
         return nullcontext()
 
     def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
+        # DDP has averaged the gradients: every rank computes the same norms, and nothing is sent.
         return gradient_norms(self.optimizer.param_groups, norms)
 
     def clip(
@@ -153,7 +155,9 @@ class Replicated:
         return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
 
     def step(self, bad: torch.Tensor) -> None:
+        # The flag stays on the device where the optimizer can read it there (fused AdamW's `found_inf`).
         gated_step(self.optimizer, bad)
+        # Also after a step that was not taken: it is taken again from fresh gradients.
         self.optimizer.zero_grad(set_to_none=True)
 
     def weights_are_bad(self) -> torch.Tensor:
@@ -166,6 +170,7 @@ class Replicated:
         return optimizer_state(self.optimizer)
 
     def alike(self) -> dict[str, torch.Tensor]:
+        # A rank has a DTensor's shard for itself: other ranks have nothing to compare it with.
         return {n: t for n, t in self.own_state().items() if not isinstance(t, DTensor)}
 
     def put_numbers(self, state: Tensors) -> None:

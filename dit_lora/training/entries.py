@@ -1,4 +1,4 @@
-"""From a sample or a caption to its cache entry: what its key depends on, and how it is made."""
+"""Makes the cache entry of a sample or a caption, and the facts that its key depends on."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,17 +21,17 @@ from dit_lora.training.samples import Sample
 
 @dataclass(frozen=True)
 class Pixels:
-    """A decoded sample: what `VideoEncoder` takes."""
+    """A decoded sample, as `VideoEncoder` takes it."""
 
     video: torch.Tensor
-    """uint8 (F, 3, H, W)."""
+    """Frames, uint8 (F, 3, H, W)."""
     image: torch.Tensor | None
-    """uint8 (3, H, W), where the sample has a first image of its own."""
+    """The sample's own first image, uint8 (3, H, W); None where it has none."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a recipe's entries are made."""
+    """Makes a recipe's cache entries."""
 
     recipe: Recipe
     digests: Digests
@@ -44,12 +44,12 @@ class Encoding:
         cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests
     ) -> "Encoding":
         def resolved(facts: Mapping[str, Any]) -> dict[str, Any]:
-            """Folders become digests of their contents; the dtype of encoding is a fact too."""
-            known = {
+            """Replace folders by digests of their contents, and add the dtype of encoding: it is a fact too."""
+            components = {
                 name: digests.component(value) if isinstance(value, Path) else value
                 for name, value in facts.items()
             }
-            return known | {"dtype": str(dtype)}
+            return components | {"dtype": str(dtype)}
 
         video_facts = {**checkpoint.video_facts(), **VaeMemory.of(recipe.data).facts()}
         return cls(recipe, digests, resolved(checkpoint.text_facts()), resolved(video_facts))
@@ -64,8 +64,10 @@ class Encoding:
         return Job(f"caption {caption!r}", entry_key(facts), facts, make)
 
     def video(self, sample: Sample, *, mirrored: bool = False) -> Job:
-        """Raises `OSError` if its file cannot be read."""
+        """Return the job that encodes a sample. Raises `OSError` if its file cannot be read."""
+        # Everything that changes the latents is in the key: no entry is ever stale, only unused.
         facts = {**self._of_shape(sample.shape), "media": self.digests.media(sample.clip.media)}
+        # Keys of samples that do without an option are those from before it was offered: old caches stay good.
         if sample.start:
             facts["start"] = sample.start
         if sample.clip.image:
@@ -80,7 +82,7 @@ class Encoding:
         return Job(sample.id, entry_key(facts), facts, make)
 
     def _of_shape(self, shape: VideoShape) -> dict[str, Any]:
-        """The facts that all samples of a shape share."""
+        """Return the facts that all samples of a shape share."""
         if shape not in self._by_shape:
             self._by_shape[shape] = {
                 **self.video_facts,
@@ -91,7 +93,7 @@ class Encoding:
         return self._by_shape[shape]
 
     def decode(self, sample: Sample, *, mirrored: bool = False) -> Pixels:
-        """The sample's frames and first image; raises `ClipError` if nothing can be learned from them."""
+        """Return the sample's frames and first image; raises `ClipError` if nothing can be learned from them."""
         size = {"height": sample.shape.height, "width": sample.shape.width}
         video = read_frames(
             sample.clip.media,
@@ -100,9 +102,10 @@ class Encoding:
             start=sample.start,
             **size,
         )
+        # On decoded frames, before encoding: a black clip would be cached as good.
         for finding in judge_frames(video):
             if finding.verdict == "reject":
                 raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
-        own = sample.clip.image
-        image = read_frames(own, frames=1, fps=None, **size)[0] if own else None
+        image_file = sample.clip.image
+        image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
         return Pixels(video.flip(-1) if mirrored else video, image)

@@ -1,4 +1,4 @@
-"""An adapter, or several merged by weight, in the forms that other programs take."""
+"""Writes an adapter, or several merged by weight, in the forms that other programs take."""
 
 import contextlib
 import math
@@ -45,17 +45,17 @@ _OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to write, and where."""
+    """A request to export: what to write, and where."""
 
     targets: tuple[Path, ...]
-    """Runs' folders, adapters' folders or files."""
+    """Folders of runs or adapters, or adapters' files."""
     to: Form
     out: Path
     """A folder that is not there yet."""
     weights: tuple[float, ...] = ()
-    """One a target; 1 where none is given."""
+    """One weight for each target; 1 for all where it is empty."""
     model: str | None = None
-    """Base checkpoint; by default the run's, or the Hub id that the adapter names."""
+    """The base checkpoint; by default the run's, or the Hub id that the adapter names."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ def _layout_of(form: Form, name: str) -> LayoutOf | None:
 
 @contextlib.contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that gets its name if all goes well, and is gone otherwise."""
+    """Yield a folder beside `out` that gets its name if all goes well, and is gone otherwise."""
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -146,20 +146,21 @@ def _weights(request: ExportRequest) -> list[float]:
 
 
 def _require_one_base(sources: Sequence[Source]) -> None:
-    """All of one family, and trained on the same transformer where they say which."""
+    """Raise unless all are of one family, and trained on the same transformer where they say which."""
     for key, what in (("family", "families"), ("transformer_digest", "base models")):
         if len({one.made[key] for one in sources if one.made.get(key)}) > 1:
-            said = [
+            lines = [
                 f"{one.file}: {one.made.get('family')}, trained on {one.made.get('base_model')} "
                 f"(transformer {str(one.made.get('transformer_digest'))[:12]})"
                 for one in sources
             ]
-            raise DitLoraError(listed(f"these adapters are of different {what}", said))
+            raise DitLoraError(listed(f"these adapters are of different {what}", lines))
 
 
 def _load(
     sources: Sequence[Source], weights: Sequence[float], base: ModelConfig, configs: ModelConfig
 ) -> _Loaded:
+    """Load the adapters on hollow models; several, or weighted ones, as their sum."""
     index = sources[0].made.get("index") or {}
     checkpoint = get_family(base.family).open(configs, index=index)
     loaded = _Loaded(
@@ -173,6 +174,7 @@ def _load(
     for source in sources:
         models.append(loaded.hollow())
         load_lora_file(models[-1], source.file, loaded.pipeline_class)
+    # One adapter at weight 1 goes as it is, with its own provenance.
     if len(sources) == 1 and weights[0] == 1:
         loaded.model, loaded.made = models[0], dict(sources[0].made)
         return loaded
@@ -181,12 +183,14 @@ def _load(
     loaded.model = loaded.hollow()
     load_state(loaded.model, state, config.to_dict(), "the sum of the adapters")
     parts = [updates_of(m, weight=w) for m, w in zip(models, weights, strict=True)]
+    # Ranks are concatenated: compared as products B A, for the factors differ.
     require_same(summed(parts), updates_of(loaded.model), "the sum of the adapters")
     loaded.made = _made_of_sum(sources, config.r)
     return loaded
 
 
 def _hollow(checkpoint: Denoiser) -> Any:
+    # Sums and scales need no base weight: the architecture alone gives names and shapes.
     with torch.device("meta"), from_configs():
         model = checkpoint.load_transformer(torch.float32)
     return hollowed(model)
@@ -205,7 +209,7 @@ def _require_lora_alone(sources: Sequence[Source], models: Sequence[Any]) -> Non
 
 
 def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
-    """What the adapters' headers say alike of model and videos; of training each has its own."""
+    """Return what the adapters' headers say alike of model and videos; of training each has its own."""
     first, *others = (source.made for source in sources)
     shared = {
         key: first[key]
@@ -218,7 +222,7 @@ def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
 def _header(
     made: Mapping[str, Any], form: Form, sources: Sequence[Source], weights: Sequence[float]
 ) -> dict[str, Any]:
-    """The provenance of what is written: as it was made, what was done to it, and what `verify` can compare."""
+    """Return the provenance to write: as it was made, what was done to it, and what `verify` can compare."""
     done: dict[str, Any] = {"to": form}
     header = dict(made)
     if len(sources) > 1 or weights[0] != 1:
@@ -229,9 +233,9 @@ def _header(
         ]
     if form == "folded" and {"rank", "alpha"} <= made.keys():
         done["alpha"], header["alpha"] = made["alpha"], made["rank"]
-    if form == "merged" and "output" in made:  # there is no base in it any more
-        kept = {k: v for k, v in made["output"].items() if k not in ("base", "louder")}
-        header["output"] = kept
+    if form == "merged" and "output" in made:
+        # The merged file holds no base any more to compare with.
+        header["output"] = {k: v for k, v in made["output"].items() if k not in ("base", "louder")}
     return {**header, "exported": done}
 
 
@@ -252,6 +256,7 @@ def _write_merged(loaded: _Loaded, staged: Path, say: Say) -> None:
         made=loaded.made,
         progress=bar("merging", "tensor", quiet=False),
     )
+    # What is on disk counts, not what was in memory: the folder gets its name after this.
     say("reading it back")
     merged = loaded.base.model_copy(update={"path": str(staged), "revision": None})
     require_merged(base, family.open(merged).load_transformer(dtype), updates, weights)

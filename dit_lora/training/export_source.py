@@ -1,4 +1,4 @@
-"""Where an adapter to export is, what it says of its making, and the base that it was trained on."""
+"""Finds an adapter to export, what it says of its making, and the base that it was trained on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +18,19 @@ class Source:
     """One diffusion adapter."""
 
     target: Path
-    """As it was given."""
+    """The path as the user gave it."""
     file: Path
     """Diffusers' LoRA file, or a PEFT folder's."""
     made: dict[str, Any]
-    """Its provenance; empty of an adapter that is not ours."""
+    """The adapter's provenance; empty if it is not ours."""
 
     def base(self, model: str | None) -> ModelConfig:
-        """`model`, the run's own, or the Hub id that the adapter names. Raises if there is none."""
+        """Return the base: `model`, the run's own, or the Hub id that the adapter names. Raises if there is none."""
         return base_of(self.target, self.file, self.made, model)
 
 
 def find_source(target: Path) -> Source:
-    """The adapter of a run's folder, an adapter's folder, or the file itself.
+    """Return the adapter of a run's folder, of an adapter's folder, or of the file itself.
 
     Raises `DitLoraError` for a whole pipeline, and for what holds no adapter.
     """
@@ -51,7 +51,7 @@ def find_source(target: Path) -> Source:
 
 
 def is_chat(target: Path, model: str | None) -> bool:
-    """Whether a target is of a chat model: by the run's recipe, the adapter's header, or PEFT's config."""
+    """Return true if a target is of a chat model: by the run's recipe, the adapter's header, or PEFT's config."""
     if not target.exists() or whole_pipeline(target):
         return False
     file = _adapter_file(target) or _base_file(target)
@@ -63,6 +63,7 @@ def is_chat(target: Path, model: str | None) -> bool:
     family = read_provenance(file).get("family")
     if family:
         return family in CHAT_FAMILIES
+    # PEFT's format alone does not say: a diffusion adapter exported to it looks the same.
     on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
     own_class = peft_config(file).get("auto_mapping") or {}
     return not on_pipeline and not own_class.get("parent_library", "").startswith("diffusers.")
@@ -70,11 +71,11 @@ def is_chat(target: Path, model: str | None) -> bool:
 
 def _adapter_file(target: Path) -> Path | None:
     names = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
-    found = [target, *(folder / n for folder in (target, target / "adapter") for n in names)]
-    return next((path for path in found if path.is_file()), None)
+    candidates = [target, *(folder / n for folder in (target, target / "adapter") for n in names)]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def _base_file(target: Path) -> Path | None:
-    """What a chat run leaves that trained base weights alone."""
-    found = (folder / BASE_FILE for folder in (target, target / "adapter"))
-    return next((path for path in found if path.is_file()), None)
+    """Return the file that a chat run leaves which trained base weights alone."""
+    candidates = (folder / BASE_FILE for folder in (target, target / "adapter"))
+    return next((path for path in candidates if path.is_file()), None)

@@ -1,4 +1,4 @@
-"""What is known of a run's data and pipeline only while it runs: facts.json, from which the model card is written.
+"""Writes facts.json: details of a run's data and pipeline that the model card needs and only the run knows.
 
 It holds counts and lengths, no file name and no caption but the words that all captions begin with.
 """
@@ -91,7 +91,7 @@ def write_facts(setup: Setup[Any, Any]) -> None:
 
 
 def common_prefix(captions: Sequence[str]) -> str | None:
-    """The words that all captions begin with, if there is one among them that says something.
+    """Return the words that all captions begin with, if there is one among them that says something.
 
     None for fewer than two captions, or where only words such as `a video of a` are common to all.
     """
@@ -103,6 +103,7 @@ def common_prefix(captions: Sequence[str]) -> str | None:
         if len(set(column)) > 1:
             break
         shared.append(column[0])
+    # A trigger is a word that only these captions have: trailing "a", "of" are no part of it.
     while shared and _usual(shared[-1]):
         shared.pop()
     return " ".join(shared) or None
@@ -132,10 +133,10 @@ def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
 
 
 def _clips(setup: Setup[Any, Any]) -> list[Clip]:
-    """Those that are trained on; of a clip that is cut into windows, once."""
+    """Return the clips that are trained on; one that is cut into windows is there once."""
     recipe = setup.recipe
-    found = scan(recipe.data, recipe.cache_dir).clips
-    return [clip for clip in found if clip.id not in setup.data.rejected]
+    clips = scan(recipe.data, recipe.cache_dir).clips
+    return [clip for clip in clips if clip.id not in setup.data.rejected]
 
 
 def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     captions = [clip.caption for clip in clips]
     headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
     by_class = "class_labels" in _conditions(setup, clips[0])
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "kind": "images" if recipe.data.most_frames == 1 else "clips",
         "clips": len(clips),
         "samples": len(entries),
@@ -154,8 +155,8 @@ def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
         "seconds": _seconds(headers),
     }
     if by_class:
-        return found | {"classes": len(set(captions))}
-    return found | {
+        return facts | {"classes": len(set(captions))}
+    return facts | {
         "caption_words": _spread([len(caption.split()) for caption in captions]),
         "distinct_captions": len(set(captions)),
         "caption_prefix": common_prefix(captions),
@@ -175,16 +176,16 @@ def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
 
 
 def _seconds(headers: Sequence[Any]) -> dict[str, float] | None:
-    known = [
+    durations = [
         header.seconds
         for header in headers
         if isinstance(header, VideoHeader) and not header.is_image and header.seconds
     ]
-    return _spread([round(seconds, 2) for seconds in known]) if known else None
+    return _spread([round(seconds, 2) for seconds in durations]) if durations else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Least, median, most and sum."""
+    """Return least, median, most and sum of the values."""
     return {
         "least": min(values),
         "median": statistics.median(values),
@@ -198,14 +199,14 @@ def _conditions(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
 
 
 def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
-    """The pipeline's class, and the arguments with which validation calls it."""
+    """Return the pipeline's class, and the arguments with which validation calls it."""
     checkpoint = setup.checkpoint
     recipe = setup.recipe
     cls = checkpoint.pipeline_class
-    given = _conditions(setup, clip)
-    called, output = _called(setup, given)
+    conditions = _conditions(setup, clip)
+    called, output = _called(setup, conditions)
     ours = cls.__module__.startswith("dit_lora.")
-    labels = given.get("class_labels")
+    labels = conditions.get("class_labels")
     return {
         "class": cls.__name__,
         "module": cls.__module__ if ours else "diffusers",
@@ -247,10 +248,11 @@ class _Recorder:
 
 
 def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The arguments that validation would give the pipeline, and which output it would read."""
+    """Return the arguments that validation would give the pipeline, and which output it would read."""
     checkpoint = setup.checkpoint
     settings, recorder = setup.recipe.validation, _Recorder()
     shape = VideoShape.of(setup.recipe.data)
+    # An image-to-video family opens its first frame, so that there has to be one.
     with tempfile.TemporaryDirectory() as folder:
         picture = None
         if "image" in inspect.signature(checkpoint.pipeline_class.__call__).parameters:

@@ -35,11 +35,12 @@ from dit_lora.training.verify_pipeline import pipeline_checks
 
 @dataclass(frozen=True)
 class Written:
-    """What a run has written; known on the main process alone."""
+    """The result of a run as it was written; known on the main process alone."""
 
     path: Path | None = None
     """The adapter's file, or the pipeline's folder."""
     verification: Verification | None = None
+    """The result of checking it."""
 
 
 def finish(run: Run) -> Written:
@@ -48,6 +49,7 @@ def finish(run: Run) -> Written:
     error, written = None, Written()
     with averaged(run):
         weights = setup.engine.weights()  # collective where they are sharded
+        # On the weights that are saved, averages included, and before the file is written: its header has it.
         output = noted_output(setup, run.base)
         try:
             if setup.runtime.is_main:
@@ -64,12 +66,13 @@ def finish(run: Run) -> Written:
     agree(setup.runtime.accelerator, error)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
+    # The run may only end once its last checkpoint is on the disk.
     run.checkpoints.settle()
     return written
 
 
 def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
-    """What the adapter's header says of its making; a local checkpoint is named without its folders."""
+    """Return what the adapter's header says of its making; a local checkpoint is named without its folders."""
     recipe, path = setup.recipe, Path(setup.recipe.model.path).expanduser()
     made = {
         "version": dit_lora.__version__,
@@ -107,6 +110,7 @@ def verify_result(
     apart = why_apart(live)
     full = setup.recipe.train.mode == "full"
     fresh = stock.without_values(dtype)
+    # The run's own frozen tensors, not a copy: a second base may not fit beside the first.
     if apart is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
     later = f"{apart}; dit-lora verify {setup.runtime.dir.name} does" if apart else None
@@ -126,21 +130,21 @@ def verify_result(
 
 
 def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
-    """What `output` compares, of the weights that the model has now, and what is wrong with the model. Collective.
+    """Note the output of the weights that the model has now, and what is wrong with the model. Collective.
 
-    Where a forward pass needs one rank, the main process alone notes it, and others return nothing.
+    Where a forward pass needs one rank, the main process alone notes it, and others return an empty dict.
     """
-    wrong = base_fault(setup, base)
+    fault = base_fault(setup, base)
     if not (setup.runtime.is_main or setup.engine.lockstep):
         return {}
     stock = setup.task.stock(setup.checkpoint)
     try:
         noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
-        if wrong is None and NOT_RECORDED not in noted:
-            wrong = kernel_fault(setup, base, noted)
+        if fault is None and NOT_RECORDED not in noted:
+            fault = kernel_fault(setup, base, noted)
     except torch.OutOfMemoryError:
         noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
-    return {**noted, WRONG: wrong} if wrong else noted
+    return {**noted, WRONG: fault} if fault else noted
 
 
 def require_verified(runtime: Runtime, verification: Verification | None) -> None:

@@ -39,16 +39,18 @@ from dit_lora.training.step import StepResult
 
 
 def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
-    """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops.
+    """Train to `train.steps` with metrics, checkpoints and validation; Ctrl-C saves and stops. Collective.
 
     `on_checkpoint` is called at the start, and after each step that is saved or validated.
     """
     setup = run.setup
     recipe, runtime = setup.recipe, setup.runtime
+    # Before training, for the end to be compared with: "held-out loss: 0.8 before, 0.7 after".
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
         _tell(run, preflight(setup, run.guard, run.parity))
+    # Preflight's comparison is the first that passed: a late fault goes back to this state.
     run.parity.start(compared=recipe.guard.preflight)
     _tell(run, check_kernels(setup, run.base, run.guard.state.switched_off))
     note_averages(run)
@@ -66,6 +68,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     with bar, stop_signals(runtime.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
+            # The step is taken: what fails from here on must not lose it.
             with kept_at(run, result.step):
                 _after_step(run, bar, result)
             if any(every and result.step % every == 0 for every in shown):
@@ -77,13 +80,14 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
                 lambda step: _batches(run, step),
                 start_step=run.start_step,
                 steps=recipe.train.steps,
+                # A full disk or a lost lock of one rank stops all as a signal does: the step's gather tells them.
                 stop_asked=lambda: max(stop_asked(), run.checkpoints.trouble()),
                 on_step=on_step,
             )
 
 
 def _tell(run: Run, events: Iterable[Event]) -> None:
-    """Say and write down what was found before the first step."""
+    """Say and write down the events from before the first step."""
     for event in events:
         run.setup.runtime.say(f"guard: {event.words}")
         if run.journal is not None:
@@ -91,7 +95,7 @@ def _tell(run: Run, events: Iterable[Event]) -> None:
 
 
 def _was_not_measured(run: Run) -> bool:
-    """Whether the run was stopped between a checkpoint and the held-out loss of its step."""
+    """Return true if the run was stopped between a checkpoint and the held-out loss of its step."""
     recipe, step = run.setup.recipe, run.start_step
     every = recipe.validation.every
     losses = held_out_losses(run.setup.runtime.dir)
@@ -105,6 +109,7 @@ def _loop(run: Run) -> Loop:
     return Loop(
         engine=setup.engine,
         losses=sample_losses(setup.checkpoint),
+        # Read at every step: a rollback may have lowered the rates.
         schedule=lambda group, step: schedule(group, step) * run.guard.state.lr_scale,
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
@@ -118,7 +123,7 @@ def _loop(run: Run) -> Loop:
 
 
 def _batches(run: Run, start_step: int) -> Iterable[Batch]:
-    """The micro-batches of this rank after a step, in the order that the quarantine leaves."""
+    """Return this rank's micro-batches after a step, in the order that the quarantine leaves."""
     runtime, recipe = run.setup.runtime, run.setup.recipe
     sampler = PositionSampler(
         start_step=start_step,
@@ -144,12 +149,15 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
     setup, recovery, step = run.setup, run.guard, result.step
     train, accelerator = setup.recipe.train, setup.runtime.accelerator
     if run.ema is not None:
+        # Only healthy steps come here: the average never sees one that tripped.
         run.ema.step(step)
     _note(run, bar, result)
     if result.stop_code:
         run.checkpoints.settle()  # what could not be written stops the run as a signal does
     last, snapshots = step == train.steps, recovery.snapshots
+    # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
     run.parity.after_step(step, last=last)
+    # What is kept must be sound, and a check costs a read of all state: only where a state is kept.
     to_save = step % train.save_every == 0 or last or bool(result.stop_code)
     if to_save or snapshots.due(step):
         require_agreement(run, step)  # first: a rank that is lost alone is not a learning rate
@@ -171,7 +179,7 @@ def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
 
 
 def _note(run: Run, bar: tqdm, result: StepResult) -> None:
-    """Metrics, statistics and what stands out in them."""
+    """Write metrics, statistics and what stands out in them."""
     setup, step, watcher = run.setup, result.step, run.watcher
     modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
     line = metrics_line(result, setup.task.loss_parts(setup, result))
@@ -197,7 +205,7 @@ def validate(run: Run, step: int) -> None:
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:
-    """Within it the model has what is saved: the averages, if the run keeps them."""
+    """Put what is saved into the model within: the averages, if the run keeps them."""
     return run.ema.applied() if run.ema is not None else nullcontext()
 
 
@@ -205,6 +213,7 @@ def _validate(run: Run, step: int) -> None:
     setup = run.setup
     loss = setup.task.held_out_loss(setup)
     if run.journal is not None and loss is not None:
+        # The report and best.json sort by it, and NaN sorts nowhere.
         if math.isfinite(loss):
             run.journal.held_out(step, loss)
             note_best(setup, run.checkpoints.saver, step)

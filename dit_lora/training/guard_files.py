@@ -1,4 +1,4 @@
-"""The files of a run's folder that its guard changes: events, checkpoints, the quarantine, bundles."""
+"""Changes the files of a run's folder for its guard: events, checkpoints, the quarantine, bundles."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from dit_lora.training.watch import StepWatcher, prime_spikes
 
 
 class GuardFiles:
-    """A run's folder, as `RunRecovery` changes it."""
+    """Implements `RunFiles` in a run's folder."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class GuardFiles:
         self.journal = journal
         self.watcher = watcher
         self.start = start
+        # Bundles of earlier starts count too.
         self._bundles = len(list((self.setup.runtime.dir / "bundles").glob("step_*")))
 
     def event(self, event: Event) -> None:
@@ -45,12 +46,13 @@ class GuardFiles:
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
         if self.journal is not None:
-            self.checkpoints.saver.wait()  # a checkpoint under way may be one of those
+            self.checkpoints.saver.wait()  # a checkpoint under way may be one to remove
             with self.checkpoints.saver.noted():
                 self.journal.rewind(step)
                 if other_trajectory:
                     remove_checkpoints_after(self.setup.runtime.dir, step)
             note_best(self.setup, self.checkpoints.saver, step)
+        # Collective, so outside of the condition: every rank's medians go back with the run.
         prime_spikes(self.watcher, self.journal)
 
     def quarantined(self, quarantine: Quarantine) -> None:
@@ -81,11 +83,12 @@ class GuardFiles:
         return steps[0]
 
     def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
-        """Written by the rank that ran the micro-batch, as far as `guard.bundles` goes."""
+        """Write a bundle on the rank that ran the micro-batch, as far as `guard.bundles` goes; return its path."""
         setup = self.setup
         if self._bundles >= setup.recipe.guard.bundles:
             return None
         self._bundles += 1
+        # Before any rank leaves: sharded weights are gathered by all of them.
         weights = setup.engine.weights()
         if setup.engine.lockstep and not setup.runtime.is_main:
             return None  # all ranks have the same
@@ -116,7 +119,7 @@ class GuardFiles:
 
 
 def _whole_recipe(recipe: Recipe, micro_batch: MicroBatch) -> Recipe:
-    """The recipe, with the names of its classes: a replay has no data to read them from."""
+    """Return the recipe with the names of its classes: a replay has no data to read them from."""
     if "class_labels" not in micro_batch.tensors:
         return recipe
     names = tuple(class_names(recipe.data, recipe.cache_dir))

@@ -1,4 +1,4 @@
-"""What recovery changes of a run: state of its own, which checkpoints keep, and the files of the run's folder."""
+"""Holds what recovery changes of a run: state that checkpoints keep, and the files of the run's folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ from dit_lora.numerics.replay import MicroBatch
 
 
 class RunFiles(Protocol):
-    """What recovery changes of a run's files; called on every rank, written by one."""
+    """Changes a run's files for recovery; called on every rank, written by one."""
 
     def event(self, event: Event) -> None: ...
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
-        """Drop what was written of the steps after `step`; of another trajectory, checkpoints too."""
+        """Drop the lines of the steps after `step`; if another trajectory follows, their checkpoints too."""
 
     def quarantined(self, quarantine: Quarantine) -> None:
-        """Write the list."""
+        """Write the list of samples that are left out."""
 
     def left_out(self, step: int, guard: Mapping[str, Any]) -> None:
         """Save, with the guard's record, if it is due after this step, which changed nothing."""
@@ -30,17 +30,17 @@ class RunFiles(Protocol):
         """Checkpoint the weights as they are, with the guard's record; raises if they are not finite."""
 
     def newest_saved(self) -> int:
-        """The step of the newest checkpoint, equal on all ranks; 0 without one."""
+        """Return the step of the newest checkpoint, equal on all ranks; 0 without one."""
 
     def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
-        """Keep what `dit-lora replay` needs; its name."""
+        """Write what `dit-lora replay` needs; return its path in the run's folder, or None."""
 
     def say(self, line: str) -> None: ...
 
 
 @dataclass
 class GuardState:
-    """What recovery has changed of a run; goes into its checkpoints."""
+    """Changes that recovery has made to a run; they go into its checkpoints."""
 
     lr_scale: float = 1.0
     switched_off: list[str] = field(default_factory=list)

@@ -43,7 +43,7 @@ _CANDIDATES = 4  # samples that are read to find one to compare with
 
 @dataclass(frozen=True)
 class GuardStart:
-    """What the guard of a run goes on from."""
+    """State from which the guard of a run goes on."""
 
     state: GuardState
     policy: Policy
@@ -58,6 +58,7 @@ def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
     switches = all_switches(setup.transformer)
     state = GuardState(**record.get("state", {}), **record.get("parity", {}))
     in_use = {switch.name for switch in switches}
+    # A fault that was found once stays found: without this, each resume would run into it again.
     for name in state.switched_off:
         if name not in in_use:  # another machine, or the recipe has it off now
             continue
@@ -69,6 +70,7 @@ def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
         Policy(setup.recipe.guard, **record.get("policy", {})),
         switches,
         _quarantine(setup),
+        # Kept from the first start: weights that have grown slowly must not raise what counts as too large.
         record.get("start_peak") or weight_peak(weights, together=setup.engine.lockstep),
     )
 
@@ -90,6 +92,7 @@ def build_recovery(
             start_peak=start.start_peak,
             limit=MAX_ABS,
             lockstep=engine.lockstep,
+            # Digests of the bits: a norm would not see a flipped sign, nor a sum two rows exchanged.
             frozen=FrozenRecord(transformer),
             peaks=snapshots.peaks,
             switched_off=start.state.switched_off,
@@ -124,13 +127,14 @@ def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
 
 
 def chosen_norms(setup: AnySetup) -> Norms | None:
-    """What computes the run's gradient norms; equal on all ranks, or clipping would make their weights differ."""
+    """Return what computes gradient norms; equal on all ranks, or clipping would make their weights differ."""
     error, norms, why = None, None, None
     trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
     try:
         norms, why = choose_norms(setup.recipe.kernels.finite_norm, trained)
     except DitLoraError as problem:
         error = problem
+    # Before the gather below, which a rank with an error would never reach.
     agree(setup.runtime.accelerator, error)
     reasons = [reason for reason in gather_object([why]) if reason is not None]
     setup.runtime.say(
@@ -140,35 +144,36 @@ def chosen_norms(setup: AnySetup) -> Norms | None:
 
 
 def _quarantine(setup: AnySetup) -> Quarantine:
-    """This run's list, begun with the one that `guard.quarantine` names."""
-    own = setup.runtime.dir / QUARANTINE
-    given = setup.recipe.guard.quarantine
-    quarantine = Quarantine.load(own)
+    """Return this run's list; a new one begins with the list that `guard.quarantine` names."""
+    own_list = setup.runtime.dir / QUARANTINE
+    named = setup.recipe.guard.quarantine
+    quarantine = Quarantine.load(own_list)
     if quarantine.records:
         setup.runtime.say(_says_who_is_out(quarantine, setup.runtime.dir))
     if quarantine.torn:
-        setup.runtime.say(f"warning: {own}: passed over {quarantine.torn} torn line(s)")
-    if given is None:
+        setup.runtime.say(f"warning: {own_list}: passed over {quarantine.torn} torn line(s)")
+    if named is None:
         return quarantine
-    if own.exists():
-        setup.runtime.say(f"guard.quarantine is not read: the run has its own list, {own}")
+    if own_list.exists():
+        setup.runtime.say(f"guard.quarantine is not read: the run has its own list, {own_list}")
         return quarantine
-    if not Path(given).exists():
-        raise DitLoraError(f"guard.quarantine: {given} does not exist")
-    known = {entry.id for entry in setup.data.clips.entries}
-    earlier = [one for one in Quarantine.load(Path(given)).records if one.to_epoch is None]
+    if not Path(named).exists():
+        raise DitLoraError(f"guard.quarantine: {named} does not exist")
+    ids = {entry.id for entry in setup.data.clips.entries}
+    earlier = [one for one in Quarantine.load(Path(named)).records if one.to_epoch is None]
     quarantine.add(
         [
+            # From the first epoch on: this run has not met them yet.
             type(one)(**{**asdict(one), "from_epoch": 0, "from_copy": 0})
             for one in earlier
-            if one.sample_id in known
+            if one.sample_id in ids
         ]
     )
-    left = known - {one.sample_id for one in quarantine.records}
+    left = ids - {one.sample_id for one in quarantine.records}
     if not left:
-        raise DitLoraError(f"guard.quarantine: {given} leaves out all {len(known)} samples")
+        raise DitLoraError(f"guard.quarantine: {named} leaves out all {len(ids)} samples")
     setup.runtime.say(
-        f"guard: {len(quarantine.records)} of {len(known)} samples left out, by {given}"
+        f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {named}"
     )
     return quarantine
 
@@ -185,9 +190,9 @@ def _says_who_is_out(quarantine: Quarantine, folder: Path) -> str:
 def _another_sample(
     setup: AnySetup, quarantine: Quarantine, wanted: MicroBatch, without: Collection[str]
 ) -> MicroBatch | None:
-    """One sample of the data at the wanted micro-batch's place, none of those named; equal on all ranks.
+    """Return another sample at the wanted micro-batch's place, none of those named; equal on all ranks.
 
-    Of the same bucket where one is, for a step of that size fits into memory; read anew, and only if it is good.
+    It is of the same bucket, for a step of that size fits into memory; it is read anew, and taken only if it is good.
     """
     entries = {entry.id: entry for entry in setup.data.clips.entries}
     out = {one.sample_id for one in quarantine.records} | {*without}
@@ -199,6 +204,7 @@ def _another_sample(
             batch = setup.data.clips.sample(entry, fold(place.seed, "control", entry.id))
         except UnreadableError:  # another serves as well, and other ranks wait for this one
             continue
+        # A control that is bad itself would acquit the sample that it is to be compared with.
         if not batch.faults and not describe_all(batch.tensors, MAX_ABS):
             batch = batch.to(setup.runtime.accelerator.device)
             return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, place)
@@ -206,7 +212,7 @@ def _another_sample(
 
 
 def _shared(setup: AnySetup, own: MicroBatch | None, owner: int) -> MicroBatch | None:
-    """The micro-batch of rank `owner` on every rank, for all to run it. Collective."""
+    """Return the micro-batch of rank `owner` on every rank, for all to run it. Collective."""
     parts: list[Parts | None] = [parts_of(own) if own is not None else None]
     broadcast_object_list(parts, from_process=owner)
     if own is not None or parts[0] is None:

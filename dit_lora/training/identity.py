@@ -1,4 +1,4 @@
-"""What makes a run this run and no other."""
+"""Names what makes a run this run and no other."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from dit_lora.training.task import AnySetup
 
 
 def run_identity(setup: AnySetup) -> dict[str, Any]:
-    """The values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
+    """Return the values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
     runtime, recipe = setup.runtime, setup.recipe
     values = recipe.model_dump(mode="json")
     flat = {
@@ -24,6 +24,7 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
+    # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True
     optim = dict(values["optim"])
@@ -32,7 +33,7 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         del optim["name"]  # as in checkpoints from before there was a choice
     flat |= {f"optim.{key}": value for key, value in optim.items()}
     flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
-    given = recipe.optim.groups.given().values()
-    if any((group.schedule or recipe.optim.schedule) != "constant" for group in given):
+    groups_given = recipe.optim.groups.given().values()
+    if any((group.schedule or recipe.optim.schedule) != "constant" for group in groups_given):
         flat["train.steps"] = recipe.train.steps  # where the schedule ends
     return flat

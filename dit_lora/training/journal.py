@@ -1,4 +1,4 @@
-"""What a run writes as it goes: metrics.jsonl, held_out.jsonl, events.jsonl and the trackers."""
+"""Writes a run's metrics.jsonl, held_out.jsonl and events.jsonl as it goes, and tells the trackers."""
 
 import json
 import math
@@ -17,12 +17,12 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.trackers import Trackers
 
 STARVED, WINDOW = 0.2, 50
-"""The share of the last steps' time that is too much to wait for data, and how many they are."""
+"""The share of the last steps' time that is too much to wait for data; `WINDOW` is how many steps they are."""
 IDLE = 10
 """Steps in a row without a gradient after which a group is told of. One is nothing: a LoRA's A has none in the first,
 as B is zero, and a vision encoder none in a step of texts."""
 LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
-"""What a line of metrics.jsonl may have besides, by the kind of model."""
+"""Optional keys of a line of metrics.jsonl, which depend on the kind of model."""
 
 
 class Journal:
@@ -58,18 +58,20 @@ class Journal:
                 say(
                     f"warning: {name}: passed over {torn} torn line(s), of a process that was killed"
                 )
+        # A killed run may have written steps after its last checkpoint: they come again.
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
         """Drop the lines after a step that training goes back to."""
+        # Events stay through a rollback: they tell why it came.
         self._unwritten = [one for one in self._unwritten if one[0] == "events.jsonl"]
-        kept = _truncate(self.dir / "metrics.jsonl", step)
-        self._samples = kept[-1].get("samples", 0) if kept else 0
+        steps = _truncate(self.dir / "metrics.jsonl", step)
+        self._samples = steps[-1].get("samples", 0) if steps else 0
         lines = _truncate(self.dir / "held_out.jsonl", step, first=0)
         self._held_out_steps = {line["step"] for line in lines}
 
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl so far."""
+        """Return the lines of metrics.jsonl so far."""
         return _lines(self.dir / "metrics.jsonl")
 
     def step(
@@ -90,7 +92,7 @@ class Journal:
         self._append("metrics.jsonl", line)
 
     def starving(self, line: Mapping[str, Any], workers: int) -> str | None:
-        """Once a run: that its last `WINDOW` steps waited for data for more than `STARVED` of their time."""
+        """Say, once a run, that its last `WINDOW` steps waited for data for more than `STARVED` of their time."""
         self._recent.append((line["data_seconds"], line["seconds"]))
         waited, spent = (sum(column) for column in zip(*self._recent, strict=True))
         if self._told or len(self._recent) < WINDOW or waited <= STARVED * spent:
@@ -102,7 +104,7 @@ class Journal:
         )
 
     def idle_groups(self, line: Mapping[str, Any]) -> list[str]:
-        """Once a run each: the groups whose gradient was zero in each of the last `IDLE` steps."""
+        """Return, once a run each, the groups whose gradient was zero in each of the last `IDLE` steps."""
         for name, norm in line["grad_norm_groups"].items():
             if self._idle[name] < IDLE:
                 self._idle[name] = 0 if norm else self._idle[name] + 1
@@ -111,7 +113,7 @@ class Journal:
         return [name for name, steps in self._idle.items() if steps == IDLE]
 
     def held_out(self, step: int, loss: float) -> None:
-        """Once a step: a finished run that is resumed computes the same again."""
+        """Write a held-out loss, once for each step: a finished run that is resumed computes the same again."""
         if step in self._held_out_steps:
             return
         self._held_out_steps.add(step)
@@ -126,13 +128,13 @@ class Journal:
             self.trackers.event(line)
 
     def rejected(self, samples: Mapping[str, str], step: int) -> None:
-        """What `data.rejects: skip` leaves out, by sample; once a run for equal lists."""
+        """Write which samples `data.rejects: skip` leaves out, and why; once a run for equal lists."""
         if not samples:
             return
         verdict = {"cause": "data", "words": "; ".join(samples.values())}
         event = Event(step, "data_rejected", verdict, "skip", sample_ids=tuple(samples))
-        told = [one for one in _lines(self.dir / "events.jsonl") if one["kind"] == event.kind]
-        if not told or told[-1]["sample_ids"] != list(samples):
+        earlier = [one for one in _lines(self.dir / "events.jsonl") if one["kind"] == event.kind]
+        if not earlier or earlier[-1]["sample_ids"] != list(samples):
             self.event(event)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
@@ -140,7 +142,8 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write what a full disk did not take before."""
+        """Write the lines that a full disk did not take before."""
+        # In order: a line that waits for the disk holds back the later ones.
         while self._unwritten:
             name, text = self._unwritten[0]
             try:
@@ -154,7 +157,7 @@ class Journal:
 
 
 def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """One line of metrics.jsonl, equal on all ranks but for its seconds; `samples` are this step's.
+    """Return one line of metrics.jsonl, equal on all ranks but for its seconds; `samples` are this step's.
 
     `parts` are the task's means, such as `loss_by_timestep`.
     """
@@ -174,12 +177,12 @@ def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -
 
 
 def held_out_losses(run_dir: Path) -> dict[int, float]:
-    """A run's held-out losses so far, by step."""
+    """Return a run's held-out losses so far, by step."""
     return {line["step"]: line["held_out_loss"] for line in _lines(run_dir / "held_out.jsonl")}
 
 
 def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """A step's `metrics_line` flattened for trackers, with `lr/adapter`, `grad_norm/adapter`, `samples_per_second`."""
+    """Return a `metrics_line` flattened for trackers, with `lr/adapter`, `grad_norm/adapter` and the like."""
     flat = {
         k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
     }
@@ -191,18 +194,19 @@ def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def peak_gib() -> float:
-    """The peak so far: allocated GPU memory, or this process' resident memory without one."""
+    """Return the peak so far in GiB: allocated GPU memory, or this process' resident memory without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
+    # Linux gives KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]]:
     """Keep the lines of steps from `first` to `last_step`, so that what comes is written once."""
-    kept = [line for line in _lines(path) if first <= line["step"] <= last_step]
+    lines = [line for line in _lines(path) if first <= line["step"] <= last_step]
     if path.exists():
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    return lines
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

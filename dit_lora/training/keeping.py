@@ -1,4 +1,4 @@
-"""What a run keeps to be continued: its checkpoints, written beside the loop, and the state that it goes on from."""
+"""Keeps what a run is continued from: checkpoints, written beside the loop, and the state restored from one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,13 +33,15 @@ def require_own(setup: AnySetup, identity: Mapping[str, Any], path: Path) -> Non
 def resume(
     setup: AnySetup, ema: TrainedEMA | None, identity: Mapping[str, Any], path: Path
 ) -> tuple[int, dict[str, Any]]:
-    """Continue from a checkpoint, wherever it was written; its step, and what recovery had changed of the run."""
+    """Continue from a checkpoint, wherever it was written; return its step and what recovery had changed of the run."""
     runtime = setup.runtime
     place = place_of(runtime)
+    # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
     loaded = load_checkpoint(path, identity, place)
     restore(loaded, setup.engine, ema)
     runtime.say(f"resumed at step {loaded.step} from {path}")
     differs = moved(loaded.place, place, dropout=has_dropout(setup.transformer))
+    # Said and not refused: sums in another order are the same training, within rounding.
     if differs:
         runtime.say(f"continued elsewhere: {differs}")
     if setup.recipe.train.resume == "auto":  # which takes the newest whole one
@@ -66,6 +68,7 @@ class Checkpoints:
         self.settle()
         runtime, train, engine = self.setup.runtime, self.setup.recipe.train, self.setup.engine
         averages = self.ema.tensors() if self.ema else {}
+        # Every rank gathers, though one keeps the values: a rank that left this out would hang the others.
         state = SavedState(
             engine.weights(),
             engine.moments(),
@@ -91,14 +94,15 @@ class Checkpoints:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until what was saved is on the disk; all ranks learn whether it is. Collective."""
+        """Wait until every checkpoint is on the disk; all ranks learn whether it is. Collective."""
         error = self.saver.wait()
         if error is not None:
-            error.shown = True  # by what is raised here
+            error.shown = True  # by the error that is raised here
         agree(self.setup.runtime.accelerator, error)
 
     def trouble(self) -> int:
-        """The exit code of what has gone wrong with this process's files, or 0; waits for nothing."""
+        """Return the exit code of what has gone wrong with this process's files, or 0; waits for nothing."""
+        # Another process may have taken the folder for a dead run's: this one must write no more.
         lost = self.setup.runtime.lock.lost()
         if lost is not None:
             self.saver.fail(lost)
@@ -106,7 +110,7 @@ class Checkpoints:
 
     @contextmanager
     def written_to_the_end(self) -> Iterator[None]:
-        """Whatever ends the training within, a checkpoint under way is written to its end first."""
+        """Let a checkpoint under way be written to its end, whatever ends the training within."""
         try:
             yield
         finally:
@@ -118,8 +122,9 @@ class Checkpoints:
 def restore(loaded: Loaded, engine: Engine, ema: TrainedEMA | None = None) -> None:
     """Put weights, optimizer state and averages bit for bit where `engine` holds them; each rank its part."""
     stored, averages = loaded.state, ema.tensors() if ema else {}
-    for own, kept in ((engine.weights(), stored.weights), (averages, stored.averages)):
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in kept.items()}:
+    # Compared before anything is filled: a model half restored would be neither the old nor the new.
+    for live, saved in ((engine.weights(), stored.weights), (averages, stored.averages)):
+        if {n: t.shape for n, t in live.items()} != {n: t.shape for n, t in saved.items()}:
             raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
     # Copies: what an optimizer on a CPU keeps must not live in a mapped file.
     engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})

@@ -1,4 +1,4 @@
-"""A run's fused kernels against the stock model, on its own samples: which are compared, and what is off then."""
+"""Compares a run's fused kernels with the stock model on its own samples, and switches off what differs."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -22,34 +22,34 @@ from dit_lora.training.replay import Place, replayable, sample_losses
 from dit_lora.training.task import AnySetup
 
 ROWS = 2
-"""At the least: what gives every sample the first one's tables is right for one."""
+"""The fewest samples of a comparison: a kernel that gives every sample the first one's tables is right for one."""
 _NO_MEMORY = "there was no memory for it"
 
 
 @dataclass
 class KernelParity:
-    """The comparison of a run's kernels; what it knows of the model stays from one to the next."""
+    """Compares a run's kernels; what it knows of the model stays from one comparison to the next."""
 
     setup: AnySetup
     recovery: RunRecovery
     learning: Learning | None = None
-    """Which inputs of the model's blocks have a gradient in training."""
+    """Tells which inputs of the model's blocks have a gradient in training."""
     only: Collection[str] | None = None
-    """The blocks that are compared, where not all are."""
+    """Names of the blocks that are compared, where not all are."""
     coverage: Coverage = field(default_factory=Coverage)
-    """What the last comparison reached, over all ranks."""
+    """The blocks that the last comparison reached, over all ranks."""
 
     @property
     def switches(self) -> list[Switch]:
-        """What is compared: kernels that are on, and attention backends that the recipe names."""
+        """Switches that are compared: kernels that are on, and attention backends that the recipe names."""
         off = self.recovery.state.switched_off
-        known = self.recovery.suspects.switches
-        on = [switch for switch in known if not {switch.name, switch.part_of} & {*off}]
+        switches = self.recovery.suspects.switches
+        on = [switch for switch in switches if not {switch.name, switch.part_of} & {*off}]
         return [switch for switch in on if switch.cause == "kernel" or switch.insisted]
 
     @property
     def blocks(self) -> list[str]:
-        """Return those that hold something which a kernel replaced; all, if there is a switch of another kind."""
+        """Names of the blocks in which a kernel replaced something; of all, with a switch of another kind."""
         names, places = blocks_of(self.setup.transformer), [module for _, module in self._places]
         ours = {*OPS, ATTENTION, KERNELS, COMPILE}
         if any(s.name.partition(":")[0] not in ours for s in self.switches):
@@ -59,7 +59,7 @@ class KernelParity:
     def differing(
         self, micro_batches: Sequence[MicroBatch]
     ) -> Iterator[tuple[Switch, Difference, int]]:
-        """What differs on any rank, with that rank; switch it off before asking for the next. Collective."""
+        """Yield what differs on any rank, with that rank; switch it off before asking for the next. Collective."""
         self.coverage = Coverage()
         self.only = self.blocks if self.only is None else self.only
         ranks: dict[str, int] = {}
@@ -69,12 +69,13 @@ class KernelParity:
                 # One batch says whether a kernel repeats itself. One that is wrong now and then must be met alone
                 # as it was met among all.
                 passes = 0 if index else 4 * PASSES if switch.part_of else PASSES
-                own = self._difference(one, switch, others, passes)
-                every: list[Difference | None] = gather_object([own])
-                found = next(((r, d) for r, d in enumerate(every) if d is not None), None)
-                if found is not None:
-                    ranks[switch.name] = found[0]
-                    return found[1]
+                difference = self._difference(one, switch, others, passes)
+                # A kernel may be wrong on one GPU alone: all ranks have to switch it off together.
+                every: list[Difference | None] = gather_object([difference])
+                first = next(((r, d) for r, d in enumerate(every) if d is not None), None)
+                if first is not None:
+                    ranks[switch.name] = first[0]
+                    return first[1]
             return None
 
         for switch, difference in differences(self.switches, compare):
@@ -101,8 +102,9 @@ class KernelParity:
             return None
 
     def _gather_coverage(self) -> None:
-        """What was compared on every rank, and what was not on any."""
+        """Set the coverage to what was compared on every rank, and what was not on any."""
         every: list[Coverage] = gather_object([self.coverage])
+        # Compared only if on every rank: each GPU runs its own copy of the kernel.
         compared = set.intersection(*(one.compared for one in every))
         missed = {name: why for one in every for name, why in one.missed.items()}
         places = [module for _, module in self._places]
@@ -111,20 +113,20 @@ class KernelParity:
 
     @property
     def _places(self) -> list[tuple[str, str]]:
-        """Which op replaced something in which module."""
+        """Pairs of an op and the module in which it replaced something."""
         fusion = fusion_of(self.setup.transformer)
         return fusion.replaced if fusion is not None else []
 
     def not_compared(self) -> list[tuple[Switch, str]]:
-        """Kernels that are on and that no comparison reached, and why."""
+        """Return the kernels that are on and that no comparison reached, and why."""
         compared, missed = self.coverage.compared, self.coverage.missed
         why = next(iter(missed.values()), "no sample's forward pass reached it")
         left = []
         for switch in self.switches:
-            own = [module for op, module in self._places if op == switch.name]
-            reached = [m for m in own if any(_holds(block, m) for block in compared)]
+            modules = [module for op, module in self._places if op == switch.name]
+            reached = [m for m in modules if any(_holds(block, m) for block in compared)]
             is_whole = any(one.part_of == switch.name for one in self.switches)
-            if not is_whole and not (reached if own else compared):
+            if not is_whole and not (reached if modules else compared):
                 left.append((switch, why))
         return left
 
@@ -134,7 +136,7 @@ def _holds(block: str, module: str) -> bool:
 
 
 def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
-    """The batch, with `ROWS` samples at least: of `others` where they have its shapes, else its own with other draws."""
+    """Return the batch with `ROWS` samples at least: with one of `others` if shapes agree, else its own drawn again."""
     if len(batch.ids) >= ROWS:
         return batch
     shapes = {name: tensor.shape[1:] for name, tensor in batch.tensors.items()}
@@ -149,7 +151,7 @@ def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
 
 
 def micro_batch_of(setup: AnySetup, batch: Batch) -> MicroBatch:
-    """It as a comparison runs it, which is at no step."""
+    """Return the batch as a comparison runs it, which is at no step."""
     on_device = batch.to(setup.runtime.accelerator.device)
     rank = 0 if setup.engine.lockstep else setup.runtime.accelerator.process_index
     place = Place(setup.recipe.train.seed, 0, 0, rank)
@@ -165,28 +167,30 @@ def samples_of(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batc
         sample = setup.data.clips.sample(entry, len(good))
         if not sample.faults:
             good.append((entry, sample))
-    found = [sample for _, sample in good]
-    while good and len(found) < count:
-        entry, _ = good[len(found) % len(good)]
-        found.append(setup.data.clips.sample(entry, len(found)))
-    return found
+    samples = [sample for _, sample in good]
+    while good and len(samples) < count:
+        entry, _ = good[len(samples) % len(good)]
+        samples.append(setup.data.clips.sample(entry, len(samples)))
+    return samples
 
 
 def kept_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
-    """The entries that the run does not leave out."""
+    """Return the entries that the run does not leave out."""
     left_out = {one.sample_id for one in quarantine.records}
     return [entry for entry in setup.data.clips.entries if entry.id not in left_out]
 
 
 def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
-    """Several samples of the largest bucket, of the one with the most, and of each kind of sample."""
-    kept, size = kept_entries(setup, quarantine), max(ROWS, setup.recipe.train.batch_size)
-    counts = Counter(entry.shape for entry in kept)
+    """Return several samples of the largest bucket, of the one with the most, and of each kind of sample."""
+    trained_on, size = kept_entries(setup, quarantine), max(ROWS, setup.recipe.train.batch_size)
+    counts = Counter(entry.shape for entry in trained_on)
     if not counts:
         return []
     largest = max(counts, key=lambda shape: shape.volume)
     kinds = [[entry] for entry in setup.data.clips.one_of_each_kind()]
-    groups = [[e for e in kept if e.shape == shape] for shape in (largest, _most_common(counts))]
+    groups = [
+        [e for e in trained_on if e.shape == shape] for shape in (largest, _most_common(counts))
+    ]
     if groups[0] == groups[1]:
         groups.pop()
     batches = [samples_of(setup, entries, size) for entries in groups]
@@ -199,15 +203,16 @@ def _most_common(counts: Counter[Any]) -> Any:
 
 
 def make_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
-    """Take equally many of `compared_batches` on every rank, and the same ones where ranks go through the model together."""
-    given = [compared_batches(setup, quarantine)]
+    """Take equally many of `compared_batches` on every rank, and in lockstep the same ones."""
+    choices = [compared_batches(setup, quarantine)]
     if setup.engine.lockstep:
-        broadcast_object_list(given)
-    count = min(gather_object([len(given[0])]))
-    return [micro_batch_of(setup, batch) for batch in given[0][:count]]
+        broadcast_object_list(choices)
+    # Each comparison gathers: a rank with more batches would wait for the others for ever.
+    count = min(gather_object([len(choices[0])]))
+    return [micro_batch_of(setup, batch) for batch in choices[0][:count]]
 
 
 def turn_off(recovery: RunRecovery, switch: Switch) -> None:
-    """For the rest of the run, and of those that resume it."""
+    """Turn a switch off for the rest of the run, and for those that resume it."""
     switch.turn_off()
     recovery.state.switched_off.append(switch.name)

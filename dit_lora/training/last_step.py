@@ -13,18 +13,19 @@ from dit_lora.training.runtime import agree
 
 @contextmanager
 def kept_at(run: Run, step: int) -> Iterator[None]:
-    """What ends the run within for want of a disk, a file or a process leaves `step` saved, and says so. Collective.
+    """Save `step` if a disk, a file or a process fails within, and say in the error how that went. Collective.
 
-    Of several ranks only errors that all agreed on: of others, the launcher ends the rest.
+    On several ranks only errors that all agreed on are handled: after any other, the launcher ends the rest.
     """
     alone = run.setup.runtime.accelerator.num_processes == 1
     try:
         yield
     except (NonFiniteError, PoisonedStateError, InterruptedRunError):
-        raise  # they have seen to it
+        raise  # whoever raised these has saved what can be saved
     except DitLoraError as error:
         if not (error.collective or alone):
             raise
+        # To save gathers over all ranks, so that an error of one rank alone cannot lead there.
         raise _ended(run, step, error) from error
     except OSError as error:
         if not alone:
@@ -49,6 +50,7 @@ def _ended(run: Run, step: int, error: DitLoraError) -> DitLoraError:
 def _last_effort(run: Run, step: int) -> str:
     """Save a step though something failed, and say how that went. Collective."""
     runtime = run.setup.runtime
+    # This process has taken no step: what it started from is on the disk already.
     if step <= run.start_step:
         return ""
     if runtime.lock.lost() is None:  # else the saver, on the main process, refuses
@@ -56,9 +58,14 @@ def _last_effort(run: Run, step: int) -> str:
     try:
         run.checkpoints.save(step, run.guard.record(), wait=True)
     except DitLoraError:
-        kept = newest_checkpoint(runtime.dir) if runtime.is_main else None
-        resort = f"train.resume=auto goes on from {kept}" if kept else "there is no checkpoint"
+        checkpoint = newest_checkpoint(runtime.dir) if runtime.is_main else None
+        resort = (
+            f"train.resume=auto goes on from {checkpoint}"
+            if checkpoint
+            else "there is no checkpoint"
+        )
         return f"\nstep {step} cannot be saved either; {resort}"
+    # Lines that the disk did not take before: a resume does not take their steps again.
     if run.journal is not None:
         run.journal.flush()
     place = checkpoint_path(runtime.dir, step)

@@ -36,10 +36,10 @@ def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How weights are spread over ranks (FSDP2)."""
+    """Settings of how weights are spread over ranks (FSDP2)."""
 
     reshard_after_forward: bool = True
-    """Whether a block's weights are let go of between its forward and its backward pass."""
+    """True if a block's weights are let go of between its forward and its backward pass."""
 
 
 def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
@@ -48,17 +48,19 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
     version 1 and for parameters in host memory.
     """
+    # Popped: Accelerate would shard by its own plugin, on GPUs alone.
     if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
         return None
-    wrong = []
+    refused = []
+    # Without a version Accelerate means its first.
     if environment.get("FSDP_VERSION", "1") != "2":
-        wrong.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
+        refused.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
     if _is_on(environment.get("FSDP_OFFLOAD_PARAMS", "")):
-        wrong.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
-    if wrong:
-        raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", wrong))
-    kept = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
-    return Sharding(reshard_after_forward=not kept)
+        refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
+    if refused:
+        raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", refused))
+    stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
+    return Sharding(reshard_after_forward=not stays_whole)
 
 
 def take_zero(environment: MutableMapping[str, str]) -> int | None:
@@ -66,14 +68,16 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
 
     Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
     """
+    # Popped: Accelerate's DeepSpeed steps inside of backward, before the gate.
     if not _is_on(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
         return None
     if importlib.util.find_spec("deepspeed") is None:
         raise DitLoraError(
             "the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'"
         )
+    # Accelerate's default too.
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    wrong = (
+    refused = (
         []
         if stage == "2"
         else [
@@ -83,12 +87,12 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
     for name, instead in _NOT_BY_DEEPSPEED.items():
         value = environment.get(f"ACCELERATE_{name}", "none").lower()
         if value not in ("none", "auto"):
-            wrong.append(f"{name.lower()} {value}: leave it out; {instead}")
-    if wrong:
+            refused.append(f"{name.lower()} {value}: leave it out; {instead}")
+    if refused:
         summary = (
             "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
         )
-        raise DitLoraError(listed(summary, wrong))
+        raise DitLoraError(listed(summary, refused))
     return int(stage)
 
 
@@ -97,15 +101,15 @@ def require_for_zero(recipe: Recipe, *, some_idle: bool) -> None:
 
     `some_idle` says that a step may leave what trains without a gradient.
     """
-    wrong = _others(recipe, "zero2")
+    refused = _others(recipe, "zero2")
     if some_idle:
-        wrong.append(
+        refused.append(
             "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
             "for zero; train the adapter alone"
         )
-    if wrong:
+    if refused:
         summary = "not with DeepSpeed's ZeRO; launch with accelerate_configs/ddp.yaml, or"
-        raise DitLoraError(listed(summary, wrong))
+        raise DitLoraError(listed(summary, refused))
 
 
 _NOT_BY_DEEPSPEED = {
@@ -118,10 +122,10 @@ _NOT_BY_DEEPSPEED = {
 
 def require_shardable(recipe: Recipe) -> None:
     """Raise `DitLoraError` with everything in the recipe that sharded weights rule out."""
-    wrong = _others(recipe, "fsdp2")
-    if wrong:
+    refused = _others(recipe, "fsdp2")
+    if refused:
         summary = "not with sharded weights (FSDP); launch with accelerate_configs/ddp.yaml, or"
-        raise DitLoraError(listed(summary, wrong))
+        raise DitLoraError(listed(summary, refused))
 
 
 def _others(recipe: Recipe, sharding: Literal["fsdp2", "zero2"]) -> list[str]:

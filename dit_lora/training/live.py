@@ -1,4 +1,4 @@
-"""Samples that are encoded as they come, in place of a cache: `data.precompute: false`.
+"""Encodes samples as they come, in place of a cache: `data.precompute: false`.
 
 Worker processes decode; the process that trains encodes, one sample at a time as a cache is filled, so a batch
 is bit for bit what would be read from one. Memory holds the encoders, and the embeddings of the last captions.
@@ -28,7 +28,7 @@ from dit_lora.training.samples import Sample
 _CAPTIONS = 256  # embeddings held; of T5-XXL and 226 tokens, 1.8 MiB each
 
 Read = tuple[Tensors, str | None]
-"""Tensors and what is wrong with them, as `TensorCache.read` gives them."""
+"""Tensors, and what is wrong with them or None, as `TensorCache.read` gives them."""
 
 
 def live_clips(
@@ -38,9 +38,9 @@ def live_clips(
     wanted: Sequence[Wanted],
     texts: Mapping[str, Job],
 ) -> "LiveClips":
-    """The training set with its encoders loaded; entries have the keys that a cache would have them under.
+    """Return the training set with its encoders loaded; entries have the keys that a cache would have them under.
 
-    `texts` are all captions with theirs.
+    `texts` are the jobs of all captions, by caption.
     """
     samples = {one.video.key: (one.sample, False) for one in wanted}
     samples |= {one.mirror.key: (one.sample, True) for one in wanted if one.mirror}
@@ -56,7 +56,7 @@ def live_clips(
 
 
 class LiveTexts:
-    """Captions, encoded when they are read."""
+    """Captions that are encoded when they are read."""
 
     def __init__(self, captions: Mapping[str, str], encode: TextEncoder) -> None:
         self._captions = captions
@@ -72,6 +72,7 @@ class LiveTexts:
             tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
             bad = describe_all(tensors, MAX_ABS)
             self._known[key] = (tensors, f"caption {caption!r}: {bad}" if bad else None)
+        # The least recently used goes first.
         self._known.move_to_end(key)
         if len(self._known) > _CAPTIONS:
             self._known.popitem(last=False)
@@ -80,14 +81,14 @@ class LiveTexts:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What worker processes need: no encoder."""
+    """Decodes samples in worker processes, without an encoder."""
 
     encoding: Encoding
     samples: dict[str, tuple[Sample, bool]]
-    """By key; and whether mirrored."""
+    """Samples by key, each with true if it is mirrored."""
 
     def __call__(self, key: str) -> Pixels | str:
-        """Pixels, or why there are none."""
+        """Return the pixels, or why there are none."""
         sample, mirrored = self.samples[key]
         try:
             return self.encoding.decode(sample, mirrored=mirrored)
@@ -96,27 +97,29 @@ class Decoder:
 
 
 class LiveVideos:
-    """Samples, decoded where no worker process has done so, and encoded when they are read."""
+    """Samples that are encoded when they are read, and decoded too where no worker process has done so."""
 
     def __init__(self, decoder: Decoder, encode: VideoEncoder) -> None:
         self.decoder = decoder
         self._encode = encode
         self.decoded: dict[str, Pixels | str] = {}
-        """By key, what the next `read` takes."""
+        """Decoded samples by key, each taken by the next `read` of it."""
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
         shape = self.decoder.samples[keys[0]][0].shape
+        # Shapes are asked before any file is decoded: a black clip has them.
         black = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
         return _spec(self._encode(black, None))
 
     def read(self, key: str, spec: Spec) -> Read:
         pixels = self.decoded.pop(key, None) or self.decoder(key)
         if isinstance(pixels, str):
-            lost = {
+            # A bad sample keeps its shape, for the batch to be collated; the guard leaves it out by name.
+            placeholder = {
                 name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
                 for name, (shape, dtype) in spec.items()
             }
-            return lost, pixels
+            return placeholder, pixels
         encoded = self._encode(pixels.video, pixels.image)
         tensors = {name: tensor.detach().cpu() for name, tensor in encoded.items()}
         return tensors, describe_all(tensors, MAX_ABS)
@@ -130,7 +133,7 @@ class LiveClips(EncodedClips):
     texts: LiveTexts
 
     def loader(self, how: Reading) -> "LiveLoader":
-        """The micro-batches of the sampler's positions, in its order, encoded as they come."""
+        """Return the micro-batches of the sampler's positions, in its order, encoded as they come."""
         dataset = self.dataset(how)
         decoded = build_loader(
             dataset,

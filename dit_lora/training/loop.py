@@ -27,59 +27,60 @@ from dit_lora.training.step import StepResult
 from dit_lora.training.step_rows import StepRows, own_row
 
 _ALL = "all groups"
+# Beside 0.0 and 1.0 in a row's `bad_data`.
 _UNREAD = 2.0
 
 
 class WentBackError(Exception):
-    """What `on_step` raises, on every rank, once the run's state is that of an earlier step."""
+    """Raised by `on_step` on every rank once the run's state is that of an earlier step."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"back to step {step}")
         self.step = step
-        """After which training goes on."""
+        """The step after which training goes on."""
 
 
 class Recovery(Protocol):
-    """What is done about a step that tripped."""
+    """Decides what happens after a step that tripped."""
 
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
-        """The step after which training goes on, one before the tripped one or earlier; or raise.
+        """Return the step after which training goes on, one before the tripped one or earlier; or raise.
 
         `control` is a micro-batch of the last healthy step.
         """
 
 
 class Watcher(Protocol):
-    """What looks at a step without changing it."""
+    """Looks at a step without changing it."""
 
     def forward(self, step: int) -> Any:
-        """A context around a step's micro-steps."""
+        """Return a context that holds around a step's micro-steps."""
 
     def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
-        """After backward, before clipping."""
+        """Look at the gradients after backward and before clipping."""
 
     def before_update(self, step: int) -> None: ...
 
     def after_update(self, step: int) -> None: ...
 
     def clip(self, group: str) -> float | None:
-        """A bound on the gradient norm, known before this step, or None."""
+        """Return a bound on the gradient norm that is known before this step, or None."""
 
 
 @dataclass
 class _Step:
-    """What is collected while a step's micro-steps run."""
+    """Collects what a step's micro-steps give."""
 
     number: int
     micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
     bad_data: list[float] = field(default_factory=list)
-    """Tells of each micro-batch whether a sample of it is bad, or `_UNREAD`."""
+    """A mark for each micro-batch: 1.0 if a sample of it is bad, 0.0 if none is, `_UNREAD` if it was not read."""
     unread: str = ""
-    """Why this rank could not read its data."""
+    """The reason why this rank could not read its data; empty if it could."""
     data_seconds: float = 0.0
 
 
@@ -89,7 +90,7 @@ def _unreadable(step: int, why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Loop:
-    """What every step needs."""
+    """Everything that a step needs, for the whole run."""
 
     engine: Engine
     losses: LossFunction
@@ -102,9 +103,9 @@ class Loop:
     unreadable: Callable[[int, str], NoReturn] = _unreadable
     """Ends the run on all ranks, given the last step taken and why this rank could not read its data, if so."""
     copies: int = 1
-    """Ranks that run each sample together."""
+    """Number of ranks that run each sample together (1 without context parallelism)."""
     norms: Norms | None = None
-    """Computes gradient norms; None for PyTorch."""
+    """Computes gradient norms; PyTorch does where it is None."""
 
     @cached_property
     def bare(self) -> nn.Module:
@@ -128,14 +129,17 @@ def train(
     `on_step` that raises `WentBackError`. A step whose data some rank could not read ends the run, by
     `loop.unreadable`.
     """
+    # Once: whoever evaluates in between puts the mode back.
     loop.engine.model.train()
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
     done, control, reader = start_step, None, Reader[Batch]()
     while done < steps:
+        # A recovery may have gone back or changed the order: batches are asked for anew from `done`.
         reader.begin(batches(done))
         for number in range(done + 1, steps + 1):
             outcome, step = _take(loop, reader, number, stop_asked)
             if isinstance(outcome, Trip):
+                # No weight is at fault and the data cannot be had: there is nothing to diagnose.
                 if outcome.kind == "unread_data":
                     loop.unreadable(number - 1, step.unread)
                 done = loop.recovery.recover(outcome, step.micro_batches, control)
@@ -148,13 +152,14 @@ def train(
                 done = loop.recovery.recover(trip, step.micro_batches, control)
                 break
             except WentBackError as back:
+                # Late kernel parity has put back the state itself: there is no trip to diagnose.
                 done = back.step
                 break
             done, control = number, step.micro_batches[-1]
 
 
 def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
-    """Of this rank's first micro-batch."""
+    """Return the mean loss of this rank's first micro-batch."""
     accelerator = loop.engine.accelerator
     reader = Reader[Batch]()
     reader.begin(batches)
@@ -167,7 +172,9 @@ def _take(
     loop: Loop, reader: Reader[Batch], number: int, stop_asked: Callable[[], int]
 ) -> tuple[StepResult | Trip, _Step]:
     began = time.perf_counter()
+    # A gate for each step: its flags are those of all micro-steps together.
     step, gate = _Step(number), Gate(loop.engine.accelerator)
+    # The loop reads nothing from the device before the gather below: flags, losses and norms come together.
     with loop.watcher.forward(number):
         for micro_step in range(loop.accumulate):
             _micro_step(loop, gate, reader, step, micro_step)
@@ -193,14 +200,17 @@ def _micro_step(
 ) -> None:
     waiting = time.perf_counter()
     accelerator = loop.engine.accelerator
+    # A rank whose data failed gets its last batch again: it must meet the collectives of this step first.
     batch, step.unread = reader.next()
     batch = batch.to(accelerator.device)
     bad_data = _UNREAD if step.unread else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
+    # A closure over the batch, not a copy of activations: replays cost memory only when one runs.
     step.micro_batches.append(replayable(loop.losses, loop.bare, batch, place))
     with loop.engine.micro_step():
         output = forward(loop.losses, loop.engine.model, batch, place)
+        # Noted and not acted on: to look at the flag here would cost a read by the host in every micro-step.
         gate.losses(output.losses, bad_data=bad_data > 0)
         loop.engine.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
@@ -211,22 +221,28 @@ def _micro_step(
 def _update(
     loop: Loop, gate: Gate, number: int
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Clip and step, unless the gate is shut; what comes back is still on the device."""
+    """Clip and step, unless the gate is shut; all but the learning rates is still on the device."""
     engine = loop.engine
+    # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
     norms = engine.gradient_norms(loop.norms)
+    # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
     gate.gradients(norms)
     loop.watcher.gradients(number, norms)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
+    # A function of the step and not a scheduler: a step that is taken again cannot advance it.
     rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)
+    # The update overwrites what a snapshot's copy may still read, so that the watcher comes first.
     loop.watcher.before_update(number)
+    # One all-reduce of the flag, which every rank meets: all take this step or none does.
     engine.step(gate.agreed())
     loop.watcher.after_update(number)
     return rates, norms, norm, engine.weights_are_bad()
 
 
 def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
-    """What tripped, equal on all ranks; None for a healthy step."""
+    """Return what tripped, equal on all ranks; None for a healthy step."""
     ranks, accumulate = rows.bad_data.shape
+    # First: the repeated micro-batch that stood in for unread data says nothing about the model.
     if (rows.bad_data == _UNREAD).any():
         return Trip(step, "unread_data")
     bad_losses = ~torch.isfinite(rows.losses).view(ranks, accumulate, -1).all(2)
@@ -236,10 +252,11 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
     where = [(copies * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
     if where:
         return Trip(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(where))
+    # In the order of causes: a bad gradient makes bad weights too.
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
     raised = (rows.flags > 0).any(0).tolist()
     return next(
-        (Trip(step, kind) for kind, is_so in zip(kinds, raised, strict=True) if is_so), None
+        (Trip(step, kind) for kind, is_raised in zip(kinds, raised, strict=True) if is_raised), None
     )
 
 
@@ -251,6 +268,7 @@ def _result(
     began: float,
     copies: int,
 ) -> StepResult:
+    # Ranks that share a sample report the same loss: one row of each group of `copies` is counted.
     losses = rows.losses[::copies].flatten()
     *norms, norm = rows.norms[0].tolist()
     return StepResult(

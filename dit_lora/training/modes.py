@@ -1,4 +1,4 @@
-"""How a model is while it is looked at and not trained."""
+"""Sets a model's mode for looking at it without training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout, then training as before."""
+    """Compute without gradients and dropout within; afterwards the model trains as before."""
     was_training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""What stands out in a healthy step, as events: reported, and nothing is done about it."""
+"""Turns what stands out in a healthy step into events: reported, and nothing is done about it."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def spike_events(step: int, spikes: Sequence[Spike]) -> list[Event]:
 
 
 def hidden_events(step: int, modules: Sequence[str]) -> list[Event]:
-    """Values beyond the dtype's range that a clamp or a mask hid from the loss."""
+    """Return an event if values beyond the dtype's range were hidden from the loss by a clamp or a mask."""
     if not modules:
         return []
     shown = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if modules[5:] else "")
@@ -27,7 +27,7 @@ def held_out_event(step: int) -> Event:
 
 
 def idle_group_events(step: int, groups: Sequence[str]) -> list[Event]:
-    """Groups whose gradient is zero in step after step, while others have one: nothing of them is trained."""
+    """Return an event for each group whose gradient has been zero for many steps, while others have one."""
     return [
         Event(
             step,

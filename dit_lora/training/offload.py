@@ -1,4 +1,4 @@
-"""The frozen base in host memory, block by block on the device: `train.offload: group`.
+"""Keeps the frozen base in host memory, block by block on the device: `train.offload: group`.
 
 A block's frozen weights come when it is called, in the forward pass and again in the backward pass, and leave when
 the next block is called, whose weights are copied while this one computes. What trains stays on the device, where
@@ -46,31 +46,33 @@ def offload_base(recipe: Recipe, transformer: nn.Module, accelerator: Accelerato
 
 
 def placement(*prepared: Any) -> list[bool] | None:
-    """The argument `device_placement` for `Accelerator.prepare` of these; None, its default, without offload."""
+    """Return the argument `device_placement` for `Accelerator.prepare` of these; None, its default, without offload."""
     away = [isinstance(one, nn.Module) and _OFFLOAD in one.__dict__ for one in prepared]
     return [not one for one in away] if any(away) else None
 
 
 class Offload:
-    """The frozen weights of a model's blocks, and where they are now: at rest, all are in host memory."""
+    """Moves the frozen weights of a model's blocks, and knows where they are: at rest, all are in host memory."""
 
     def __init__(
         self, transformer: nn.Module, device: torch.device, called_alone: Sequence[str] = ()
     ) -> None:
-        """Puts all else on `device` and hooks on the model. Raises `DitLoraError` if it has nothing to offload."""
+        """Put everything else on `device` and hooks on the model. Raises `DitLoraError` if it has nothing to offload."""
         self.groups = _groups(transformer, called_alone)
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.resident: list[_Group] = []
         self._trail: _Trail = (None, None)
         self._follows: dict[_Trail, _Group] = {}
-        """What came after two blocks when they last came in this order, which tells forward from backward."""
+        """The group that came after two others when they last came in this order, which tells forward from backward."""
         self._place(transformer)
         for block, group in self.groups.items():
             enter = partial(self._enter, group)
             block.register_forward_pre_hook(enter, prepend=True)
+            # A forward pre-hook is not called again where Transformers recomputes a layer.
             before_each_computation(block, enter)
         transformer.register_forward_pre_hook(self._rest, prepend=True)
+        # Also after a forward that raised: a replay catches that, and the base must be at rest for the next.
         transformer.register_forward_hook(self._rest, always_call=True)
 
     def _place(self, transformer: nn.Module) -> None:
@@ -80,15 +82,21 @@ class Offload:
             if tensor not in offloaded:
                 tensor.data = tensor.data.to(self._device)
             elif self._copies is not None:
+                # From pageable memory a copy would block the host and could not run beside a computation.
                 tensor.data = tensor.data.pin_memory()
-        # DDP takes no model on two devices. These need no broadcast: all ranks read the same files.
+        # DDP takes no model on two devices, and has no public way to leave weights out. These need no broadcast:
+        # all ranks read the same files.
         away = {name for name, tensor in named if tensor in offloaded}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, away)
 
     def _enter(self, group: "_Group", *_: Any) -> None:
-        """Before a block is computed, in a forward pass or again in a backward pass; may be called twice."""
+        """Bring a block's weights before it is computed, in a forward pass or again in a backward pass.
+
+        It may be called twice for one computation.
+        """
         if group is self._trail[1]:
             return
+        # In a backward pass: no hook of a module comes after its last block, but the engine's callback does.
         if not self.resident and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._rest)
         self._follows[self._trail] = group
@@ -104,7 +112,7 @@ class Offload:
             self._bring(ahead)
 
     def _rest(self, *_: Any) -> None:
-        """Everything in host memory: before and after a forward pass, after a backward pass."""
+        """Send everything to host memory: before and after a forward pass, after a backward pass."""
         for group in list(self.resident):
             self._send_away(group)
         self._trail = (None, None)
@@ -132,17 +140,17 @@ class _Group:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.arrived: torch.cuda.Event | None = None
-        """When the copies that were last asked for are there, on a GPU."""
+        """The event on a GPU after which the copies that were last asked for are there."""
         self._home: list[torch.Tensor] = []
 
     def bring(self, device: torch.device) -> None:
-        """Copy from where they are, whatever has been put there: a diagnosis in fp32 puts other values."""
+        """Copy the weights from where they are, whatever has been put there: a diagnosis in fp32 puts other values."""
         self._home = [parameter.data for parameter in self.parameters]
         for parameter, home in zip(self.parameters, self._home, strict=True):
             parameter.data = home.to(device, non_blocking=True)
 
     def send_away(self) -> None:
-        """Back to the tensors in host memory; nothing is copied, since a frozen weight has not changed."""
+        """Go back to the tensors in host memory; nothing is copied, since a frozen weight has not changed."""
         for parameter, home in zip(self.parameters, self._home, strict=True):
             parameter.data = home
         self._home = []
@@ -152,7 +160,7 @@ _Trail = tuple[_Group | None, _Group | None]
 
 
 def _groups(transformer: nn.Module, called_alone: Sequence[str]) -> dict[nn.Module, _Group]:
-    """The blocks of a model that have frozen weights."""
+    """Return the blocks that have frozen weights. Raises `DitLoraError` for a model that cannot be offloaded."""
     name = type(transformer).__name__
     if not supports_checkpointing(transformer):
         raise DitLoraError(

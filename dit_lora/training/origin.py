@@ -1,4 +1,4 @@
-"""Where a result came from: a whole pipeline, the run that an adapter lies in, the family of a base checkpoint."""
+"""Finds where a result came from: a whole pipeline, the run that an adapter lies in, the family of a base."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,17 +16,20 @@ from dit_lora.recipe import load_recipe
 
 
 def whole_pipeline(target: Path) -> Path | None:
-    """The pipeline's folder: of a run in mode `full`, or the target itself."""
-    found = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
-    return next(found, None)
+    """Return the pipeline's folder, of a run in mode `full` or the target itself; None if it is none."""
+    folders = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
+    return next(folders, None)
 
 
 def find_adapter(target: Path) -> Path:
-    """The file in Diffusers' format of a run's folder, an adapter's folder or the file itself."""
+    """Return the file in Diffusers' format of a run's folder, an adapter's folder or the file itself.
+
+    Raises `DitLoraError` where there is none.
+    """
     candidates = [target, target / ADAPTER_FILE, target / "adapter" / ADAPTER_FILE]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is not None:
-        return found
+    adapter = next((path for path in candidates if path.is_file()), None)
+    if adapter is not None:
+        return adapter
     if any((path / CONFIG_NAME).is_file() for path in (target, target / "adapter", target.parent)):
         raise DitLoraError(
             f"{target} holds an adapter in PEFT's format: a chat model's answers by dit-lora chat; of a diffusion "
@@ -38,8 +41,9 @@ def find_adapter(target: Path) -> Path:
 
 
 def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
-    """The base by the recipe of the run that is the target, or that the adapter's file lies in."""
+    """Return the base by the recipe of the run that is the target, or that the adapter's file lies in."""
     run = target if target.is_dir() else target.parent
+    # An adapter's file given by itself still lies in its run.
     if file and file.parent.name == "adapter":
         run = file.parent.parent
     config = run / "config.yaml"
@@ -47,28 +51,29 @@ def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
 
 
 def base_of(target: Path, file: Path, made: Mapping[str, Any], model: str | None) -> ModelConfig:
-    """The base of an adapter's file: `model`, that of the run it lies in, or the Hub id that it names; with a family.
+    """Return an adapter's base, with a family: `model`, that of the run it lies in, or the Hub id that it names.
 
-    `made` is its provenance, empty of what is not ours. Raises `DitLoraError` where nothing says it.
+    `made` is its provenance, empty if it is not ours. Raises `DitLoraError` where nothing says it.
     """
     recorded = model_of_run(target, file)
     family = made.get("family") or (recorded.family if recorded else "")
     if model:
-        found = ModelConfig(family=family, path=model)
+        base = ModelConfig(family=family, path=model)
     elif recorded is not None:
-        found = recorded
+        base = recorded
     else:
         named = named_base(file, made.get("base_model") or peft_base(file.parent))
-        found = ModelConfig(family=family, path=named, revision=made.get("revision"))
-    return found if found.family else found.model_copy(update={"family": family_of(found)})
+        base = ModelConfig(family=family, path=named, revision=made.get("revision"))
+    return base if base.family else base.model_copy(update={"family": family_of(base)})
 
 
 def named_base(target: Path, named: str) -> str:
     """Return the Hub id by which a result names its base. Raises `DitLoraError` where that is no more than a name."""
+    # A Hub id has an owner; a name alone is that of a local folder.
     if "/" in named:
         return named
-    known = f" (trained on {named})" if named else ""
-    raise DitLoraError(f"{target} does not say where its base model{known} is; give --model")
+    hint = f" (trained on {named})" if named else ""
+    raise DitLoraError(f"{target} does not say where its base model{hint} is; give --model")
 
 
 def peft_base(folder: Path) -> str:
@@ -77,19 +82,19 @@ def peft_base(folder: Path) -> str:
 
 
 def peft_config(file: Path) -> dict[str, Any]:
-    """What lies beside a file in PEFT's format; empty without."""
+    """Return the adapter_config.json beside a file in PEFT's format; empty without."""
     config = file.with_name(CONFIG_NAME)
     return read_json(config) if config.is_file() else {}
 
 
 def family_of(model: ModelConfig) -> str:
-    """The diffusion family whose pipeline a checkpoint names, for an adapter that does not say its own."""
+    """Return the diffusion family whose pipeline a checkpoint names, for an adapter that does not say its own."""
     pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
-    known = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
-    for name, pipelines in known.items():
+    families = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
+    for name, pipelines in families.items():
         if pipeline in pipelines:
             return name
-    names = sorted({one for pipelines in known.values() for one in pipelines})
+    names = sorted({one for pipelines in families.values() for one in pipelines})
     raise DitLoraError(
         f"{model.path} is a {pipeline} checkpoint; families have those of {', '.join(names)}"
     )

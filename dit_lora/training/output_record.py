@@ -1,4 +1,4 @@
-"""What a model makes of made-up inputs: noted when an adapter is saved, and compared wherever it is loaded.
+"""Notes a model's output of made-up inputs when an adapter is saved, and compares it wherever that is loaded.
 
 Inputs come from generators on the CPU by one seed, and need neither data nor encoders. Noted are the output's norm
 and values at fixed positions, with the adapter and without it: so a wrong base is told apart from an adapter that
@@ -22,21 +22,21 @@ from dit_lora.training.reference_model import Inputs, ReferenceModel, tuner_laye
 from dit_lora.training.verify_checks import Check, percent
 
 SEED = 1255
-"""Of which the draw that may leave out a first image (`data.image_dropout`) keeps it, at any share below 0.9999."""
+"""A seed whose draw for leaving out a first image (`data.image_dropout`) keeps it, at any share below 0.9999."""
 VALUES = 128
 NOT_RECORDED = "not_recorded"
 WRONG = "wrong"
-"""What the run that noted an output found wrong with it: then no result is sound that has this output."""
+"""The key of what the run that noted an output found wrong with it: then no result is sound that has this output."""
 _OTHER_CODE = "though both hold the same weights and no kernel is on: something else was put into it, a hook or another forward"
 _FAR, _WANTED, _MOST = 10.0, 0.5, 1000.0
-"""An effect below so many tolerances is also noted where it is about a half, at no more than a thousand times."""
+"""An effect below `_FAR` tolerances is also noted at a scale where it is about `_WANTED`, at most `_MOST` times."""
 
 
 @torch.no_grad()
 def note_output(
     stock: ReferenceModel, model: nn.Module, inputs: Inputs, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The model's output as JSON: `compare_output` takes it.
+    """Return the model's output as JSON, for `compare_output`.
 
     Where the adapter's effect is not far beyond rounding, also the output at a multiple of its scale. Collective
     where a forward pass needs all ranks. If it is not finite, that is noted in place of values.
@@ -51,6 +51,7 @@ def note_output(
             why = "the model's output of made-up inputs is not finite"
             return {NOT_RECORDED: why + (", without the adapter it is" if without else "")}
         effect = distance(noted, noted["base"]) if "base" in noted else 1.0
+        # A faint adapter could be missing and nothing would show: it is noted at a louder scale too.
         if effect < _FAR * tolerance(noted, model, dtype):
             times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
             with _scaled(model, times):
@@ -64,7 +65,7 @@ def note_output(
 def output_now(
     stock: ReferenceModel, model: nn.Module, inputs: Inputs, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The model's output as it is, with what it takes to compute it again; JSON."""
+    """Return the model's output as it is, with all that computing it again takes; JSON."""
     whole = _output(stock, model, inputs, SEED, dtype)
     return {
         "seed": SEED,
@@ -78,13 +79,13 @@ def output_now(
 
 
 def kernels_of(model: nn.Module) -> list[Switch]:
-    """What was put into this model in place of its own code, without the parts that a whole has; compiled code apart."""
+    """Return the switches put into this model in place of its own code, without parts of a whole or compiled code."""
     return [one for one in model_switches(model) if one.part_of is None and one.name != COMPILE]
 
 
 @contextmanager
 def without_kernels(model: nn.Module, but: Switch | None = None) -> Iterator[None]:
-    """Within it the model computes by its own code; or all but one part of its kernels is off."""
+    """Let the model compute by its own code within; or, with `but`, by that one part of its kernels alone."""
     off = kernels_of(model)
     if but is not None:
         parts = [one for one in model_switches(model) if but.part_of and one.part_of == but.part_of]
@@ -130,7 +131,8 @@ def compare_output(
         return _alone(away, limit, allowed, made)
     with adapters_off(model):
         base = distance(_sampled(_output(stock, model, inputs, seed, dtype)), noted["base"])
-    if not base <= limit:
+    # The base is judged first: a wrong one would make any adapter look wrong.
+    if not base <= limit:  # so that NaN fails too
         words = f"without the adapter its output is {percent(base)} from the one recorded at training's end ({allowed})"
         if own:
             return Check(False, f"the run's model is not the stock model: {words}, {_OTHER_CODE}")
@@ -157,7 +159,7 @@ def compare_output(
 
 
 def _alone(away: float, limit: float, allowed: str, made: str) -> Check:
-    """Of a result without an adapter, whose base is in no model that could be asked."""
+    """Judge a result without an adapter, whose base is in no model that could be asked."""
     words = f"{percent(away)} from the one recorded at training's end ({allowed})"
     if away <= limit:
         return Check(True, f"as trained: {words}")
@@ -169,20 +171,21 @@ def _alone(away: float, limit: float, allowed: str, made: str) -> Check:
 
 
 def _tells(noted: Mapping[str, Any], limit: float) -> bool:
-    """Whether an adapter that does not act would be further from what was noted than rounding can be."""
+    """Return true if an adapter that does not act would be further from what was noted than rounding can be."""
     return any(distance(one, noted["base"]) > limit for one in (noted, noted.get("louder", noted)))
 
 
 def _output(
     stock: ReferenceModel, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    # Eager: what is compared later is the stock model, which is not compiled.
     with evaluating(model), eager(model):
         return stock.output(model, inputs, seed, dtype)
 
 
 @contextmanager
 def _scaled(model: nn.Module, times: float) -> Iterator[None]:
-    """Within it adapters act that many times as strongly; afterwards exactly as before."""
+    """Let adapters act that many times as strongly within; afterwards they act exactly as before."""
     layers = [layer for layer in tuner_layers(model) if isinstance(layer, LoraLayer)]
     before = [dict(layer.scaling) for layer in layers]
     for layer in layers:
@@ -195,13 +198,13 @@ def _scaled(model: nn.Module, times: float) -> Iterator[None]:
 
 
 def is_finite(sampled: Mapping[str, Any]) -> bool:
-    """Of all of an output: its norm is not finite where a value is not."""
+    """Return true if all of an output is finite: its norm is not where a value is not."""
     return math.isfinite(sampled["norm"])
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it no adapter acts."""
+    """Switch every adapter off within."""
     layers = tuner_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers:
@@ -218,15 +221,19 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def _sampled(output: torch.Tensor) -> dict[str, Any]:
-    """Values at equal distances over the flattened output, and its norm."""
+    """Return values at equal distances over the flattened output, and its norm; 7 digits each."""
     flat = output.detach().float().flatten()
     places = torch.linspace(0, flat.numel() - 1, min(VALUES, flat.numel())).long()
+    # Seven digits are what fp32 holds, and the header stays small.
     values = [float(f"{value:.7g}") for value in flat[places.to(flat.device)].tolist()]
     return {"values": values, "norm": float(f"{torch.linalg.vector_norm(flat).item():.7g}")}
 
 
 def distance(now: Mapping[str, Any], noted: Mapping[str, Any]) -> float:
-    """Relative to what was noted: of the values, or of the norm, whichever is further; infinite if one is not finite."""
+    """Return the distance from what was noted, relative to it; infinite if either is not finite.
+
+    It is that of the values, or of the norm, whichever is larger.
+    """
     if not (is_finite(now) and is_finite(noted)):
         return math.inf
     values = math.dist(now["values"], noted["values"]) / (math.hypot(*noted["values"]) or 1.0)
@@ -235,7 +242,7 @@ def distance(now: Mapping[str, Any], noted: Mapping[str, Any]) -> float:
 
 
 def tolerance(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> float:
-    """How far this model's output, in this dtype, may be from the one noted by rounding alone."""
+    """Return how far this model's output, in this dtype, may be from the one noted by rounding alone."""
     devices = {noted["device"], next(model.parameters()).device.type}
     return rounding({getattr(torch, noted["dtype"]), dtype}, devices, noted["blocks"])
 

@@ -1,4 +1,4 @@
-"""Fused kernels compared once more while a run trains: one that goes wrong late is off, and its steps are taken again."""
+"""Compares fused kernels again while a run trains: one that goes wrong late is off, and its steps are taken again."""
 
 import time
 from collections import deque
@@ -27,10 +27,10 @@ from dit_lora.training.loop import WentBackError
 from dit_lora.training.state_checks import own_state
 
 _RECENT = 4
-"""Micro-batches that are kept to be compared on: where they are of one sample, two of them make one."""
+"""Number of micro-batches that are kept to be compared on: where they are of one sample, two of them make one."""
 
 _BLOCKS = 8
-"""Repeated blocks that one comparison takes: a kernel is the same in all, and fp32 costs."""
+"""Number of repeated blocks that one comparison takes: a kernel is the same in all, and fp32 costs."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ParityWatch(KernelParity):
     _turn: int = 0
 
     def start(self, *, compared: bool) -> None:
-        """Before the first step, after preflight; `compared` says whether that compared the kernels."""
+        """Hold the state of the start, after preflight; `compared` says whether that compared the kernels."""
         config = self.setup.recipe.guard
         if config.parity_every and self.switches:
             self._held = Snapshots(
@@ -58,17 +58,21 @@ class ParityWatch(KernelParity):
                 keep=1,
                 put=self.setup.engine.put_numbers,
             )
+        # Without preflight no comparison has passed, and there is nothing right to go back to.
         if compared:
             self._hold(self.start_step)
 
     @property
     def switches(self) -> list[Switch]:
-        """Once the run has started, without torch.compile: what it made is compared before the first step."""
-        found = super().switches
-        return [s for s in found if s.name != COMPILE] if self._held is not None else found
+        """Switches that are compared; without torch.compile once the run has started.
+
+        What it made is compared before the first step.
+        """
+        switches = super().switches
+        return [s for s in switches if s.name != COMPILE] if self._held is not None else switches
 
     def noting(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
-        """The same micro-batches; the last ones that training is given after that step are remembered."""
+        """Yield the same micro-batches; the last ones that training is given after that step are remembered."""
         if (
             self._held is not None
             and self.recovery.state.passed is not None
@@ -80,20 +84,24 @@ class ParityWatch(KernelParity):
             yield batch
 
     def after_step(self, step: int, *, last: bool) -> None:
-        """Compare if it is due. Raises `WentBackError` on every rank where training goes on after an earlier step. Collective."""
+        """Compare if it is due. Collective.
+
+        Raises `WentBackError` on every rank where training goes on after an earlier step.
+        """
         every = self.setup.recipe.guard.parity_every
         if self._held is None or not (last or step % every == 0) or not self.switches:
             return
         began = time.perf_counter()
         self.only, self._turn = some_blocks(self.blocks, self._turn)
+        # A bad entry's NaN would be taken for the kernel's.
         good = [batch for batch in self._recent if not batch.faults]
         batch = several_rows(good[-1], good[:-1][::-1])
-        found = []
+        differing = []
         for switch, difference, rank in self.differing([micro_batch_of(self.setup, batch)]):
             turn_off(self.recovery, switch)
-            found.append((switch.name, difference, rank))
-        if found:
-            self._act(step, found, time.perf_counter() - began)
+            differing.append((switch.name, difference, rank))
+        if differing:
+            self._act(step, differing, time.perf_counter() - began)
         self._hold(step)
 
     def trained_with(self, step: int) -> str:
@@ -148,7 +156,7 @@ class ParityWatch(KernelParity):
             raise WentBackError(target)
 
     def _target(self) -> int | None:
-        """The step that is held, if it is finite on every rank."""
+        """Return the step that is held, if it is finite on every rank."""
         steps = self._held.steps if self._held is not None else []
         if not steps or self._held is None:
             return None
@@ -156,19 +164,22 @@ class ParityWatch(KernelParity):
         return None if bad else steps[-1]
 
     def _go_back(self, target: int) -> None:
-        """To the state of then, of the guard too: what was found since was found in what a wrong kernel had computed."""
+        """Restore the state of then, and the guard's too: what it found since was computed by a wrong kernel."""
         guard = self.recovery
         assert self._held is not None
         guard.drop_state(self._held.restore(target))
         guard.state.lr_scale = self._lr_scale
+        # Snapshots of the steps between hold what the wrong kernel had trained.
         for later in [held for held in guard.snapshots.steps if held > target]:
             guard.snapshots.forget(later)
+        # The next trip needs a state to go back to, and the later ones are gone.
         guard.snapshots.take(target)
+        # Checkpoints after it hold what the wrong kernel had trained.
         guard.files.rewind(target, other_trajectory=True)
 
 
 def some_blocks(names: Sequence[str], turn: int) -> tuple[set[str], int]:
-    """What stands beside the repeated blocks, the first and last of these, and others in turn; and the next turn."""
+    """Return what stands beside the repeated blocks, these' first and last, and others in turn; and the next turn."""
     repeated = [name for name in names if is_repeated(name)]
     if len(repeated) <= _BLOCKS:
         return {*names}, turn

@@ -1,4 +1,4 @@
-"""Where a run computes: what a checkpoint notes of it, and what continuing elsewhere means for its values."""
+"""Notes where a run computes, and says what continuing elsewhere means for its values."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from dit_lora.training.runtime import Runtime
 
 SAMPLES = "train.batch_size x accumulate x processes"
-"""The samples of one optimizer step, as a run's identity names them."""
+"""The name that a run's identity has for the samples of one optimizer step."""
 _SPLIT = ("data_ranks", "train.accumulate", "train.batch_size")
 
 
 def place_of(runtime: "Runtime") -> dict[str, Any]:
-    """What may differ where a checkpoint is continued, and changes its values by rounding alone."""
+    """Return what may differ where a checkpoint is continued, and changes its values by rounding alone."""
     train, device = runtime.recipe.train, runtime.accelerator.device
     on_gpu = device.type == "cuda"
     return {
@@ -24,15 +24,16 @@ def place_of(runtime: "Runtime") -> dict[str, Any]:
         "train.batch_size": train.batch_size,
         "train.accumulate": train.accumulate,
         "sharding": _sharding(runtime),
+        # By name: another model of GPU has other kernels, which round otherwise.
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "torch": torch.__version__,
     }
 
 
 def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -> str | None:
-    """One line that says what differs between two places and what that means; None if nothing does.
+    """Return one line that says what differs between two places and what that means; None if nothing does.
 
-    `stored` may be empty, of a checkpoint that does not say; `dropout`: whether the model draws any.
+    `stored` may be empty, for a checkpoint that does not say; `dropout` says that the model draws any.
     """
     parts = []
     if any(stored.get(key, own[key]) != own[key] for key in _SPLIT):
@@ -58,12 +59,12 @@ def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether any module draws: adapters with `lora.dropout`, or the base model's own."""
+    """Return true if any module draws: adapters with `lora.dropout`, or the base model's own."""
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
-    """For a step of another number of samples: the train.accumulate that restores it here, or the launch."""
+    """Return advice for a step of another number of samples: the train.accumulate that restores it, or the launch."""
     if key != SAMPLES or not place or not isinstance(samples, int):
         return ""
     processes, batch = place["data_ranks"], place["train.batch_size"]
@@ -71,13 +72,14 @@ def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
         launch = max(n for n in range(1, processes) if samples % n == 0)
         return f"; {processes} processes cannot share {samples} samples: launch {launch}"
     share = samples // processes
+    # The largest micro-batch that is no larger than asked for: memory allows that one.
     fits = max(size for size in range(1, batch + 1) if share % size == 0)
     values = [f"train.batch_size={fits}"] * (fits != batch) + [f"train.accumulate={share // fits}"]
     return f"; on {processes} process(es), {' '.join(values)} restores it"
 
 
 def _sharding(runtime: "Runtime") -> str:
-    """What of the model or of a sample each process has only a part of."""
+    """Return the ways in which each process has only a part of the model or of a sample, `none` if it has all."""
     kinds = ["fsdp2"] * (runtime.sharding is not None)
     kinds += [f"zero{runtime.zero}"] * (runtime.zero is not None)
     degree = runtime.recipe.train.context_parallel

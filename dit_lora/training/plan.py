@@ -1,4 +1,4 @@
-"""What a recipe needs of the caches: each sample's entries and each caption's, before anything is encoded."""
+"""Plans a recipe's cache: each sample's entries and each caption's, before anything is encoded."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from dit_lora.training.entries import Encoding
 from dit_lora.training.samples import Sample, Samples, bar, find_samples
 
 AUDIT_MEMO = "audit.jsonl"
-"""In the cache's folder: what `dit-lora audit` measured."""
+"""The file in the cache's folder that holds what `dit-lora audit` measured."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Plan:
     rejected: dict[str, str]
     """Samples that cannot be used, as far as is known without decoding, and why."""
     texts: dict[str, Job]
-    """By caption: all samples' and validation prompts', and the empty one."""
+    """Jobs by caption: all samples' and validation prompts' captions, and the empty one."""
     transformer_digest: str
 
     @property
     def keys(self) -> tuple[set[str], set[str]]:
-        """Of all clips and of all captions that the recipe uses."""
+        """Keys of all clips and of all captions that the recipe uses."""
         videos = {job.key for one in self.wanted for job in one.videos}
         return videos, {job.key for job in self.texts.values()}
 
@@ -73,11 +73,12 @@ def make_plan(
     digests = Digests(recipe.cache_dir / "digests.json")
     encoding = Encoding.of(recipe, checkpoint, dtype, digests)
     transformer = transformer_digest(checkpoint, recipe, digests)
-    found = find_samples(recipe, checkpoint, group=group, quiet=quiet)
+    samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
+    # The empty caption is what caption dropout trains on and guidance samples with.
     texts = {text: encoding.text(text) for text in ("", *recipe.validation.prompts)}
-    rejected = dict(found.rejected)
+    rejected = dict(samples.rejected)
     wanted: list[Wanted] = []
-    for sample in bar("reading files", "clip", quiet)(found.all):
+    for sample in bar("reading files", "clip", quiet)(samples.all):
         try:
             video = encoding.video(sample)
             mirror = encoding.video(sample, mirrored=True) if recipe.data.flip else None
@@ -90,12 +91,13 @@ def make_plan(
         wanted.append(Wanted(sample, video, mirror, texts[caption]))
     if not quiet:
         digests.save()
-    rejected |= _audited(recipe, found, digests)
-    return Plan(encoding, found, tuple(wanted), rejected, texts, transformer)
+    # By content and not by name: a file that was mended since is judged anew.
+    rejected |= _audited(recipe, samples, digests)
+    return Plan(encoding, samples, tuple(wanted), rejected, texts, transformer)
 
 
 def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:
-    """Of the transformer's files, or of what it is drawn from."""
+    """Return the digest of the transformer's files, or of what it is drawn from."""
     scratch = recipe.model.from_scratch
     if scratch is None:
         return digests.component(checkpoint.path / "transformer")
@@ -103,7 +105,7 @@ def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> 
 
 
 def _audited(recipe: Recipe, found: Samples, digests: Digests) -> dict[str, str]:
-    """What `dit-lora audit` rejected of this recipe's samples."""
+    """Return what `dit-lora audit` rejected of this recipe's samples, with the reason; decodes nothing."""
     memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
     if not memo:
         return {}

@@ -1,4 +1,4 @@
-"""Encode every clip and caption once, before the transformer is loaded.
+"""Encodes every clip and caption once, before the transformer is loaded.
 
 The text encoder is loaded, used and freed; then the VAE. All processes share the work; what is already cached is
 kept, so an interrupted run goes on where it stopped. Memory holds one clip at a time.
@@ -42,9 +42,10 @@ class Precomputed(Prepared):
 def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
     """Fill the caches for a recipe; samples that cannot be used are refused or left out, all in one list."""
     recipe, accelerator = runtime.recipe, runtime.accelerator
-    lost = [image for image in recipe.validation.images if not Path(image).is_file()]
-    if lost:
-        raise DitLoraError(listed("validation.images: no such file", lost))
+    no_file = [image for image in recipe.validation.images if not Path(image).is_file()]
+    if no_file:
+        raise DitLoraError(listed("validation.images: no such file", no_file))
+    # Before the sources are read: what it writes is one of them.
     generate_prior(runtime, checkpoint)
     quiet = not accelerator.is_local_main_process
     with accelerator.local_main_process_first():  # the others find the digests remembered
@@ -63,6 +64,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         for one in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
         if one.sample.id not in plan.rejected
     ]
+    # All at once: who has to mend a folder wants one list, not one file a start.
     rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
     if recipe.data.precompute:
         clips = _cached(runtime, checkpoint, plan, rejects, videos)
@@ -70,6 +72,7 @@ def precompute(runtime: Runtime, checkpoint: Checkpoint) -> Precomputed:
         clips = live_clips(
             runtime, checkpoint, plan.encoding, rejects.without(plan.wanted, _sample_id), plan.texts
         )
+    # Caption dropout trains every sample on it: no single one could be blamed.
     fault = clips.empty_text[1]
     agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return Precomputed(
@@ -97,7 +100,7 @@ def _keys(entry: Entry) -> list[str]:
 
 
 def _missing(videos: TensorCache, plan: Plan) -> list[Wanted]:
-    """What has yet to be decoded."""
+    """Return the samples that have yet to be decoded."""
     missing = set(videos.missing([one.video.key for one in plan.wanted]))
     return [one for one in plan.wanted if one.video.key in missing]
 
@@ -109,15 +112,16 @@ def _cached(
     rejects: Rejects,
     videos: TensorCache,
 ) -> EncodedClips:
-    """Fill what is missing of the caches."""
+    """Fill the caches with all missing entries, and return the training set that reads them. Collective."""
+    # Texts come first, and their encoder is freed before the VAE is loaded: one of them fits where both do not.
     texts = TensorCache(runtime.recipe.cache_dir / "texts")
     shared = [plan.texts[text] for text in ("", *runtime.recipe.validation.prompts)]
     _set_aside_bad(runtime, texts, shared)
     wanted = rejects.without(plan.wanted, _sample_id)
     jobs = [*shared, *(one.text for one in wanted)]
     bad = _fill(runtime, texts, jobs, checkpoint.load_text_encoder, "caption")
-    lost = [bad[job.key] for job in shared if job.key in bad]
-    agree(runtime.accelerator, DitLoraError("; ".join(lost)) if lost else None)
+    reasons = [bad[job.key] for job in shared if job.key in bad]
+    agree(runtime.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
     rejects.add({one.sample.id: bad[one.text.key] for one in wanted if one.text.key in bad})
     wanted = rejects.without(wanted, _sample_id)
 
@@ -148,8 +152,9 @@ def _fill(
     load_encoder: Callable[[torch.dtype, torch.device], Any],
     what: str,
 ) -> dict[str, str]:
-    """Make the missing entries, with all processes; what cannot be made, by key. Collective."""
+    """Make the missing entries, with all processes; return by key why some cannot be made. Collective."""
     accelerator = runtime.accelerator
+    # One name for all ranks: a failure that one notes under it is known to all, and tried again by the next launch.
     (launch,) = broadcast_object_list([uuid.uuid4().hex])
     error: DitLoraError | None = None
     filled = Filled()

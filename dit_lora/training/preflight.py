@@ -1,4 +1,4 @@
-"""The checks before a run's first step, on its own model, shapes and samples; what is wrong is said or refused."""
+"""Checks a run before its first step, on its own model, shapes and samples; warns of what is wrong or refuses it."""
 
 import time
 from collections.abc import Mapping
@@ -46,11 +46,12 @@ from dit_lora.training.recovery import RunRecovery
 from dit_lora.training.runtime import agree
 from dit_lora.training.task import AnySetup
 
+# Enough to find one healthy micro-batch among data with some bad samples.
 _TRIES = 3  # micro-batches
 
 
 def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[Event]:
-    """Check a run before its first step; returns the events of what was switched off. Collective.
+    """Check a run before its first step, and return the events of what was switched off. Collective.
 
     Raises `DitLoraError` on every rank, listing everything, if the run would end in NaN or train nothing.
     What depends on files and versions alone is remembered in the cache's folder.
@@ -66,6 +67,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     )
     micro_batch, error = None, None
     try:
+        # A compiled block shows no modules, so that no hook could say which of them is at fault.
         with eager(setup.transformer):
             if not any(f.fatal for f in findings):  # or its first forward may fail at that
                 micro_batch = _first_samples(setup, recovery.quarantine)
@@ -74,11 +76,14 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
                     findings += _flow(setup, micro_batch)
                 findings += _remembered(setup, micro_batch)
     except torch.OutOfMemoryError:
+        # The largest bucket is tried now, so that it does not end the run at whichever step it first comes.
         error = _too_large(setup)
     fatal = [f"{f.check}: {f.words}" for f in findings if not f.ok and f.fatal]
     if fatal:
         error = DitLoraError(listed("the run would not train; guard.preflight found", fatal))
+    # Every rank comes here, whatever it met above: one that raised alone would leave the others waiting.
     agree(setup.runtime.accelerator, error)
+    # First: the stock model that kernels are compared with calls these backends.
     events = _switch_off(recovery, wrong_backends(findings))
     events += _kernels(setup, recovery, parity)
     for finding in findings:
@@ -90,15 +95,15 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
 
 
 def _together(setup: AnySetup, own: list[Finding]) -> list[Finding]:
-    """This rank's findings; where all ranks go through a model together, what is wrong on any of them."""
+    """Return this rank's findings; in lockstep, a finding that is bad on any rank is bad on all."""
     if not setup.engine.lockstep:
         return own
-    wrong = {f.check: f for f in gather_object([f for f in own if not f.ok])}
-    return [wrong.get(finding.check, finding) for finding in own]
+    failed = {f.check: f for f in gather_object([f for f in own if not f.ok])}
+    return [failed.get(finding.check, finding) for finding in own]
 
 
 def _tokens(setup: AnySetup) -> list[Finding]:
-    """No sample has a token that the model has no embedding of: on a GPU, an assert that ends the process."""
+    """Check that the model has an embedding for every token: on a GPU the lack is an assert that ends the process."""
     problems = setup.data.clips.token_problems(setup.transformer)
     if problems is None:
         return []
@@ -107,30 +112,30 @@ def _tokens(setup: AnySetup) -> list[Finding]:
 
 
 def _first_samples(setup: AnySetup, quarantine: Quarantine) -> MicroBatch | None:
-    """Samples that train: the first micro-batch that is healthy, else the first; None if all data is bad.
+    """Return the first micro-batch that is healthy, else the first; None if all data is bad.
 
     A sample that is at fault is for the guard to leave out, not a reason to refuse the run. No more samples
     than training takes at once: a check must not need more memory than a step.
     """
-    given = [_good_samples(setup, quarantine)]
-    if (
-        setup.engine.lockstep
-    ):  # all ranks try the same: one that read a torn file would go another way
-        broadcast_object_list(given)
-    tried = [micro_batch_of(setup, collate(samples)) for samples in given[0]]
+    choices = [_good_samples(setup, quarantine)]
+    # All ranks try the same: one that read a torn file would go another way.
+    if setup.engine.lockstep:
+        broadcast_object_list(choices)
+    tried = [micro_batch_of(setup, collate(samples)) for samples in choices[0]]
+    # A generator: most often the first is healthy and the others are never run.
     healthy = (one for one in tried if replay(one, setup.transformer).finite)
     return next(healthy, None) or next(iter(tried), None)
 
 
 def _good_samples(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
-    """A few micro-batches of samples whose data is good and that the run does not leave out, each drawn by itself.
+    """Return a few micro-batches of samples whose data is good and not left out, each drawn by itself.
 
     They are of the largest shape: what does not fit the memory fails here, and not at the step where that
     bucket first comes. A bucket with fewer samples than a micro-batch gives some of them with other draws.
     """
-    size, kept = setup.recipe.train.batch_size, kept_entries(setup, quarantine)
-    for shape in sorted({entry.shape for entry in kept}, key=attrgetter("volume"), reverse=True):
-        samples = samples_of(setup, [e for e in kept if e.shape == shape], _TRIES * size)
+    size, entries = setup.recipe.train.batch_size, kept_entries(setup, quarantine)
+    for shape in sorted({entry.shape for entry in entries}, key=attrgetter("volume"), reverse=True):
+        samples = samples_of(setup, [e for e in entries if e.shape == shape], _TRIES * size)
         if samples:
             return [samples[first : first + size] for first in range(0, len(samples), size)]
     return []
@@ -146,15 +151,17 @@ def _too_large(setup: AnySetup) -> DitLoraError:
 
 
 def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
-    """Gradients reach what they should, under the policy's autocast: a forward and backward of each kind of sample."""
+    """Check that gradients reach what they should, under the policy's autocast: one pass for each kind of sample."""
     dtype = setup.dtype
     policy = dtype if dtype is torch.bfloat16 else None
     findings: list[Finding] = []
 
     clips = setup.data.clips
+    # Each kind trains parts that others do not reach: text uses no vision encoder.
     others = [micro_batch_of(setup, clips.sample(one, 0)) for one in clips.one_of_each_kind()]
 
     def backward() -> None:
+        # Dropout draws from torch's generators, which a check must leave as it found them.
         with torch.random.fork_rng(cuda_devices(setup.transformer)):
             for one in (micro_batch, *others):
                 one.forward().losses.mean().backward()
@@ -166,11 +173,12 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
 
 
 def _remembered(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
-    """What depends on versions, device, model files, shapes and dtype alone."""
+    """Return the findings that depend on versions, device, model files, shapes and dtype alone; often from a file."""
     path = setup.recipe.cache_dir / f"preflight_{setup.runtime.accelerator.process_index}.json"
     facts = _facts(setup, micro_batch)
-    known = not setup.engine.lockstep or all(gather_object([is_cached(path, facts)]))
-    return _together(setup, cached(path, facts, lambda: _probed(setup, micro_batch), trust=known))
+    # In lockstep a rank without its file would run the probe's forward alone, and wait in it for the others.
+    trusted = not setup.engine.lockstep or all(gather_object([is_cached(path, facts)]))
+    return _together(setup, cached(path, facts, lambda: _probed(setup, micro_batch), trust=trusted))
 
 
 def _facts(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
@@ -188,6 +196,7 @@ def _facts(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
 
 
 def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
+    # One forward serves two checks: peaks of the outputs, and attention at this model's own shapes and masks.
     monitor = Monitor(setup.transformer, every=1)
     with torch.no_grad(), monitor.watching(), recorded_calls() as calls:
         micro_batch.forward()
@@ -203,14 +212,14 @@ def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
 
 
 def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[Event]:
-    """Backends that are wrong on any rank are off on all for the run; `guard.on_nonfinite` is not asked."""
-    known = {switch.name: switch for switch in recovery.suspects.switches}
+    """Switch off on all ranks the backends that are wrong on any; `guard.on_nonfinite` is not asked. Collective."""
+    switches = {switch.name: switch for switch in recovery.suspects.switches}
     events = []
     for backend in sorted(set(gather_object(backends))):
         name = f"attention:{backend}"
-        if name not in known:
+        if name not in switches:
             continue  # off already, or the last resort
-        known[name].turn_off()
+        switches[name].turn_off()
         recovery.state.switched_off.append(name)
         words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
         events.append(kernel_event(0, "preflight", words, name, cause="attention_backend"))
@@ -218,12 +227,13 @@ def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[Event]:
 
 
 def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> list[Event]:
-    """Kernels that differ from the stock model, or from themselves, on any rank are off on all.
+    """Switch off on all ranks the kernels that differ from the stock model, or from themselves, on any rank.
 
     Raises on every rank if one that the recipe insists on differs. What no comparison reaches is off too, unless the
     recipe insists.
     """
     start, events = parity.start_step, list[Event]()
+    # A generator: a kernel is off before the next is compared, or two wrong ones would hide each other.
     for switch, difference, rank in parity.differing(make_batches(setup, recovery.quarantine)):
         refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(setup.runtime.accelerator, refused)

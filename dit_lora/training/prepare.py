@@ -46,13 +46,16 @@ def prepare(
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     setup = _set_up(runtime, task, checkpoint, data, transformer, groups)
     recipe = runtime.recipe
+    # Over this rank's own tensors, so after the engine has spread them.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = run_identity(setup)
     if resume_from is not None:
         require_own(setup, identity, resume_from)  # another recipe's base is another too
+    # Before a checkpoint's weights are put in: the base is the model as its files have it.
     base = note_base(setup, resume_from)
     start_step, record = _resumed(setup, ema, identity, resume_from)
     start = start_of_guard(setup, record)
+    # By the memory that is free once the model is placed.
     checkpoint_blocks(setup)
 
     # Nothing is written before this line: what is refused above leaves no folder behind.
@@ -68,6 +71,7 @@ def prepare(
         put=setup.engine.put_numbers,
     )
     watcher = build_watcher(setup, snapshots)
+    # After the journal has dropped the lines of steps that are taken again.
     prime_spikes(watcher, journal)
     files = GuardFiles(checkpoints, journal, watcher, start)
     recovery = build_recovery(setup, ema, start, snapshots, files)
@@ -98,6 +102,7 @@ def _set_up(
 ) -> Setup[Any, Any]:
     """Spread the model over devices and ranks, with an optimizer of its groups."""
     recipe = runtime.recipe
+    # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
     share_context(runtime, checkpoint, data, transformer)
     offload_base(recipe, transformer, runtime.accelerator)
     compile_blocks(recipe, transformer, runtime.accelerator)
@@ -111,7 +116,7 @@ def _resumed(
     identity: dict[str, Any],
     resume_from: Path | None,
 ) -> tuple[int, dict[str, Any]]:
-    """The step to go on from, and what the guard had changed of the run until then."""
+    """Return the step to go on from, and what the guard had changed of the run until then."""
     train, runtime = setup.recipe.train, setup.runtime
     if resume_from is None:
         if train.resume == "auto":

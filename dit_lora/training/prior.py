@@ -1,4 +1,4 @@
-"""Prior preservation (arXiv 2208.12242): samples of the model as it is, to train on beside the new subject."""
+"""Generates samples of the model as it is, to train on beside the subject: prior preservation (arXiv 2208.12242)."""
 
 import gc
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from dit_lora.training.runtime import Runtime, agree
 
 
 def generate_prior(runtime: Runtime, checkpoint: Sampler) -> None:
-    """Fill the folder of each source that has `generate` with as many samples of its caption; collective.
+    """Fill the folder of each source that has `generate` with as many samples of its caption. Collective.
 
     The main process samples with the stock pipeline, in the recipe's shape and with the steps and guidance of
     `validation`. What is in the folder counts, and each sample is written as it is made: a run that was killed
@@ -31,14 +31,14 @@ def generate_prior(runtime: Runtime, checkpoint: Sampler) -> None:
     """
     if all(source.generate is None for source in runtime.recipe.data.all_sources):
         return
-    jobs: list[Any] = [_on_main(runtime, partial(_lacking, runtime))]
-    broadcast_object_list(jobs)
+    lacking: list[Any] = [_on_main(runtime, partial(_lacking, runtime))]
+    broadcast_object_list(lacking)
     sampler = _Sampler(runtime, checkpoint)
     bar = tqdm(
-        jobs[0],
+        lacking[0],
         desc="sampling the prior",
         unit="sample",
-        disable=not runtime.is_main or not jobs[0],
+        disable=not runtime.is_main or not lacking[0],
         dynamic_ncols=True,
     )
     for number, index in bar:
@@ -51,22 +51,22 @@ def generate_prior(runtime: Runtime, checkpoint: Sampler) -> None:
 
 
 def _on_main(runtime: Runtime, work: Callable[[], Any]) -> Any:
-    """What it gives, on the main process; its error on all."""
-    given, error = None, None
+    """Return the result of `work` on the main process, None on others; raise its error on all. Collective."""
+    result, error = None, None
     if runtime.is_main:
         try:
-            given = work()
+            result = work()
         except DitLoraError as problem:
             error = problem
         except OSError as problem:
             reason = f"{problem.filename or 'a file'}: {problem.strerror or problem}"
             error = DitLoraError(f"the prior's samples: cannot write {reason}")
     agree(runtime.accelerator, error)
-    return given
+    return result
 
 
 def _lacking(runtime: Runtime) -> list[tuple[int, int]]:
-    """What is to be sampled: the source's number, and the lowest numbers that its folder does not have."""
+    """Return what is to be sampled: the source's number, and the lowest numbers that its folder does not have."""
     recipe, jobs = runtime.recipe, []
     for number, source in enumerate(recipe.data.all_sources):
         if source.generate is None:
@@ -75,6 +75,7 @@ def _lacking(runtime: Runtime) -> list[tuple[int, int]]:
         if folder.exists() and not folder.is_dir():
             raise DitLoraError(f"data.sources[{number}].path: {source.path} is no folder")
         there = media_in(folder)
+        # By name and not by count: a user may have removed one from the middle.
         taken = {Path(name).stem for name in there}
         free = (index for index in count() if _stem(index) not in taken)
         wanted = list(islice(free, max(0, source.generate - len(there))))
@@ -104,7 +105,7 @@ class _Sampler:
         return pipeline
 
     def write(self, number: int, index: int) -> None:
-        """Sample and write one."""
+        """Sample and write the sample `index` of the source `number`."""
         recipe, source = self.runtime.recipe, self.runtime.recipe.data.all_sources[number]
         how = Sampling(
             VideoShape.of(recipe.data),

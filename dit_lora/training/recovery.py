@@ -1,4 +1,4 @@
-"""What a run does about a step that tripped: diagnose on every rank, agree, act, and go on or stop."""
+"""Handles a step that tripped: every rank diagnoses, all agree, act, and go on or stop."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ from dit_lora.training.checkpoint import checkpoint_path
 from dit_lora.training.guard_state import GuardState, RunFiles
 from dit_lora.training.swap import tried_elsewhere
 
+# Kinds that say that the state itself is bad: no micro-batch is replayed for them.
 _OF_WEIGHTS = (
     "non_finite_weights",
     "diverged_weights",
@@ -34,6 +35,7 @@ _OF_WEIGHTS = (
     "diverged_averages",
     "ranks_differ",
 )
+# Causes for which every rank fails alike, and a sample is never to blame.
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _DONE = {
     "retry": "taken again",
@@ -60,10 +62,10 @@ class RunRecovery:
     samples_per_step: int
     files: RunFiles
     share: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
-    """Gives every rank the micro-batch that rank `owner` brings; others bring None. For a diagnosis in lockstep."""
+    """Gives every rank the micro-batch that rank `owner` brings, while others bring None; for lockstep."""
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the guard."""
+        """Return the guard's state as a checkpoint keeps it."""
         state = asdict(self.state)
         return {
             "parity": {"passed": state.pop("passed")},
@@ -75,25 +77,31 @@ class RunRecovery:
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
-        """The step after which to go on; raises `NonFiniteError` on every rank where no rung fits."""
+        """Return the step after which to go on; raise `NonFiniteError` on every rank where no rung fits. Collective."""
         began = time.perf_counter()
+        # A trip that carries a verdict was diagnosed where it was found: nothing is replayed then.
         own = []
         if trip.verdict is None:
             own = self._diagnose(trip, micro_batches, control)
+            # Only other ranks can tell a bad sample from a bad rank.
             own = tried_elsewhere(own, self.suspects, trip.kind, self.share)
         verdicts = [verdict for _, verdict in own]
+        # In lockstep all ranks have diagnosed the same micro-batches: gathering would repeat each verdict.
         if not self.suspects.lockstep:
             verdicts = gather_object(verdicts)
         verdicts = [trip.verdict] if trip.verdict is not None else _telling(trip, verdicts)
+        # From here on every rank computes the same from the same verdicts: nothing more is negotiated.
         skipped = [v.sample_id for v in self.quarantine.records]
         action = self.policy.choose(trip.step, verdicts, skipped)
         action, target = self._feasible(action, trip.step)
         seconds = time.perf_counter() - began
         events = [event_of(trip.step, trip.kind, one, action.kind, seconds) for one in verdicts]
-        events = self._bundled(own, events)  # with the weights as they are, before a rollback
+        # A bundle holds the weights that the step failed with, which a rollback replaces.
+        events = self._bundled(own, events)
         notes = self._act(action, trip, verdicts, target)
         for event in events:
             self.files.event(event)
+        # All ranks raise: a rank that went on would wait in the next collective for ever.
         if action.kind == "stop":
             raise self._stopped(trip, verdicts, action, events[0], notes)
         done = _DONE[action.kind]
@@ -113,19 +121,21 @@ class RunRecovery:
     ) -> list[tuple[MicroBatch, Verdict]]:
         if trip.kind in _OF_WEIGHTS:
             last = micro_batches[-1]
+            # The state is at fault and no micro-batch is; the last one only lends the diagnosis a place.
             verdict = bad_state(last, self.suspects) or run_away(last, self.suspects)
-            found = [replace(verdict, micro_step=None)]
+            verdicts = [replace(verdict, micro_step=None)]
             if self.suspects.lockstep:
-                broadcast_object_list(found)
-            return [(last, found[0])]
+                broadcast_object_list(verdicts)
+            return [(last, verdicts[0])]
         if self.suspects.lockstep:
             return self._diagnose_together(trip, micro_batches, control)
+        # Each rank diagnoses its own micro-batches at the same time; only a loss names some, a gradient blames all.
         mine = [
             one
             for one in micro_batches
             if not trip.micro_batches or (one.rank, one.micro_step) in trip.micro_batches
         ]
-        if control is None:  # in the first step, another micro-batch of its own serves
+        if control is None:  # in the first step, another micro-batch of the same step serves
             control = next((one for one in micro_batches if one not in mine), None)
         return [
             (one, diagnose(one, self.suspects, kind=trip.kind, control=control)) for one in mine
@@ -134,12 +144,16 @@ class RunRecovery:
     def _diagnose_together(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> list[tuple[MicroBatch, Verdict]]:
-        """All ranks at each micro-batch in question, one after another; equal on all but for evidence by rank."""
+        """Diagnose on all ranks each micro-batch in question, one after another.
+
+        The verdicts are equal on all ranks but for evidence that each rank gathers by itself.
+        """
         own = {(one.rank, one.micro_step): one for one in micro_batches}
+        # Sorted: all ranks have to take the same micro-batch at the same time.
         places = trip.micro_batches or sorted(gather_object(list(own)))
         if control is None:
             control = next((one for place, one in own.items() if place not in places), None)
-        found = []
+        diagnosed = []
         for place in places:
             owner, mine = place[0], place in own
             one = self.share(own.get(place), owner)
@@ -149,15 +163,17 @@ class RunRecovery:
             try:
                 verdict = [diagnose(one, self.suspects, kind=trip.kind, control=other)]
             except torch.OutOfMemoryError as error:
+                # It may have left a shared pass midway: nobody can be asked to agree any more.
                 raise self._stopped_in_a_pass(trip, one) from error
+            # The owner's verdict counts on every rank: the loop must not branch on evidence that differs.
             broadcast_object_list(verdict, from_process=owner)
-            found.append((one, verdict[0]))
+            diagnosed.append((one, verdict[0]))
             if verdict[0].cause in _OF_STATE:
                 break  # all ranks share it: it is why the others fail
-        return found
+        return diagnosed
 
     def _stopped_in_a_pass(self, trip: Trip, one: MicroBatch) -> NonFiniteError:
-        """Return the end of a run whose ranks share a pass that one of them left: the others may wait in it for ever."""
+        """Return the error for a rank that leaves a shared pass for want of memory; others may wait in it for ever."""
         rank = PartialState().process_index
         words = (
             f"not found: a replay does not fit into memory beside what the run holds on rank {rank}, and ranks that "
@@ -172,23 +188,26 @@ class RunRecovery:
         return NonFiniteError(listed(summary, _lines([verdict])), event.record())
 
     def _feasible(self, action: Action, step: int) -> tuple[Action, int]:
-        """The action with the step to go on after; a rollback needs a snapshot that is finite."""
+        """Return the action, or `stop` instead, and the step to go on after; a rollback needs a finite snapshot."""
         if action.kind == "skip" and not action.samples:
             return action, step
         if action.kind in ("skip", "quarantine"):
-            lost = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
-            out = lost | set(action.samples)
-            if not set(self.order.ids) - out:
+            # A sample that is out up to an epoch comes back after it, and does not empty the data set.
+            for_good = {r.sample_id for r in self.quarantine.records if r.to_epoch is None}
+            left_out = for_good | set(action.samples)
+            if not set(self.order.ids) - left_out:
                 return Action("stop", why="no sample is left: every one was at fault"), step - 1
         if action.kind != "rollback":
             return action, step - 1
         steps = self._finite_snapshots()
         if not steps:
             return Action("stop", why="no snapshot that is finite is left"), step - 1
+        # With a lower rate the oldest: newer ones may be on the way to this step's end already.
         return action, steps[0] if action.lower_lr else steps[-1]
 
     def _finite_snapshots(self) -> list[int]:
-        """The steps that can be gone back to, ascending; those that are bad on any rank are forgotten. Collective."""
+        """Return the steps that can be gone back to, ascending, after forgetting those bad on any rank. Collective."""
+        # On any rank: what one cannot restore, none may.
         for held in reversed(self.snapshots.steps):
             if gather_object(self.snapshots.not_finite(held)):
                 self.snapshots.forget(held)
@@ -208,9 +227,11 @@ class RunRecovery:
             self.state.switched_off += action.switches
             return [f"{name} stays off for this run" for name in action.switches]
         if action.kind == "rollback":
+            # AdamW's state may be younger than the snapshot: what it has no value for starts anew.
             self.drop_state(self.snapshots.restore(target))
             notes = []
             if action.lower_lr:
+                # On top of earlier rollbacks; the schedule is a function of the step and knows nothing of them.
                 self.state.lr_scale *= self.policy.config.rollback_lr
                 notes.append(f"learning rates are now {self.state.lr_scale:g} of the recipe's")
             self.files.rewind(target, other_trajectory=action.lower_lr)
@@ -218,6 +239,7 @@ class RunRecovery:
         return []
 
     def _leave_out(self, action: Action, step: int, verdicts: Sequence[Verdict]) -> list[str]:
+        # Out from its reading in this step on: earlier epochs did train on it, and their order stays.
         first = (step - 1) * self.samples_per_step
         draws: dict[str, Draw] = {}  # the first of each sample
         for position in range(first, first + self.samples_per_step):
@@ -237,6 +259,7 @@ class RunRecovery:
             )
             for sample in action.samples
         )
+        # The order is computed ahead; without the sample all later ones move up.
         self.order.forget()
         self.files.quarantined(self.quarantine)
         notes = [f"{sample} is in {self.quarantine.path.name}" for sample in action.samples]
@@ -247,7 +270,7 @@ class RunRecovery:
     def _bundled(
         self, own: Sequence[tuple[MicroBatch, Verdict]], events: Sequence[Event]
     ) -> list[Event]:
-        """Write this rank's bundles; the events name those of all ranks."""
+        """Write this rank's bundles, and return the events with the names of all ranks' bundles. Collective."""
         by_place = {(event.rank, event.micro_step): event for event in events}
         names: dict[tuple[int, int | None], str | None] = {}
         for micro_batch, verdict in own:
@@ -255,6 +278,7 @@ class RunRecovery:
             if place in by_place:
                 names[place] = self.files.bundle(micro_batch, by_place[place])
         written: dict[tuple[int, int | None], str | None] = {}
+        # Only the rank that wrote a bundle knows its name, and the event is written by the main process.
         for theirs in gather_object([names]):
             written = theirs | written  # in lockstep the first rank's
         places = ((one, (one.rank, one.micro_step)) for one in events)
@@ -279,10 +303,10 @@ class RunRecovery:
         try:
             if good is None:
                 notes.append(f"nothing was saved at this step: {advice}")
-            elif good > 0:
+            elif good > 0:  # step 0 is what the run starts from anyway
                 self.files.save(good, self.record())
-                lost = trip.step - 1 - good
-                after = f", without the {lost} after it" if lost else ""
+                lost_steps = trip.step - 1 - good
+                after = f", without the {lost_steps} after it" if lost_steps else ""
                 notes.append(
                     f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}"
                 )
@@ -294,12 +318,15 @@ class RunRecovery:
         )
 
     def _go_to_last_good(self, trip: Trip, verdicts: Sequence[Verdict]) -> int | None:
-        """The last step whose state is known to be good, which is put back if need be; None if a checkpoint has it."""
+        """Return the last step whose state is known to be good, after restoring it if need be, or None.
+
+        There is none to save where a checkpoint has it already, or where nobody knows since when the state is bad.
+        """
         of_state = [one for one in verdicts if one.cause in _OF_STATE]
         frozen = bool(of_state) and all(one.evidence.get("frozen") for one in of_state)
         if trip.kind not in _OF_WEIGHTS and (frozen or not of_state):
             return trip.step - 1
-        if frozen:  # found at a save: since when the steps went wrong is not known
+        if frozen:  # noticed only at a save: since when the steps went wrong is not known
             return None
         steps = self._finite_snapshots()
         if not steps or steps[-1] <= self.files.newest_saved():
@@ -309,7 +336,7 @@ class RunRecovery:
 
 
 def _telling(trip: Trip, verdicts: list[Verdict]) -> list[Verdict]:
-    """Without the ranks and micro-batches that have nothing to say beside another that has."""
+    """Return the conclusive verdicts if any rank or micro-batch has one, else the first."""
     mute = "learning_rate" if trip.kind in _OF_WEIGHTS else "transient"
     telling = [verdict for verdict in verdicts if verdict.cause != mute]
     # Where moments are shared out, the weights that one rank's spoil are bad on all.
@@ -318,7 +345,7 @@ def _telling(trip: Trip, verdicts: list[Verdict]) -> list[Verdict]:
 
 
 def _lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """What was found, each thing once, after all the places where it was."""
+    """Return a line for each distinct verdict, beginning with all the places where it holds."""
     places: dict[str, list[str]] = {}
     for verdict in verdicts:
         places.setdefault(verdict.words, []).append(_place(verdict))
@@ -332,9 +359,9 @@ def _place(verdict: Verdict) -> str:
 
 
 def _evidence(verdict: Verdict) -> dict[str, Any]:
-    """What a verdict on a sample stands on, for the list of those left out."""
-    known = ("replays", "control", "control_with_the_same_draws", "losses")
-    facts = {name: verdict.evidence[name] for name in known if name in verdict.evidence}
+    """Return the measurements behind a verdict on a sample, for the list of samples left out."""
+    names = ("replays", "control", "control_with_the_same_draws", "losses")
+    facts = {name: verdict.evidence[name] for name in names if name in verdict.evidence}
     if not facts:
         return {}  # a fact was enough, and the words have it
     return {**facts, "rank": verdict.rank, "timesteps": list(verdict.timesteps)}

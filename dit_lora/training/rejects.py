@@ -1,4 +1,4 @@
-"""Samples that cannot be used: refused in one list, or left out, as `data.rejects` says."""
+"""Refuses samples that cannot be used, in one list, or leaves them out, as `data.rejects` says."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -22,7 +22,11 @@ class Rejects:
     def add(
         self, reasons: Mapping[str, str], summary: str = "these samples cannot be used"
     ) -> None:
-        """Collective. `reasons` by sample, as this rank found them."""
+        """Take up the samples that this rank found unusable, each with its reason. Collective.
+
+        Raises `DitLoraError` with all of them if `data.rejects` refuses them.
+        """
+        # Ranks may have found different samples, and must leave out the same.
         new = {name: why for some in gather_object([dict(reasons)]) for name, why in some.items()}
         if not new:
             return
@@ -33,13 +37,14 @@ class Rejects:
             error = DitLoraError(
                 listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
             )
+            # Every rank has gathered the same list, and raises it.
             error.collective = True
             raise error
         self.found |= new
         self.runtime.say(listed(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
 
     def without(self, samples: Sequence[Named], name: Callable[[Named], str]) -> list[Named]:
-        """Those that stay; raises if none does."""
+        """Return the samples that stay; raises if none does."""
         stay = [one for one in samples if name(one) not in self.found]
         if not stay:
             raise DitLoraError("no sample is left: every one was rejected")

@@ -1,4 +1,4 @@
-"""Micro-batches that can be run again: in the loop that ran them, or from a bundle on another machine."""
+"""Runs micro-batches again: in the loop that ran them, or from a bundle on another machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,7 +45,7 @@ LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
 
 
 def sample_losses(checkpoint: Trained) -> LossFunction:
-    """The family's losses of a batch, each times its sample's weight."""
+    """Return the function of the family's losses of a batch, each times its sample's weight."""
 
     def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
         output = checkpoint.losses(model, batch.tensors, streams)
@@ -59,7 +59,7 @@ def sample_losses(checkpoint: Trained) -> LossFunction:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a run a micro-batch is: with it, every draw is known."""
+    """The place of a micro-batch in a run: with it, every draw is known."""
 
     seed: int
     step: int
@@ -68,14 +68,15 @@ class Place:
 
 
 def forward(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> LossOutput:
-    """A micro-batch's losses, equal bit for bit at every call with equal weights."""
+    """Compute a micro-batch's losses, equal bit for bit at every call with equal weights."""
+    # Seeded at every call: a replay draws what the step drew, whatever was drawn in between.
     # Dropout inside the model draws from torch's own generator.
     torch.manual_seed(fold(place.seed, "dropout", place.step, place.micro_step, place.rank))
     return losses(model, batch, Streams(place.seed, batch.draws))
 
 
 def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> MicroBatch:
-    """The micro-batch, to be run on the bare model whenever it is wanted."""
+    """Return the micro-batch, to be run on the bare model whenever it is wanted."""
     return MicroBatch(
         ids=batch.ids,
         step=place.step,
@@ -86,6 +87,7 @@ def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Plac
         single=lambda index: replayable(losses, model, batch.single(index), place),
         faults=batch.faults,
         draws=batch.draws,
+        # For trials: the same samples at draws that training never uses, so that a bad draw is told from bad data.
         redrawn=lambda number: replayable(losses, model, _elsewhere(batch, number), place),
         at=lambda other, draws: replayable(
             losses,
@@ -100,13 +102,14 @@ class Parts(NamedTuple):
     """A micro-batch as it is sent to another rank."""
 
     batch: Batch
-    """On the CPU."""
+    """The samples, on the CPU."""
     step: int
     micro_step: int
     rank: int
 
 
 def parts_of(one: MicroBatch) -> Parts:
+    # Pickled on its way: a tensor on a device would come back on the sender's.
     tensors = {name: tensor.cpu() for name, tensor in one.tensors.items()}
     batch = Batch(one.ids, one.draws, tensors, dict(one.faults))
     return Parts(batch, one.step, one.micro_step, one.rank)
@@ -115,13 +118,13 @@ def parts_of(one: MicroBatch) -> Parts:
 def together(
     parts: Parts, losses: LossFunction, model: nn.Module, seed: int, device: torch.device
 ) -> MicroBatch:
-    """The micro-batch that another rank has sent, equal to its own bit for bit."""
+    """Return the micro-batch that another rank has sent, equal to its own bit for bit."""
     place = Place(seed, parts.step, parts.micro_step, parts.rank)
     return replayable(losses, model, parts.batch.to(device), place)
 
 
 def _elsewhere(batch: Batch, number: int) -> Batch:
-    """The same samples with draws that no epoch gives them."""
+    """Return the same samples with draws that no epoch gives them."""
     return replace(batch, draws=tuple(fold(draw, "redrawn", number) for draw in batch.draws))
 
 
@@ -136,7 +139,7 @@ def keep_bundle(
     switched_off: Sequence[str],
     start_peak: float,
 ) -> list[str]:
-    """Write a bundle of a micro-batch, with the trained weights whole; returns what did not fit."""
+    """Write a bundle of a micro-batch, with the trained weights whole; return what did not fit."""
     facts = {
         "event": event,
         "recipe": recipe.model_dump(mode="json"),
@@ -160,11 +163,11 @@ def keep_bundle(
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a bundle gave when it was run again."""
+    """The result of running a bundle again."""
 
     outcome: Outcome
     verdict: Verdict | None
-    """None if it was healthy."""
+    """The diagnosis; None if the micro-batch was healthy."""
     ids: tuple[str, ...]
     """The samples, in the order of the outcome's losses."""
     recorded: dict[str, Any]
@@ -172,7 +175,7 @@ class Replayed:
     notes: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "healthy": self.verdict is None,
             "verdict": self.verdict.record() if self.verdict else None,
@@ -184,7 +187,7 @@ class Replayed:
         }
 
     def told(self) -> str:
-        """The two verdicts, then each sample's loss and timestep, and the trail to the first bad value."""
+        """Return the two verdicts, then each sample's loss and timestep, and the trail to the first bad value."""
         then = self.recorded["verdict"]
         lines = [f"recorded: step {self.recorded['step']}: {then['cause']}: {then['words']}"]
         if self.verdict is None:
@@ -212,23 +215,25 @@ def replay_bundle(
     quiet_libraries()
     bundle = read_bundle(folder)
     recipe = _recipe(bundle, folder, model)
-    place = _device(device)
-    micro_batch, transformer, digest = _rebuild(bundle, recipe, place)
+    micro_batch, transformer, digest = _rebuild(bundle, recipe, _device(device))
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
         stack.enter_context(kept_attention())
         torch.backends.cuda.enable_cudnn_sdp(False)  # as runs do
         switches: list[Switch] = all_switches(transformer)
-        known = {switch.name for switch in switches}
-        for name in [*(n for n in bundle.facts["switched_off"] if n in known), *without]:
+        names = {switch.name for switch in switches}
+        # A recorded name may be missing here: another machine has other kernels and backends.
+        for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
             stack.enter_context(find_switch(switches, name).off())
         start = bundle.facts["start_peak"]
         suspects = Suspects(transformer, lambda: [], switches, start_peak=start, limit=MAX_ABS)
         if fp32:
             stack.enter_context(in_fp32(transformer))
         outcome = run(micro_batch, transformer)
+        # Zero gradients are a fault only where the run tripped by them.
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
+        # A step tripped by its weights replays healthy: their size is then the evidence.
         if verdict is None and has_run_away(weight_peak(bundle.weights.values()), start):
             verdict = run_away(micro_batch, suspects)
     return Replayed(
@@ -237,7 +242,7 @@ def replay_bundle(
 
 
 def _device(asked: str | None) -> torch.device:
-    """The device asked for, by default the GPU if there is one; never another than that."""
+    """Return the device asked for, by default the GPU if there is one; never another than that."""
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -252,9 +257,10 @@ def _device(asked: str | None) -> torch.device:
 
 
 def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
-    """The bundle's recipe, with the base model that was given, or that the run beside the bundle used."""
+    """Return the bundle's recipe, with the base model that was given, or that the run beside the bundle used."""
     recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
     config = folder.absolute().parent.parent / "config.yaml"
+    # A bundle names its base without folders, for it may be published; the run beside it knows the path.
     if model is None and config.exists():
         model = load_recipe(config).model.path
     if model is None:
@@ -265,7 +271,7 @@ def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
 def _rebuild(
     bundle: Bundle, recipe: Recipe, device: torch.device
 ) -> tuple[MicroBatch, nn.Module, str]:
-    """The model as it was, and the micro-batch on it."""
+    """Return the micro-batch on the model as the run had it, that model, and the digest of the base's files."""
     family = get_family(recipe.model.family)
     try:
         checkpoint = family.open(recipe.model, recipe)
@@ -274,9 +280,11 @@ def _rebuild(
     task = task_of(recipe.model.family)
     digest = task.model_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
     dtype = DTYPES[bundle.facts["dtype"]]
+    # The same steps in the same order as a run takes them, so that the same kernels compute.
     transformer, _, _ = task.load_trainable(recipe, family, checkpoint, dtype)
     _load(transformer, bundle)
     mode = recipe.train.asked_checkpointing
+    # A recomputation gives the same bits, and this machine may be smaller than the run's.
     set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -287,6 +295,7 @@ def _rebuild(
     compile_blocks(recipe, transformer, accelerator)
     prepared = accelerator.prepare(transformer, device_placement=placement(transformer))
     bare = accelerator.unwrap_model(prepared).train()
+    # Names and draws of the recorded step: with the seed they give every random number of it.
     facts = bundle.facts["replay"]
     batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(
         accelerator.device
@@ -296,19 +305,21 @@ def _rebuild(
 
 
 def _load(transformer: nn.Module, bundle: Bundle) -> None:
-    own = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
-    if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in bundle.weights.items()}:
+    trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    if {n: p.shape for n, p in trained.items()} != {n: t.shape for n, t in bundle.weights.items()}:
         raise DitLoraError("the bundle's trained weights are not of this base model's shapes")
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in trained.items():
             parameter.copy_(bundle.weights[name])
 
 
 def _notes(bundle: Bundle, digest: str) -> tuple[str, ...]:
-    """What differs from the machine that wrote the bundle."""
+    """Return what differs from the machine that wrote the bundle."""
     notes = []
     if digest != bundle.facts["transformer_digest"]:
         notes.append("the base model's files are not those of the run: results may differ")
-    own, theirs = probe_environment().versions, bundle.facts["packages"]
-    other = [f"{n}: {theirs[n]} then, {own.get(n)} now" for n in theirs if own.get(n) != theirs[n]]
+    here, theirs = probe_environment().versions, bundle.facts["packages"]
+    other = [
+        f"{n}: {theirs[n]} then, {here.get(n)} now" for n in theirs if here.get(n) != theirs[n]
+    ]
     return (*notes, *([listed("other versions", other)] if other else []))

@@ -1,4 +1,4 @@
-"""A run as data: what it was set up with, and what it has come to."""
+"""Holds a run as data: what it was set up with, and what it has come to."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,4 +29,4 @@ class Run:
     parity: ParityWatch
     checkpoints: Checkpoints
     journal: Journal | None
-    """On the main process alone."""
+    """The run's log files; None on all processes but the main one."""

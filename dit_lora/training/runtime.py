@@ -64,7 +64,7 @@ class Runtime:
     launcher: int | None = None
     """Process id of the `accelerate launch` that waits for this one."""
     sharding: Sharding | None = None
-    """How weights are spread over ranks; None where each holds all of them."""
+    """The way weights are spread over ranks; None where each holds all of them."""
     zero: int | None = None
     """DeepSpeed's ZeRO stage, if the launch asks for it."""
 
@@ -88,7 +88,7 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """The number of the part of the samples that this process reads; those that share their tokens read the same."""
+        """Number of the share of samples that this process reads: ranks that share tokens read the same."""
         return self.accelerator.process_index // self.recipe.train.context_parallel
 
     @property
@@ -97,12 +97,12 @@ class Runtime:
 
     @property
     def samples_per_step(self) -> int:
-        """The samples of one optimizer step, over micro-steps and ranks."""
+        """Samples of one optimizer step, over micro-steps and ranks."""
         train = self.recipe.train
         return train.batch_size * train.accumulate * self.data_ranks
 
     def say(self, line: str) -> None:
-        """Print one line for the user, from the main process."""
+        """Write one line for the user, from the main process alone."""
         if self.is_main:
             tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if there is one
 
@@ -124,6 +124,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
     finally:
         runtime.trackers.finish(failed=failed)
         runtime.lock.release()
+        # The group ends with the process group; a later run of this process makes its own.
         _waiting_room.cache_clear()
         # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
         # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
@@ -135,6 +136,7 @@ def running(recipe: Recipe) -> Iterator[Runtime]:
 def _start(recipe: Recipe) -> Runtime:
     """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
     quiet_libraries()
+    # What can refuse the run comes before the process group: no rank waits for one that has ended.
     require_trackers(recipe.run.trackers)
     sharding = take_sharding(os.environ)  # before Accelerate reads it
     if sharding is not None:
@@ -145,6 +147,7 @@ def _start(recipe: Recipe) -> Runtime:
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
+    # The recipe decides and not the launch: one owner of autocast.
     precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
     # pytorch#196678: its backward gives NaN with a mask tensor, torch 2.11 and later.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -174,7 +177,7 @@ def _start(recipe: Recipe) -> Runtime:
 
 
 def _some_idle(recipe: Recipe) -> bool:
-    """Return whether a step may leave what trains without a gradient, as a chat model's encoder in a step of text."""
+    """Return true if a step may leave what trains without a gradient: an encoder sees no conversation without media."""
     groups = recipe.optim.groups
     return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
 
@@ -182,7 +185,7 @@ def _some_idle(recipe: Recipe) -> bool:
 def require_free_folder(runtime: Runtime) -> None:
     """Take run.dir for this run alone, until it ends; call it before anything of the folder is read. Collective.
 
-    Refuses a folder that cannot be written, is no run's, is in use by another process, or holds another run's
+    Raises for a folder that cannot be written, is no run's, is in use by another process, or holds another run's
     steps (unless resuming).
     """
     error = None
@@ -201,6 +204,7 @@ def _take_folder(runtime: Runtime) -> None:
         raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
     if there == folder and any(folder.iterdir()) and not _is_run(folder):
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
+    # Before the folder's files are read: until then another process may be writing them.
     runtime.lock.acquire()
     if (folder / "metrics.jsonl").exists() and runtime.recipe.train.resume == "none":
         runtime.lock.release()
@@ -230,7 +234,7 @@ def open_run_folder(runtime: Runtime) -> None:
 
 
 def quiet_libraries() -> None:
-    """Switch the libraries' bars of loading off, which are noise beside our own; warnings stay."""
+    """Hide the libraries' progress bars of loading, noise beside our own; warnings stay."""
     import diffusers
     import transformers
 
@@ -240,7 +244,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
-    """Take the first SIGINT or SIGTERM within it as a wish for a clean stop; the second acts.
+    """Remember the first SIGINT or SIGTERM within, which asks for a clean stop; the second acts.
 
     Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
     as SIGTERM: `accelerate launch` ends on that signal and does not pass it on. torchrun does, to ranks that
@@ -260,6 +264,7 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
         os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
 
     def stop_asked() -> int:
+        # An orphan has another parent: the launcher ended without passing its signal on.
         if not asked["code"] and launcher is not None and os.getppid() != launcher:
             asked["code"] = 128 + signal.SIGTERM
         return asked["code"]
@@ -274,14 +279,15 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
 
 def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     """Raise on every rank if any rank brings an error, with the first one's message; ranks wait as in `meet`."""
-    own = None if error is None else (str(error), error.exit_code)
-    found: list[Any] = [own]
+    own_error = None if error is None else (str(error), error.exit_code)
+    everyones: list[Any] = [own_error]
     if accelerator.num_processes > 1:
-        found = [None] * accelerator.num_processes
-        dist.all_gather_object(found, own, group=_waiting_room(dist.group.WORLD))
-    first = next((item for item in found if item is not None), None)
+        everyones = [None] * accelerator.num_processes
+        dist.all_gather_object(everyones, own_error, group=_waiting_room(dist.group.WORLD))
+    first = next((item for item in everyones if item is not None), None)
     if first is None:
         return
+    # One message on all ranks: the launcher may show any of them.
     agreed = DitLoraError(first[0])
     agreed.exit_code, agreed.collective = first[1], True
     raise agreed from error
@@ -301,26 +307,28 @@ def _waiting_room(_world: Any) -> Any:
 
 def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
     """Raise `DitLoraError` for settings of the launch, which Accelerate reads too, that contradict the recipe."""
-    wrong = []
+    contradictions = []
     micro_steps = accelerator.gradient_accumulation_steps
     if micro_steps != recipe.train.accumulate:
-        wrong.append(
+        contradictions.append(
             f"gradient accumulation of {micro_steps}, against train.accumulate={recipe.train.accumulate}; "
             "launch without --gradient_accumulation_steps"
         )
     shared, processes = recipe.train.context_parallel, accelerator.num_processes
     if processes % shared:
-        wrong.append(
+        contradictions.append(
             f"{processes} process(es), which train.context_parallel={shared} does not divide"
         )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("no", accelerator.mixed_precision):
-        wrong.append(
+        contradictions.append(
             f"mixed precision {asked}, against {accelerator.mixed_precision} by model.dtype; "
             "launch with --mixed_precision no"
         )
-    if wrong:
-        raise DitLoraError(listed("the launch contradicts the recipe, which decides", wrong))
+    if contradictions:
+        raise DitLoraError(
+            listed("the launch contradicts the recipe, which decides", contradictions)
+        )
 
 
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:

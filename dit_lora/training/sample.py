@@ -1,4 +1,4 @@
-"""Sample videos and images with a trained adapter in the stock pipeline."""
+"""Samples videos and images with a trained adapter in the stock pipeline."""
 
 import hashlib
 import re
@@ -33,7 +33,7 @@ from dit_lora.training.runtime import quiet_libraries
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What to sample; values left None are those that the adapter was trained with."""
+    """A request to sample; values left None are those that the adapter was trained with."""
 
     target: Path
     """A run's folder, an adapter's folder or its file, or a repository on the Hub that a run was pushed to."""
@@ -89,7 +89,7 @@ def sample(request: SampleRequest) -> list[Path]:
 
 
 def _from_hub(request: SampleRequest) -> SampleRequest:
-    """With a local folder in place of a repository; samples go to samples/NAME then, not into the Hub's cache."""
+    """Return the request with a local folder for a repository; samples then go to samples/NAME, not the Hub's cache."""
     folder = result_folder(request.target, (ADAPTER_FILE, BASE_FILE, "model_index.json"))
     if folder == request.target:
         return request
@@ -102,7 +102,7 @@ def _from_hub(request: SampleRequest) -> SampleRequest:
 
 
 def _file_name(prompt: str, how: Sampling) -> str:
-    """Seed and prompt as one can read them, and a digest that tells apart what they do not."""
+    """Return seed and prompt as one can read them, and a digest that tells apart what they do not."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
     digest = hashlib.sha256(f"{prompt} {how}".encode()).hexdigest()[:6]
     return f"seed_{how.seed}_{words}_{digest}"
@@ -116,7 +116,7 @@ def _made(whole: Path | None) -> dict[str, Any]:
 def _base_model(
     request: SampleRequest, made: dict[str, Any], whole: Path | None, adapter: Path | None
 ) -> ModelConfig:
-    """A whole pipeline itself, or the adapter's base."""
+    """Return the whole pipeline's own config, or the adapter's base."""
     if adapter is not None:
         return base_of(request.target, adapter, made, request.model)
     if request.model:

@@ -1,4 +1,4 @@
-"""What a recipe trains on: its clips, each in its bucket, cut into windows, without those that cannot be used."""
+"""Finds the samples of a recipe: clips in their buckets, cut into windows, without those that cannot be used."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,15 +37,15 @@ class Samples:
 
     all: tuple[Sample, ...]
     rejected: Mapping[str, str]
-    """Why a clip cannot be used, by its id."""
+    """Reasons why clips cannot be used, by their ids."""
     shapes: tuple[VideoShape, ...] = ()
     """The buckets, or the one shape."""
     clips: tuple[Clip, ...] = ()
-    """All of the sources, those left out too."""
+    """All clips of the sources, those left out too."""
     report: BucketReport | None = None
-    """Where there are buckets or windows."""
+    """The report on buckets; None where there are neither buckets nor windows."""
     notes: tuple[str, ...] = field(default=())
-    """Buckets that the model cannot take."""
+    """Lines on buckets that the model cannot take."""
 
 
 def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool) -> Samples:
@@ -54,21 +54,23 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
     `group` is the number of samples of a step. With one shape, headers are left to `check_headers`.
     """
     data = recipe.data
-    found = scan(data, recipe.cache_dir)
-    rejected = {one.file: one.words for one in found.problems}
-    clips = [clip for clip in found.clips if data.classes is None or clip.caption in data.classes]
+    sources = scan(data, recipe.cache_dir)
+    rejected = {one.file: one.words for one in sources.problems}
+    clips = [clip for clip in sources.clips if data.classes is None or clip.caption in data.classes]
     table = ", ".join(data.classes or ())
     rejected |= {
         clip.id: f"its class {clip.caption!r} is not one of data.classes: {table}"
-        for clip in found.clips
+        for clip in sources.clips
         if data.classes is not None and clip.caption not in data.classes
     }
+    # One shape needs no header of a file: those are read later, and only of what is not cached.
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.of(data)
         samples = tuple(Sample(clip.id, clip, shape) for clip in clips)
-        return Samples(samples, rejected, (shape,), tuple(found.clips))
+        return Samples(samples, rejected, (shape,), tuple(sources.clips))
     notes: list[str] = []
     shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
+    # A bucket is chosen by size and length, which headers have; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placed | Dropped]] = []
     all_samples: list[Sample] = []
@@ -85,27 +87,27 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
             Sample(window_id(clip.id, start), clip, where.shape, start) for start in where.starts
         ]
     report = BucketReport.of(placed, shapes, data, group)
-    clips_found = tuple(found.clips)
+    clips_found = tuple(sources.clips)
     return Samples(tuple(all_samples), rejected, shapes, clips_found, report, tuple(notes))
 
 
 def check_headers(samples: Sequence[Sample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
-    """Which of these surely cannot be used, by what their files say of themselves, and why."""
-    data, wrong = recipe.data, dict[str, str]()
+    """Return which samples surely cannot be used, by what their files say of themselves, and why."""
+    data, unusable = recipe.data, dict[str, str]()
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
     for sample, header in zip(samples, headers, strict=True):
         if isinstance(header, ClipError):
-            wrong[sample.id] = in_words(sample.clip.media, header)
+            unusable[sample.id] = in_words(sample.clip.media, header)
         elif not header.is_image and data.fps is not None:
             frames, start = sample.shape.frames, sample.start
             short = too_short(header, frames=frames, fps=data.fps, start=start)
             if short:
-                wrong[sample.id] = f"{sample.clip.media.name}: {short}"
-    return wrong
+                unusable[sample.id] = f"{sample.clip.media.name}: {short}"
+    return unusable
 
 
 def in_words(media: Media, error: ClipError) -> str:
-    """Why a file cannot be opened, as the audit says it, which knows more than FFmpeg's word."""
+    """Return why a file cannot be opened, as the audit says it, which knows more than FFmpeg's word."""
     rejects = [one for one in judge(media, probe(media), None) if one.verdict == "reject"]
     if not rejects:
         return str(error)
@@ -115,14 +117,14 @@ def in_words(media: Media, error: ClipError) -> str:
 def read_headers(
     media: Sequence[Media], recipe: Recipe, *, quiet: bool
 ) -> list[VideoHeader | ClipError]:
-    """Each file's header or what is wrong with it; remembered in the cache's folder unless `quiet`."""
+    """Return each file's header or what is wrong with it; remembered in the cache's folder unless `quiet`."""
     headers = Headers(recipe.cache_dir / "headers.json")
-    found = headers.read(media, bar("reading headers", "clip", quiet))
+    results = headers.read(media, bar("reading headers", "clip", quiet))
     if not quiet:
         headers.save()
-    return found
+    return results
 
 
 def bar(what: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """A progress bar with rate and time left around an iterable."""
+    """Return a function that puts a progress bar with rate and time left around an iterable."""
     return partial(tqdm, desc=what, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)

@@ -42,7 +42,7 @@ class Sharded(Replicated):
 
     @property
     def bytes_in_flight(self) -> int:  # type: ignore[override]
-        """The root's, and two blocks': the next one is gathered while one computes."""
+        """Bytes of the root's weights and of two blocks': the next one is gathered while one computes."""
         blocks = [_bytes(block) for block in _outermost(repeated_blocks(self.model))]
         most = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
         return _bytes(self.model) - sum(blocks) + sum(most)
@@ -53,6 +53,7 @@ class Sharded(Replicated):
         # Outside of training no weight may stay whole after a forward pass: it would miss what changes it.
         model.set_reshard_after_forward(self.sharding.reshard_after_forward)
         with self.accelerator.accumulate(self.model):
+            # What no_sync is for DDP: gradients of earlier micro-steps stay unreduced until the last.
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)
             try:
                 yield
@@ -75,7 +76,7 @@ class Sharded(Replicated):
         load_optimizer_state(self.optimizer, self._spread(moments))
 
     def _spread(self, moments: Tensors) -> dict[str, torch.Tensor]:
-        """Each moment as its parameter is; step counts, which have no shape, as they are."""
+        """Return each moment sharded as its parameter is; step counts, which have no shape, as they are."""
         like = {
             f"{group['name']}/{name}": parameter
             for group in self.optimizer.param_groups
@@ -104,15 +105,19 @@ def shard(
     _require_spreadable(model)
     # Of models that return a view, as all of Diffusers' do; nothing writes into what they return.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     apart = [model.get_submodule(name) for name in called_alone]
+    # Inner modules first: `fully_shard` gives a module the parameters that none inside of it has taken.
     for module in (*apart, *_outermost(repeated_blocks(model)), model):
         before = {name: dict(getattr(module, name)) for name in _HOOKS}
+        # A block is a shard again after each forward pass: whole weights would miss what changes them.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
         module.__dict__[GATHERING] = added
     _gather_for_features(model)
+    # `fully_shard` replaced the parameters by DTensors, so that the optimizer holds the old ones.
     named = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [named[name] for name in group["param_names"]]
@@ -120,20 +125,21 @@ def shard(
 
 
 _FEATURES = ("get_image_features", "get_video_features")
-"""What `generate` of Transformers asks a model's trunk for before its first forward pass."""
+"""Methods of a model's trunk that Transformers' `generate` calls before its first forward pass."""
 
 
 def _gather_for_features(model: nn.Module) -> None:
-    """Gather the root's weights where such a method is called outside of a forward pass."""
+    """Gather the root's weights where a method of `_FEATURES` is called outside of a forward pass."""
     trunk: Any = getattr(model, "base_model", model)
     for name in _FEATURES if trunk is not model else ():
         stock = getattr(trunk, name, None)
         if stock is None:
             continue
-        own = f"_gathered_{name}"
-        setattr(model, own, stock)
-        register_fsdp_forward_method(model, own)
-        trunk.__dict__[name] = _inside_or_by(model, stock, getattr(model, own))
+        # FSDP2 wraps a method of the sharded module alone, so that the trunk's is lent to it under a name.
+        gathered_name = f"_gathered_{name}"
+        setattr(model, gathered_name, stock)
+        register_fsdp_forward_method(model, gathered_name)
+        trunk.__dict__[name] = _inside_or_by(model, stock, getattr(model, gathered_name))
 
 
 def _inside_or_by(
@@ -141,6 +147,7 @@ def _inside_or_by(
 ) -> Callable[..., Any]:
     @functools.wraps(stock)  # `generate` reads its signature
     def features(*args: Any, **kwargs: Any) -> Any:
+        # Inside a forward pass the root is whole already, and a second gathering would end by sharding it too soon.
         is_outside = isinstance(model.get_input_embeddings().weight, DTensor)
         return gathering(*args, **kwargs) if is_outside else stock(*args, **kwargs)
 
@@ -148,7 +155,7 @@ def _inside_or_by(
 
 
 def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Blocks that are in no other: theirs are gathered with them."""
+    """Return the blocks that are in no other: inner ones are gathered with them."""
     inside = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if id(block) not in inside]
 
@@ -158,13 +165,14 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _require_spreadable(model: nn.Module) -> None:
-    wrong = [
+    refused = [
         f"{name}: {'a single number' if not p.ndim else 'not contiguous in memory'}"
         for name, p in model.named_parameters()
         if not p.ndim or not p.is_contiguous()
     ]
-    if wrong:
+    if refused:
+        # `fully_shard` would raise for the first of them, after it has spread others.
         summary = (
             "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
         )
-        raise DitLoraError(listed(summary, wrong))
+        raise DitLoraError(listed(summary, refused))

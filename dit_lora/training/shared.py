@@ -1,4 +1,4 @@
-"""What both kinds of tasks do over ranks."""
+"""Agreement and sharing of work over ranks, for both kinds of tasks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def agreed(runtime: Runtime, work: Callable[[], T] | None) -> T | None:
-    """What `work` gives, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
+    """Return the result of `work`, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
     error, result = None, None
     if work is not None:
         try:
@@ -29,12 +29,13 @@ def agreed(runtime: Runtime, work: Callable[[], T] | None) -> T | None:
 
 
 def own_share(items: Sequence[T], accelerator: Accelerator, model: nn.Module) -> Sequence[T]:
-    """What this rank runs of them: its share, or all of them where a forward pass needs all ranks."""
+    """Return this rank's share of the items, or all of them where a forward pass needs all ranks."""
+    # A rank that had fewer items would leave the others waiting inside a forward pass.
     if needs_all_ranks(model):
         return items
     return items[accelerator.process_index :: accelerator.num_processes]
 
 
 def of_any_rank(faults: Mapping[str, str], model: nn.Module) -> bool:
-    """Whether a sample is left out: where all ranks run it together, if it is bad on any. Collective then."""
+    """Return true if a sample is left out: where all ranks run it together, if it is bad on any. Collective then."""
     return any(gather_object([bool(faults)])) if needs_all_ranks(model) else bool(faults)

@@ -1,4 +1,4 @@
-"""What has to hold of a state before it is kept: it is finite, unaltered, and not lost."""
+"""Checks a state before it is kept: it is finite, unaltered, and not lost."""
 
 from collections.abc import Mapping
 
@@ -18,42 +18,42 @@ from dit_lora.training.engine import Engine
 
 
 def own_state(engine: Engine, ema: TrainedEMA | None) -> dict[str, torch.Tensor]:
-    """What training changes, live: weights, the optimizer's state and the averages; of what is sharded, this rank's."""
+    """Return what training changes, live: weights, optimizer state, averages; of sharded tensors, this rank's part."""
     return engine.own_state() | (ema.tensors() if ema else {})
 
 
 def require_finite_everywhere(
     accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int
 ) -> None:
-    """Raise `PoisonedStateError` on every rank if any rank's state is not finite."""
-    own = {
-        name: local(tensor.detach()) for name, tensor in state.items()
-    }  # other ranks have theirs
-    floats = [tensor for tensor in own.values() if tensor.is_floating_point()]
+    """Raise `PoisonedStateError` on every rank if any rank's state is not finite. Collective."""
+    parts = {name: local(tensor.detach()) for name, tensor in state.items()}
+    floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
     device = floats[0].device  # numbers of the optimizer's are on the CPU
+    # The largest magnitude, not a sum of squares: that overflows for values that are finite.
     norms = torch.stack(
         [norm.float().to(device) for norm in torch._foreach_norm(floats, float("inf"))]
     )
     is_bad = not torch.isfinite(norms).all()  # one read; the names only if there is need
-    found = gather_object(not_finite(own.items()) if is_bad else [])
-    if found:
-        message = listed(f"step {step} is not saved: it is not finite", found[:20])
+    bad = gather_object(not_finite(parts.items()) if is_bad else [])
+    if bad:
+        message = listed(f"step {step} is not saved: it is not finite", bad[:20])
         raise PoisonedStateError(message, "non_finite_weights")
 
 
 def require_unaltered(
     accelerator: Accelerator, suspects: Suspects, step: int, *, frozen: bool
 ) -> None:
-    """Raise `PoisonedStateError` on every rank if on any memory has altered what is trained, or what must not change.
+    """Raise `PoisonedStateError` on every rank if memory has altered trained or frozen values on any. Collective.
 
-    The frozen weights and buffers are compared where `frozen`: that reads all of them.
+    Frozen weights and buffers are compared where `frozen`: that reads all of them.
     """
-    found = altered_state(suspects)
+    altered = altered_state(suspects)
+    # Only where a checkpoint is written: it reads the whole base.
     if frozen and suspects.frozen is not None:
-        found += suspects.frozen.changed()
-    found = gather_object(found)
-    if found:
-        message = listed(f"step {step} is not saved: it was altered", found[:20])
+        altered += suspects.frozen.changed()
+    altered = gather_object(altered)
+    if altered:
+        message = listed(f"step {step} is not saved: it was altered", altered[:20])
         raise PoisonedStateError(message, "altered_state")
 
 

@@ -1,4 +1,4 @@
-"""What a step gives to whoever follows a run."""
+"""The result of one optimizer step, as whoever follows a run receives it."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class StepResult:
     step: int
     loss: float
     grad_norm: float
-    """Before clipping, over all groups."""
+    """The gradient norm over all groups, before clipping."""
     grad_norm_groups: dict[str, float]
     lr_groups: dict[str, float]
     losses: list[float]
-    """Every sample's loss."""
+    """The loss of every sample, in the order of ranks and micro-steps."""
     timesteps: list[int]
     seconds: float
     data_seconds: float

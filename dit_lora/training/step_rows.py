@@ -1,4 +1,4 @@
-"""What ranks tell each other of a step, in one gather."""
+"""Gathers what each rank reports of a step, by one collective."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,17 +16,17 @@ class StepRows(NamedTuple):
     """
 
     losses: torch.Tensor
-    """(ranks, samples), in the order of micro-steps."""
+    """(ranks, samples) per-sample losses, in the order of micro-steps."""
     timesteps: torch.Tensor
-    """(ranks, samples)."""
+    """(ranks, samples) timesteps, as doubles."""
     flags: torch.Tensor
     """(ranks, 3): a gradient is not finite, all gradients are zero, a weight is not finite."""
     norms: torch.Tensor
     """(ranks, groups + 1): gradient norms of the groups, then of all together; equal on all ranks."""
     bad_data: torch.Tensor
-    """(ranks, micro-steps)."""
+    """(ranks, micro-steps): 1 where a sample is bad, or the loop's mark for data that was not read."""
     data_seconds: torch.Tensor
-    """(ranks, 1)."""
+    """(ranks, 1): seconds spent waiting for data."""
     stop_codes: torch.Tensor
     """(ranks, 1): the exit code with which a rank was asked to stop, or 0."""
 
@@ -34,8 +34,8 @@ class StepRows(NamedTuple):
         """Return the rows of all ranks on the host, by one gather and one copy. Collective."""
         device = self.losses.device
         # The host's values travel in one copy that nobody waits for.
-        known = torch.cat(self[4:], dim=1).to(device, non_blocking=True)
-        row = torch.cat([*self[:4], known], dim=1)
+        host_values = torch.cat(self[4:], dim=1).to(device, non_blocking=True)
+        row = torch.cat([*self[:4], host_values], dim=1)
         widths = [part.shape[1] for part in self]
         return StepRows(*accelerator.gather(row).cpu().split(widths, dim=1))
 
@@ -50,7 +50,9 @@ def own_row(
     stop_code: int,
 ) -> StepRows:
     """Make this rank's row; `norms` has the norm over all groups last, `poisoned` says that a weight is not finite."""
+    # fp64 throughout: one dtype for one gather, and an fp32 loss or an int timestep keeps its value in it.
     stacked = torch.stack([local(norm) for norm in norms.values()])
+    # All gradients zero trips as well: the step would train nothing and still decay weights and moments.
     flags = [(~torch.isfinite(stacked)).any(), (stacked == 0).all(), poisoned]
     return StepRows(
         torch.cat([*losses]).double()[None],

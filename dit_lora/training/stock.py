@@ -1,4 +1,4 @@
-"""Diffusion models as Diffusers loads them, for checks of an adapter: a fresh pipeline, and one call of it."""
+"""Loads diffusion models as Diffusers does, for checks of an adapter: a fresh pipeline, and one call of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +34,10 @@ class DiffusionStock:
         return self.checkpoint.pipeline_class.__name__
 
     def inputs(self, clips: Any, *, whole: bool) -> Inputs:
-        """Tensors of a sample as the run has them; unless `whole` smaller in height and width, where the model takes that."""
+        """Return shapes and dtypes of a sample as the run has them.
+
+        Unless `whole`, height and width are smaller, where the model takes that.
+        """
         shape = min(clips.video_specs, key=lambda one: one.volume)
         video: Spec = clips.video_specs[shape]
         if not whole:
@@ -48,6 +51,7 @@ class DiffusionStock:
         }
 
     def _smallest(self, shape: VideoShape) -> VideoShape:
+        # A few patches, where the model takes so few: the check is to cost little beside a step.
         most = _SIDE * self.checkpoint.side_step
         small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
         return small if self.checkpoint.refusal(small) is None else shape
@@ -55,41 +59,42 @@ class DiffusionStock:
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The transformer's output in one training forward of made-up inputs, as it returns it."""
+        """Return the transformer's output in one training forward of made-up inputs, as it returns it."""
         device = next(model.parameters()).device
         batch = {name: _drawn(name, one, seed, dtype).to(device) for name, one in inputs.items()}
-        kept: list[Any] = []
-        handle = model.register_forward_hook(lambda _module, _args, output: kept.append(output))
+        outputs: list[Any] = []
+        # The family's own loss calls the model as training does; the hook keeps what it returned.
+        handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
             self.checkpoint.losses(model, batch, Streams(seed, [seed]))
         finally:
             handle.remove()
-        output: torch.Tensor = kept[-1][0]
+        output: torch.Tensor = outputs[-1][0]
         return output
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh transformer with the checkpoint's weights, on the CPU."""
+        """Return a fresh transformer with the checkpoint's weights, on the CPU."""
         return self.checkpoint.load_transformer(dtype).eval()
 
     def without_values(self, dtype: torch.dtype) -> nn.Module:
-        """A fresh transformer on the meta device; its buffers are whole."""
+        """Return a fresh transformer on the meta device; its buffers are whole."""
         with init_empty_weights(), from_configs():
             model = self.checkpoint.load_transformer(dtype)
         return as_constructed(model)
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
-        """Load the adapter and what was trained beside it, as users of the stock pipeline do; the model with it.
+        """Load the adapter and what was trained beside it, as users of the stock pipeline do; return the model with it.
 
-        Raises what Diffusers, PEFT and PyTorch raise of files that do not fit.
+        Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
         """
         load_adapter(self._pipeline(model), file)
         return model
 
     def stored(self, file: Path) -> dict[str, torch.Tensor]:
-        """The adapter's tensors by the names that a loaded one has, as Diffusers reads the file."""
+        """Return the adapter's tensors by the names that a loaded one has, as Diffusers reads the file."""
         loader = lora_pipeline_class(self.checkpoint.pipeline_class)
-        found = loader.lora_state_dict(file.parent, weight_name=file.name)
-        state = found[0] if isinstance(found, tuple) else found
+        loaded = loader.lora_state_dict(file.parent, weight_name=file.name)
+        state = loaded[0] if isinstance(loaded, tuple) else loaded
         return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
 
     def weight_files(self) -> list[Path]:
@@ -102,17 +107,17 @@ class DiffusionStock:
             for name, value in index.items()
             if isinstance(value, list) and name not in ("transformer", "scheduler")
         ]
-        given: dict[str, Any] = dict.fromkeys(others)
+        components: dict[str, Any] = dict.fromkeys(others)
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
-                given[name] = {int(row): label for row, label in value.items()}
+                components[name] = {int(row): label for row, label in value.items()}
         return load_pretrained(
-            self.checkpoint.pipeline_class, self.checkpoint.path, transformer=model, **given
+            self.checkpoint.pipeline_class, self.checkpoint.path, transformer=model, **components
         )
 
 
 def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
-    """Height and width, the last of every tensor's sizes, in the proportions of the pixels'."""
+    """Return the spec with height and width, each tensor's last sizes, shrunk in the proportions of the pixels'."""
     return {
         name: (
             torch.Size(
@@ -129,7 +134,7 @@ def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
 
 
 def _drawn(name: str, one: Mapping[str, Any], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """A batch of one: normal values that bf16 holds, so that they are the same in every dtype; of integers, ones."""
+    """Return a batch of one: normal values that bf16 holds, to be the same in every dtype; ones for integers."""
     size = (1, *one["shape"])
     if one["dtype"] != _COMPUTE:
         return torch.ones(size, dtype=getattr(torch, one["dtype"]))

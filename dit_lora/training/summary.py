@@ -1,4 +1,4 @@
-"""What a run says when it has ended."""
+"""Says what a run has made when it has ended."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from dit_lora.training.verify import Verification
 def summary(
     runtime: Runtime, adapter: Path, verification: Verification | None, report: Path | None
 ) -> str:
-    """What the run made, where, and by how much the held-out loss fell."""
+    """Return lines on what the run made, where, and by how much the held-out loss fell."""
     losses = held_out_losses(runtime.dir)
     kind = "model" if runtime.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
@@ -25,6 +25,7 @@ def summary(
         first, last = losses[min(losses)], losses[max(losses)]
         change = 100 * (last / first - 1)
         lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
+    # Of the whole run, resumes included: the file has a line for each step taken.
     waited, spent = (
         sum(line[name] for line in read_lines(runtime.dir / "metrics.jsonl")[0])
         for name in ("data_seconds", "seconds")

@@ -1,4 +1,4 @@
-"""Runs a micro-batch that fails on every rank: is it the micro-batch, or the rank that ran it?"""
+"""Runs a failing micro-batch on every rank, to tell a bad micro-batch from a bad rank."""
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from dit_lora.numerics.verdict import Cause, Verdict
 Share = Callable[[MicroBatch | None, int], MicroBatch | None]
 Diagnosed = list[tuple[MicroBatch, Verdict]]
 _ROUNDS = 8
-"""Runs on each rank, once one of them was healthy: all must come out the same on a rank."""
+"""Number of runs on each rank, once one of them was healthy: all must come out the same on a rank."""
 Healthy = bool | None
-"""Whether a run was healthy; None where it did not fit into that rank's memory."""
+"""True if a run was healthy; None where it did not fit into that rank's memory."""
 
 
 def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share) -> Diagnosed:
-    """Return the verdicts, of which those that replays led to were tried on all ranks, one micro-batch of each rank.
+    """Return the verdicts after trying on all ranks one micro-batch of each rank that replays had blamed.
 
     A rank that fails at what others run and are healthy at is the cause, whatever the experiments on it said. Where
     all diagnose together that has been seen; the rank's host is added. Collective.
@@ -32,8 +32,10 @@ def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share)
         return own
     if suspects.lockstep:
         return [(one, _on_host(verdict, hosts)) for one, verdict in own]
+    # One micro-batch of a rank is enough to tell whether it is the rank.
     suspected = [index for index, (_, verdict) in enumerate(own) if _is_by_replays(verdict)][:1]
     tried = list(own)
+    # Every rank takes part for each owner in turn, in the same order: `share` and the runs are collective.
     for owner, there in enumerate(gather_object([bool(suspected)])):
         if not there:
             continue
@@ -50,7 +52,7 @@ def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share)
 
 
 def _as_of(found: Verdict, verdict: Verdict) -> Verdict:
-    """Return what was found of a rank for another of its micro-batches, unless facts or chance explain that one."""
+    """Return the verdict on a rank for another of its micro-batches, unless facts or chance explain that one."""
     return replace(found, micro_step=verdict.micro_step) if _is_by_replays(verdict) else verdict
 
 
@@ -69,6 +71,7 @@ def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[l
             return None
 
     first: list[Healthy] = gather_object([healthy()])
+    # No rank is healthy: more runs would tell no rank from another.
     if not any(first):
         return [[outcome] for outcome in first]
     more: list[list[Healthy]] = gather_object([[healthy() for _ in range(_ROUNDS)]])
@@ -77,6 +80,7 @@ def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[l
 
 def _compared(verdict: Verdict, outcomes: Sequence[Sequence[Healthy]]) -> Verdict:
     """Return the verdict where it fails everywhere, else one on the ranks, or on chance."""
+    # A rank that could not run it has neither confirmed nor denied.
     if any(healthy is None for of_rank in outcomes for healthy in of_rank):
         return _not_tried(verdict)
     if any(len(set(of_rank)) > 1 for of_rank in outcomes):

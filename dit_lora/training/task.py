@@ -1,4 +1,4 @@
-"""What differs between the kinds of models that the one loop trains: diffusion, and chat.
+"""Says what differs between the kinds of models that the one loop trains: diffusion, and chat.
 
 The loop, the guard, checkpoints and resuming know neither. A task makes the training set and the model, says what
 identifies them, looks at the model before and after, and writes what was trained.
@@ -24,7 +24,7 @@ from dit_lora.training.step import StepResult
 
 
 class Trained(Protocol):
-    """What the loop knows of a checkpoint."""
+    """A checkpoint as the loop knows it."""
 
     @property
     def path(self) -> Path: ...
@@ -40,7 +40,7 @@ PreparedT = TypeVar("PreparedT", bound=Prepared, covariant=True)
 
 @dataclass(frozen=True)
 class Setup(Generic[PreparedT, CheckpointT]):
-    """What a run was set up with: the same objects from before its first step to its end."""
+    """The objects that a run was set up with, the same from before its first step to its end."""
 
     runtime: Runtime
     task: "Task"
@@ -54,12 +54,12 @@ class Setup(Generic[PreparedT, CheckpointT]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype that the model computes in."""
         return self.runtime.precision.dtype
 
     @property
     def model(self) -> nn.Module:
-        """What a training forward goes through."""
+        """The module that a training forward goes through."""
         return self.engine.model
 
     @property
@@ -72,6 +72,7 @@ class Setup(Generic[PreparedT, CheckpointT]):
         return self.engine.optimizer
 
 
+# For the many functions to which the kind of model is all the same.
 AnySetup: TypeAlias = Setup[Prepared, Trained]
 
 
@@ -84,36 +85,36 @@ class Task(Protocol):
     def load_trainable(
         self, recipe: Recipe, family: Any, checkpoint: Any, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-        """Model, parameter groups, and lines that say what was attached; equal on all ranks."""
+        """Return model, parameter groups, and lines that say what was attached; equal on all ranks."""
 
     def model_digest(self, checkpoint: Any, recipe: Recipe, digests: Digests) -> str:
-        """Of the files that the model is loaded from."""
+        """Return the digest of the files that the model is loaded from."""
 
     def weight_files(self, checkpoint: Any) -> Sequence[Path]:
-        """The model's safetensors files."""
+        """Return the model's safetensors files."""
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
-        """Values of its own that a resumed run must share, named as in the recipe."""
+        """Return the task's own values that a resumed run must share, named as in the recipe."""
 
     def provenance(self, setup: Setup[Any, Any]) -> dict[str, Any]:
-        """What the result's header says beside what all tasks say."""
+        """Return what the result's header says beside what all tasks say."""
 
     def loss_parts(self, setup: Setup[Any, Any], result: StepResult) -> dict[str, dict[str, float]]:
-        """Means of a step's losses by something that tells them apart, for metrics.jsonl."""
+        """Return means of a step's losses by something that tells them apart, for metrics.jsonl."""
 
     def held_out_loss(self, setup: Setup[Any, Any]) -> float | None:
-        """A loss on what is never trained on; None without. Collective."""
+        """Return a loss on what is never trained on; None without. Collective."""
 
     def show(self, setup: Setup[Any, Any], step: int) -> None:
         """Write what the model makes of the validation prompts below samples/step_NNNNNN. Collective."""
 
     def stock(self, checkpoint: Any) -> "ReferenceModel":
-        """The checkpoint as its own library loads it, for checks of what was saved."""
+        """Return the checkpoint as its own library loads it, for checks of what was saved."""
 
     def save(
         self, setup: Setup[Any, Any], made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
-        """Write the result, on the main process; refused if it is not finite or without effect.
+        """Write the result, on the main process, and return its path; refused if it is not finite or without effect.
 
         `weights` are what was trained, whole.
         """

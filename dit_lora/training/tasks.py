@@ -1,4 +1,4 @@
-"""Which kind of model each family is."""
+"""Chooses the task of a family."""
 
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.training.task import Task

@@ -1,4 +1,4 @@
-"""Reading a safetensors file that is to be checked: what cannot be read is the file's fault, in one line."""
+"""Reads a safetensors file that is to be checked: what cannot be read is the file's fault, in one line."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from dit_lora.errors import CheckFailedError
 
 
 def header_of(file: Path) -> dict[str, str]:
-    """The metadata of its header. Raises `CheckFailedError` if it is not a whole safetensors file."""
+    """Return the metadata in the file's header. Raises `CheckFailedError` if it is not a whole safetensors file."""
     try:
+        # Opening reads the header and checks the file's length against it.
         with safe_open(file, framework="pt") as opened:
             return dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
@@ -19,7 +20,7 @@ def header_of(file: Path) -> dict[str, str]:
 
 
 def tensors_of(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors; none of a file that is not there. Raises as `header_of`."""
+    """Return all tensors; none if the file is not there. Raises as `header_of`."""
     if not file.is_file():
         return {}
     try:
@@ -29,7 +30,7 @@ def tensors_of(file: Path) -> dict[str, torch.Tensor]:
 
 
 def unreadable(file: Path, error: Exception) -> CheckFailedError:
-    """The error to raise of a file that could not be read."""
+    """Return the error to raise for a file that could not be read."""
     return CheckFailedError(
         f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
     )

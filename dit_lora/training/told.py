@@ -1,4 +1,4 @@
-"""What a run says of itself for those who look at its folder: status.json, and data.json on what it trains on."""
+"""Writes status.json and data.json, for those who look at a run's folder."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ _LONGEST = len("interrupted")
 
 @contextmanager
 def status_noted(runtime: Runtime, recipe_file: str) -> Iterator[None]:
-    """Within it status.json says `running`, then `finished`, `interrupted`, `stopped` by the guard, or `failed`.
+    """Note in status.json `running` within, then `finished`, `interrupted`, `stopped` by the guard, or `failed`.
 
     It names the recipe's file without its folder. A killed process leaves `running`, and a lock that is not held
     (`dit_lora.run_lock.is_live`).
@@ -72,6 +72,6 @@ def write_data_record(runtime: Runtime, data: Prepared) -> None:
 
 
 def told_to_trackers(runtime: Runtime) -> dict[str, Any]:
-    """What trackers are told of a run beside its numbers: the recipe, and what it runs on."""
+    """Return what trackers are told of a run beside its numbers: the recipe, and what it runs on."""
     environment = read_json(runtime.dir / "environment.json")
     return {**runtime.recipe.model_dump(mode="json"), "environment": environment}

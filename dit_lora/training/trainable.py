@@ -1,4 +1,4 @@
-"""The transformer that a recipe trains, with what of it trains."""
+"""Loads the transformer that a recipe trains, and sets what of it trains."""
 
 import importlib.util
 from typing import Any
@@ -25,7 +25,7 @@ def load_trainable(
     checkpoint: Denoiser,
     dtype: torch.dtype,
 ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-    """Transformer, parameter groups, and lines that say what was attached; equal on all ranks.
+    """Return transformer, parameter groups, and lines that say what was attached; equal on all ranks.
 
     In mode `lora` base weights are in `dtype` and what trains is fp32; in mode `full` everything is fp32.
     """
@@ -33,22 +33,23 @@ def load_trainable(
         torch.manual_seed(fold(recipe.train.seed, "weights"))  # model.from_scratch draws them
         full = recipe.train.mode == "full"
         transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
-    said = "full: every weight trains, in fp32"
+    report = "full: every weight trains, in fp32"
     if not full:
+        # Before the adapter is attached: PEFT wraps the quantised layers as they are.
         narrowed = quantized(recipe, transformer, family.group_patterns)
         attached = attach_lora(
             transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed
         )
-        said = f"{narrowed}{attached}"
+        report = f"{narrowed}{attached}"
     if is_emulated(transformer):
-        said += (
+        report += (
             f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, in which this "
             "checkpoint was trained"
         )
     groups = recipe_groups(
         transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
     )
-    return transformer, groups, f"{said}\n{put_kernels(recipe, transformer)}"
+    return transformer, groups, f"{report}\n{put_kernels(recipe, transformer)}"
 
 
 def require_quantization(recipe: Recipe) -> None:
@@ -61,7 +62,7 @@ def require_quantization(recipe: Recipe) -> None:
 
 
 def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
-    """Quantise the base as `model.quantize` says, without what `optim.groups` trains; a line about it, or nothing."""
+    """Quantise the base as `model.quantize` says, without what `optim.groups` trains; return a line about it, or ""."""
     kind = recipe.model.quantize
     if kind is None:
         return ""
@@ -69,17 +70,18 @@ def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
 
 
 def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
-    """Put the recipe's kernels in, and say which; preflight compares them."""
+    """Put the recipe's kernels in, and return lines that say which; preflight compares them."""
     ops = recipe.kernels.ops()
+    # A Triton kernel that nobody has compared is not put in by `auto`; by name it is.
     unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in WITHOUT_TRITON]
     if not recipe.guard.preflight:
         ops |= dict.fromkeys(unchecked, "off")
     attention = recipe.kernels.attention
     if attention == "auto" and recipe.train.context_parallel > 1:
         attention = "native"  # tokens are exchanged by Diffusers' dispatcher, past which PyTorch would be called
-    said = str(fuse(transformer, ops, attention=attention, check=False))
+    report = str(fuse(transformer, ops, attention=attention, check=False))
     if not recipe.guard.preflight:
-        said += (
+        report += (
             f"\nkernels: {', '.join(unchecked)}: off: guard.preflight, which compares them, is off"
         )
-    return said
+    return report

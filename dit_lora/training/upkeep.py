@@ -1,4 +1,4 @@
-"""`dit-lora cache`: fill, check, count and tidy both halves of a cache, of clips and of captions."""
+"""Implements `dit-lora cache`: fill, check, count and tidy both halves of a cache, of clips and of captions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,26 +28,26 @@ Caches = Mapping[str, TensorCache]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found or done in each half of a cache."""
+    """The result of checking, counting or tidying each half of a cache."""
 
     root: Path
     results: Mapping[str, Any]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is bad, or all that was is set aside."""
+        """True if nothing is bad, or all that was is set aside."""
         return all(
             len(getattr(one, "problems", [])) <= getattr(one, "set_aside", 0)
             for one in self.results.values()
         )
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold; paths are relative to the cache."""
+        """Return the result as JSON can hold it; paths are relative to the cache."""
         halves = {kind: _plain(asdict(one), self.root) for kind, one in self.results.items()}
         return {"cache": str(self.root), **halves}
 
     def told(self) -> str:
-        """Lines for a terminal."""
+        """Return lines for a terminal."""
         lines = []
         for kind, values in self.record().items():
             if isinstance(values, dict):
@@ -94,6 +94,7 @@ def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> Outc
     needed: dict[str, set[str]] | None = None
     if keep:
         recipes = [load_recipe(path) for path in keep]
+        # The union over recipes that share the cache: an entry of any stays.
         needed = {kind: set() for kind in _KINDS}
         for recipe in recipes:
             for kind, keys in zip(_KINDS, _keys(recipe), strict=True):
@@ -114,12 +115,13 @@ def _require_cache(recipe: Recipe) -> None:
 
 
 def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
-    """Of the entries that a recipe uses on this machine."""
+    """Return the keys of the entries that a recipe uses on this machine, of clips and of captions."""
     _require_cache(recipe)
     quiet_libraries()
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(recipe.model.dtype, device).dtype
+    # Keys hold the dtype of encoding, so that they are this machine's.
     return make_plan(recipe, checkpoint, dtype, group=1, quiet=False).keys
 
 
@@ -144,6 +146,7 @@ def _root(target: str, overrides: Sequence[str]) -> Path:
         raise DitLoraError(f"key.path=value changes a recipe, and {target} is none")
     else:
         root = Path(target).expanduser()
+    # Before anything is pruned: a wrong path must not be taken for an empty cache.
     if not any((root / kind).is_dir() for kind in _KINDS):
         raise DitLoraError(f"{root} is no cache: it has no folder {' and no '.join(_KINDS)}")
     return root

@@ -1,4 +1,4 @@
-"""`dit-lora verify`: what was saved, loaded back by its own library, is whole, finite, effective and as trained.
+"""Implements `dit-lora verify`: what was saved, loaded by its own library, is whole, finite, effective and as trained.
 
 Five checks: `keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says what each compares. A run verifies
 its result when it ends, with the frozen weights that it already holds, once these are shown to be those of its start.
@@ -50,7 +50,7 @@ _REFUSALS = (
 
 @dataclass(frozen=True)
 class Verification:
-    """What the checks of one result found."""
+    """The checks of one result."""
 
     adapter: str
     base_model: str
@@ -63,11 +63,11 @@ class Verification:
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong, a check each."""
+        """Lines on what is wrong, one for each check that failed."""
         return [f"{name}: {self.checks[name].words}" for name in self._failed()]
 
     def record(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "adapter": self.adapter,
             "base_model": self.base_model,
@@ -77,7 +77,7 @@ class Verification:
         }
 
     def lines(self) -> list[str]:
-        """A line a check, and what to think of all of them."""
+        """Return a line for each check, and what to think of all of them."""
         lines = [f"{self.adapter} on {self.base_model}"]
         for name, check in self.checks.items():
             words = check.words.replace("\n", "\n" + " " * 15)
@@ -86,7 +86,7 @@ class Verification:
         return [*lines, "every check passed" if self.passed else failed]
 
     def line(self) -> str:
-        """One line of a run's summary."""
+        """Return one line for a run's summary."""
         if not self.passed:
             return f"verified: failed: {', '.join(self._failed())}"
         update = self.checks["effect"].words.partition("\n")[0]
@@ -99,7 +99,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Result:
-    """What is checked, and what is known of it."""
+    """A result to check, and what is known of it."""
 
     file: Path
     """The adapter's file (or its base weights'), or a pipeline's folder."""
@@ -107,15 +107,15 @@ class Result:
     base_name: str
     stock: ReferenceModel
     dtype: torch.dtype
-    """What the fresh model computes in."""
+    """The dtype that the fresh model computes in."""
     noted: Mapping[str, Any] | None
-    """What `output` compares; None of a file that says nothing of it."""
+    """The record that `output` compares; None for a file that says nothing of it."""
     later: str | None = None
-    """Why that is not done here, and what does it."""
+    """The reason why the output is not compared here, and what does it."""
     allow_extreme: bool = False
-    """Whether an update far beyond its weight passes."""
+    """True if an update far beyond its weight passes."""
     own: bool = False
-    """Whether the fresh model holds the very weights of the run."""
+    """True if the fresh model holds the very weights of the run."""
 
     @property
     def base_file(self) -> Path:
@@ -123,21 +123,24 @@ class Result:
 
     @property
     def name(self) -> str:
-        """Without the folders that it lies in."""
+        """The result's name without the folders that it lies in."""
         return self.file.name if self.file.is_dir() else f"{self.file.parent.name}/{self.file.name}"
 
     def config(self) -> dict[str, Any] | None:
-        """PEFT's, as the adapter brings it; None where it does not."""
+        """Return PEFT's config as the adapter brings it; None where it does not."""
+        # PEFT's folder has its config beside the weights, Diffusers' file in the header.
         beside = self.file.with_name(peft.utils.CONFIG_NAME)
         if beside.is_file():
             return read_json(beside)
         text = header_of(self.file).get("lora_adapter_metadata")
         stored = parse_json(text) if text else {}
-        own = {name.removeprefix("transformer."): value for name, value in stored.items()}
-        return own or None
+        adapter_config = {
+            name.removeprefix("transformer."): value for name, value in stored.items()
+        }
+        return adapter_config or None
 
     def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
-        """`output`, of the model with the result in it."""
+        """Return the check `output`, for the model with the result in it."""
         if self.noted is None:
             return Check(True, "not recorded at training's end: the file says nothing of it")
         if self.later and not {NOT_RECORDED, WRONG} & self.noted.keys():
@@ -161,27 +164,28 @@ def check_pipeline(
 
 
 def check_adapter(result: Result, fresh: nn.Module) -> Verification:
-    """The checks of an adapter, and of base weights beside it, in a fresh model of its base."""
+    """Return the checks of an adapter, and of base weights beside it, in a fresh model of its base."""
     config, stored, base = result.config(), _stored(result), tensors_of(result.base_file)
     expected = _expected(config, fresh)
     layers: Mapping[str, LoadedLayer] = {}
     updates: list[ModuleUpdate] = []
-    told = output = Check(False, "not known: the file is not loaded as it is")
-    held = _refusal(result, fresh)
-    if held is None:
-        held = keys(result.stock.name, stored, _loaded(fresh), expected, [*base])
+    effects = output = Check(False, "not known: the file is not loaded as it is")
+    key_check = _refusal(result, fresh)
+    if key_check is None:
+        key_check = keys(result.stock.name, stored, _loaded(fresh), expected, [*base])
         layers = loaded_layers(fresh)
+    # Without loaded layers there is no scale, and so no update to measure.
     if layers or not stored:
         norms = weight_norms(fresh, result.stock.weight_files())
         updates = module_updates(stored, layers, norms)
         changes = base_updates(base, result.stock.weight_files())
-        told = effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
-    if held.passed:
+        effects = effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
+    if key_check.passed:
         output = result.output(fresh, result.dtype)
     checks = {
-        "keys": held,
+        "keys": key_check,
         "finite": finite(stored, base),
-        "effect": told,
+        "effect": effects,
         "scale": scale(config, layers, _ranks(stored), result.made),
         "output": output,
     }
@@ -194,21 +198,25 @@ def _stored(result: Result) -> dict[str, torch.Tensor]:
 
 
 def _refusal(result: Result, fresh: nn.Module) -> Check | None:
-    """Load the result as users do; `keys` if its library refuses it. What that would log is said by the checks."""
+    """Load the result as users do, and return a failed `keys` if its library refuses it.
+
+    What the library would log is said by the checks.
+    """
     try:
         with _unheard():
             result.stock.put(fresh, result.file)
     except _REFUSALS as error:
         trained_on = result.made.get("base_model")
-        known = f" (it was trained on {trained_on})" if trained_on else ""
+        hint = f" (it was trained on {trained_on})" if trained_on else ""
         first, *others = (str(error).strip() or type(error).__name__).splitlines()
-        words = f"{result.stock.name} refuses the file on this base{known}: {first.strip()}"
+        words = f"{result.stock.name} refuses the file on this base{hint}: {first.strip()}"
         return Check(False, listed(words, [line.strip() for line in others]))
     return None
 
 
 @contextmanager
 def _unheard() -> Iterator[None]:
+    # The libraries warn of each missing key; the checks list them.
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -223,7 +231,7 @@ def _unheard() -> Iterator[None]:
 
 
 def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the model's adapter by the names of a file; none without one."""
+    """Return the tensors of the model's adapter by the names of a file; none without one."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         return {}
@@ -234,7 +242,7 @@ def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _expected(config: Mapping[str, Any] | None, fresh: nn.Module) -> list[str]:
-    """The layers that the config's targets match, by PEFT's own rule."""
+    """Return the layers that the config's targets match, by PEFT's own rule."""
     if not config or not config.get("target_modules"):
         return []
     asked = peft.LoraConfig(target_modules=config["target_modules"])
@@ -246,11 +254,11 @@ def _expected(config: Mapping[str, Any] | None, fresh: nn.Module) -> list[str]:
 
 
 def _ranks(stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Of A and of B, by module."""
-    found = {}
+    """Return the ranks of A and of B, by module."""
+    ranks = {}
     for name, a in stored.items():
         module, is_a, _ = name.partition(".lora_A.")
         b = stored.get(f"{module}.lora_B.weight")
         if is_a and b is not None:
-            found[module] = (a.shape[0], b.shape[1])
-    return found
+            ranks[module] = (a.shape[0], b.shape[1])
+    return ranks

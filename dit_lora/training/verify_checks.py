@@ -1,4 +1,4 @@
-"""The checks of an adapter: each of what a file holds and what its own library made of it, in words."""
+"""Checks an adapter by what its file holds and what its own library made of it, and says so in words."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ NOT_RECORDED = "not recorded"
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found."""
+    """The outcome of one check."""
 
     passed: bool
     words: str
@@ -27,7 +27,7 @@ class Check:
 
 
 def finite(tensors: Tensors, base: Tensors) -> Check:
-    """No NaN and no Inf in the adapter and in the base weights beside it."""
+    """Check that no NaN and no Inf is in the adapter or in the base weights beside it."""
     bad = not_finite([*tensors.items(), *base.items()])
     if bad:
         summary = "not finite; take an earlier checkpoint, or train again:"
@@ -38,39 +38,41 @@ def finite(tensors: Tensors, base: Tensors) -> Check:
 def keys(
     loader: str, stored: Tensors, loaded: Tensors, expected: Sequence[str], base: Sequence[str]
 ) -> Check:
-    """Every tensor of the file is in the loaded model, and none that belongs there is missing.
+    """Check that every tensor of the file is in the loaded model, and none that belongs there is missing.
 
     `expected` are the layers that the header's targets match, `base` the names of the base weights beside it.
     """
-    wrong = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
-    wrong += [f"{name}: not in the file" for name in loaded if name not in stored]
-    held = {name.partition(".lora_")[0] for name in loaded}
+    problems = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
+    problems += [f"{name}: not in the file" for name in loaded if name not in stored]
+    modules = {name.partition(".lora_")[0] for name in loaded}
     if stored.keys() <= loaded.keys():  # else it is there under another name
-        wrong += [
+        problems += [
             f"{name}: the header's targets match it, and the file has nothing for it"
             for name in expected
-            if name not in held
+            if name not in modules
         ]
-    wrong += [
+    problems += [
         f"{name}: {loader} did not take its values"
         for name, tensor in stored.items()
         if name in loaded and not _same(tensor, loaded[name])
     ]
-    if wrong:
+    if problems:
         summary = f"{loader} does not load the file as it is; use the file as the run wrote it"
-        return Check(False, listed(summary, wrong))
+        return Check(False, listed(summary, problems))
     beside = f", and {len(base)} base weights beside it" if base else ""
     if not stored:
         return Check(True, f"{loader} takes all {len(base)} base weights; there is no adapter")
     return Check(
-        True, f"{loader} takes all {len(stored)} tensors of {len(held)} modules{beside}; none lacks"
+        True,
+        f"{loader} takes all {len(stored)} tensors of {len(modules)} modules{beside}; none lacks",
     )
 
 
 def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Equal, in the dtype of the loaded one; whatever has no values (meta) is."""
+    """Return true if values are equal in the dtype of the loaded tensor, or shapes where it has no values (meta)."""
     if loaded.is_meta:
         return stored.shape == loaded.shape
+    # Compared as loaded: a loader that narrows the dtype changes values on purpose.
     there = stored.to(loaded.device, loaded.dtype)
     if there.shape != loaded.shape:
         return False
@@ -84,7 +86,7 @@ def effect(
     *,
     allow_extreme: bool = False,
 ) -> Check:
-    """At least one update is more than rounding, and none far beyond its weight; which are zero, and which as large.
+    """Check that one update at least is more than rounding, and none far beyond its weight; name the odd ones.
 
     `base` names the base weights that trained, and `changes` are theirs.
     """
@@ -94,6 +96,7 @@ def effect(
         return _extreme(extreme)
     if not updates:
         return no_adapter(base)
+    # Single dead modules are a note; all of them dead is a failure.
     dead = [one for one in updates if one.is_lost]
     if len(dead) == len(updates):
         return _without_effect(updates)
@@ -133,20 +136,20 @@ def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
 
 
 def _relative(updates: Sequence[ModuleUpdate]) -> list[str]:
-    known = [(one.name, one.share if one.relative is None else one.relative) for one in updates]
-    return [f"{name}: {percent(share)}" for name, share in known if share is not None]
+    shares = [(one.name, one.share if one.relative is None else one.relative) for one in updates]
+    return [f"{name}: {percent(share)}" for name, share in shares if share is not None]
 
 
 def _range(updates: Sequence[ModuleUpdate]) -> str:
-    known = [one.relative for one in updates if one.relative is not None]
-    if not known:
+    shares = [one.relative for one in updates if one.relative is not None]
+    if not shares:
         return "; the norms of their weights are not known here"
-    least, most = percent(min(known)), percent(max(known))
+    least, most = percent(min(shares)), percent(max(shares))
     return f", update {least if least == most else f'{least[:-1]} to {most}'} of their weights"
 
 
 def percent(share: float) -> str:
-    """Two digits, or all that are before the point."""
+    """Return two digits, or all that are before the point."""
     value = 100 * share
     return f"{value:.0f}%" if value >= 100 else f"{value:.2g}%"
 
@@ -161,39 +164,46 @@ def scale(
     ranks: Mapping[str, tuple[int, int]],
     made: Mapping[str, Any],
 ) -> Check:
-    """Rank and alpha in the header, in the tensors, in the loaded layers and in the provenance are the same.
+    """Check that rank and alpha agree in the header, in the tensors, in the loaded layers and in the provenance.
 
     `ranks` are those of A and of B in the file, by module.
     """
     if not ranks:
         return Check(True, "no adapter, and so no rank and no alpha")
-    wrong = _in_the_file(config, ranks) + _as_trained(config, layers, made)
+    problems = _in_the_file(config, ranks) + _as_trained(config, layers, made)
     scales = sorted({layer.scaling for layer in layers.values()})
-    if wrong:
+    if problems:
         summary = "rank and alpha do not agree; restore the file that the run wrote"
-        return Check(False, listed(summary, wrong))
+        return Check(False, listed(summary, problems))
     if not layers:
         return Check(True, "the loaded layers' scale is not known: the file was not loaded")
     every = ", ".join(f"{one:g}" for one in scales)
-    found = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
-    words = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in found[:3])
-    said = [name for name, there in (("header", config), ("provenance", made.get("rank"))) if there]
-    source = f"as {' and '.join(said)} say" if said else f"{NOT_RECORDED}, so that alpha is rank"
+    pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
+    words = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
+    sources = [
+        name for name, there in (("header", config), ("provenance", made.get("rank"))) if there
+    ]
+    source = (
+        f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
+    )
     return Check(True, f"{words}, {source}: updates are scaled by {every}")
 
 
 def _in_the_file(
     config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]
 ) -> list[str]:
-    wrong = [f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b]
+    problems = [
+        f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b
+    ]
+    # A pattern gives layers ranks of their own; the loaded layers are compared with those.
     if config and not config.get("rank_pattern"):
-        said = config.get("r")
-        wrong += [
-            f"{name}: rank {a} in the file, {said} in its header"
+        header_rank = config.get("r")
+        problems += [
+            f"{name}: rank {a} in the file, {header_rank} in its header"
             for name, (a, _) in ranks.items()
-            if a != said
+            if a != header_rank
         ]
-    return wrong
+    return problems
 
 
 def _as_trained(
@@ -202,17 +212,18 @@ def _as_trained(
     rank, alpha = made.get("rank"), made.get("alpha")
     if not rank or not alpha:
         return []
-    wrong = []
-    for name, key, own in (("rank", "r", rank), ("alpha", "lora_alpha", alpha)):
-        if config and config.get(key) != own:
-            wrong.append(f"{name} {config.get(key)} in the header, and {own} was trained")
+    problems = []
+    for name, key, trained in (("rank", "r", rank), ("alpha", "lora_alpha", alpha)):
+        if config and config.get(key) != trained:
+            problems.append(f"{name} {config.get(key)} in the header, and {trained} was trained")
     if not config:
-        wrong.append(
+        problems.append(
             f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
         )
+    # PEFT's plain scale; where a header leaves alpha out, loaders take rank for it and the scale is 1.
     off = {layer.scaling for layer in layers.values()} - {alpha / rank}
-    wrong += [
+    problems += [
         f"loaded layers scale their update by {one:g}, and {alpha / rank:g} was trained"
         for one in sorted(off)
     ]
-    return wrong
+    return problems

@@ -1,4 +1,4 @@
-"""The checks of a whole pipeline (`train.mode: full`): its transformer's files, read tensor by tensor."""
+"""Checks a whole pipeline (`train.mode: full`): its transformer's files, read tensor by tensor."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,27 +20,28 @@ def pipeline_checks(
     loader: str,
     trained: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Check]:
-    """`keys` and `finite` of the files, and what is said in place of `effect` and `scale`.
+    """Return `keys` and `finite` of the files, and what is said in place of `effect` and `scale`.
 
     `expected` are the tensors of a fresh model, of which names and shapes count; `trained` what the files have to
     hold. Raises `CheckFailedError` if a file cannot be read.
     """
-    wrong, bad, seen = [], [], set()
+    misfits, bad, seen = [], [], set()
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
+                    # One at a time: a whole model may not fit into host memory beside the run's own.
                     tensor = opened.get_tensor(name)
                     seen.add(name)
                     problem = _misfit(name, tensor, expected, trained)
-                    wrong += [problem] if problem else []
+                    misfits += [problem] if problem else []
                     fault = describe_bad(name, tensor)
                     bad += [fault] if fault else []
         except (OSError, SafetensorError) as error:
             raise unreadable(file, error) from error
-    wrong += [f"{name}: not in the files" for name in expected if name not in seen]
+    misfits += [f"{name}: not in the files" for name in expected if name not in seen]
     return {
-        "keys": _keys(wrong, len(seen), loader),
+        "keys": _keys(misfits, len(seen), loader),
         "finite": _finite(bad, len(seen)),
         "effect": Check(True, f"{_WHOLE}: there is no update beside it"),
         "scale": Check(True, f"{_WHOLE}: there is no rank and no alpha"),
@@ -59,8 +60,8 @@ def _misfit(
         shapes = f"{list(tensor.shape)} in the file, {list(expected[name].shape)} in the model"
         return f"{name}: {shapes}"
     if trained is not None and name in trained:
-        own = trained[name].detach().cpu()
-        if not torch.allclose(tensor.to(own.dtype), own, rtol=0, atol=0, equal_nan=True):
+        values = trained[name].detach().cpu()
+        if not torch.allclose(tensor.to(values.dtype), values, rtol=0, atol=0, equal_nan=True):
             return f"{name}: not what was trained"
     return None
 

@@ -1,4 +1,4 @@
-"""What `dit-lora verify` is pointed at: which file, of which kind of model, on which base checkpoint."""
+"""Finds what `dit-lora verify` is pointed at: which file, of which kind of model, on which base checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,24 +37,24 @@ Kind = Literal["diffusion", "chat", "pipeline"]
 
 @dataclass(frozen=True)
 class Target:
-    """Something to verify, found."""
+    """Something to verify, with its kind and its base."""
 
     kind: Kind
     file: Path
-    """The adapter's file (or its base weights', if there is no adapter); of a pipeline its folder."""
+    """The adapter's file (or its base weights', if there is no adapter); for a pipeline its folder."""
     model: ModelConfig
-    """The base; of a pipeline itself."""
+    """The base; for a pipeline itself."""
     made: Mapping[str, Any]
-    """What the run wrote of its making; empty of what is not ours."""
+    """The provenance that the run wrote; empty if it is not ours."""
 
     @property
     def base_name(self) -> str:
-        """Without folders, as it may be published."""
+        """The base's name without folders, as it may be published."""
         path = Path(self.model.path).expanduser()
         return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB)
 
     def stock(self) -> ReferenceModel:
-        """Opens the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""
+        """Open the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""
         family = get_family(self.model.family)
         if self.model.family in CHAT_FAMILIES:
             viewing = self.made.get("viewing")
@@ -66,7 +66,7 @@ class Target:
 
 
 def find_target(target: Path, model: str | None) -> Target:
-    """A run's folder, an adapter's folder or file, or a whole pipeline's folder; `model` is another base.
+    """Find a run's folder, an adapter's folder or file, or a whole pipeline's folder; `model` is another base.
 
     Raises `DitLoraError` if it is none of them, or if nothing says where its base is, and `CheckFailedError` if
     the file cannot be read.
@@ -78,6 +78,7 @@ def find_target(target: Path, model: str | None) -> Target:
     whole = whole_pipeline(target)
     if whole is not None:
         return _pipeline(whole, model)
+    # Before the search for Diffusers' file, which refuses a folder in PEFT's format.
     chat = _chat_folder(target)
     if chat is not None:
         return _chat(chat, model)
@@ -89,12 +90,13 @@ def find_target(target: Path, model: str | None) -> Target:
 def _pipeline(folder: Path, model: str | None) -> Target:
     if model:
         raise DitLoraError(f"--model does not apply: {folder} is a whole model, not an adapter")
+    # Read now, to say in one line which file is torn; the loader's own error would not name it.
     for weights in sorted((folder / "transformer").glob("*.safetensors")):
         header_of(weights)
     file = folder / PROVENANCE_FILE
     made = read_json(file) if file.is_file() else {}
-    found = _named(made, str(folder))
-    return Target("pipeline", folder, found, made)
+    config = _named(made, str(folder))
+    return Target("pipeline", folder, config, made)
 
 
 def _chat_folder(target: Path) -> Path | None:
@@ -102,6 +104,7 @@ def _chat_folder(target: Path) -> Path | None:
         is_adapter = target.name in (CHAT_ADAPTER_FILE, BASE_FILE)
         return _chat_folder(target.parent) if is_adapter else None
     for folder in (target, target / "adapter"):
+        # Stage 2 of VideoChat2 trains base weights alone; beside a LoRA file they belong to a diffusion adapter.
         alone = (folder / BASE_FILE).is_file() and not (folder / ADAPTER_FILE).is_file()
         if (folder / "adapter_config.json").is_file() or alone:
             return folder
@@ -127,8 +130,8 @@ def _made(file: Path) -> dict[str, Any]:
 
 
 def _named(made: Mapping[str, Any], path: str) -> ModelConfig:
-    found = ModelConfig(family=made.get("family") or "", path=path)
-    return found if found.family else found.model_copy(update={"family": family_of(found)})
+    config = ModelConfig(family=made.get("family") or "", path=path)
+    return config if config.family else config.model_copy(update={"family": family_of(config)})
 
 
 def verify_adapter(

@@ -1,4 +1,4 @@
-"""What looks at every step: snapshots, statistics of the modules, spikes, and the adaptive clip they give."""
+"""Watches every step: snapshots, statistics of the modules, spikes, and the adaptive clip they give."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -34,6 +34,7 @@ class StepWatcher:
             monitor.gradients()
 
     def before_update(self, step: int) -> None:
+        # Its copy may still be under way on another stream, and reads what the optimizer writes next.
         self.snapshots.before_update()
         monitor = self._due(step)
         if monitor:
@@ -47,31 +48,33 @@ class StepWatcher:
     def clip(self, group: str) -> float | None:
         if self.spikes is None or not self.adaptive_clip:
             return None
+        # From earlier steps alone, so that it is known before this one and equal on all ranks.
         return self.spikes.limit(f"grad_norm {group}")
 
     def statistics(self, step: int) -> dict[str, dict[str, float]] | None:
-        """Of every module, in the steps that are due; None in the others."""
+        """Return every module's statistics in the steps that are due; None in the others."""
         monitor = self._due(step)
         return monitor.collect() if monitor else None
 
     def hidden_infinities(self, step: int) -> list[str]:
-        """Modules whose output left the range of its dtype although the loss is finite."""
+        """Return the modules whose output left the range of its dtype although the loss is finite."""
         monitor = self._due(step)
         return monitor.hidden_infinities() if monitor else []
 
     def observe(self, line: Mapping[str, Any]) -> list[Spike]:
-        """What stands out in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
+        """Return what stands out in a line of metrics.jsonl; a resumed run observes the earlier lines first."""
         if self.spikes is None:
             return []
+        # Only what every rank has alike: medians and clips must not differ between ranks.
         series = {
             f"loss {part}": loss for name in LOSS_PARTS for part, loss in line.get(name, {}).items()
         }
         series |= {f"grad_norm {name}": norm for name, norm in line["grad_norm_groups"].items()}
-        found = [self.spikes.observe(name, value) for name, value in series.items()]
-        return [spike for spike in found if spike is not None]
+        spikes = [self.spikes.observe(name, value) for name, value in series.items()]
+        return [spike for spike in spikes if spike is not None]
 
     def prime(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Forget all, and observe these lines of metrics.jsonl."""
+        """Forget everything observed, and observe these lines of metrics.jsonl instead."""
         if self.spikes is not None:
             self.spikes.forget()
         for line in lines:
@@ -82,16 +85,17 @@ class StepWatcher:
 
 
 def prime_spikes(watcher: StepWatcher, journal: Journal | None) -> None:
-    """Have every rank's watcher know what metrics.jsonl holds, which the main process reads. Collective."""
+    """Give every rank's watcher the history in metrics.jsonl, which the main process reads. Collective."""
     if watcher.spikes is None:
         return
+    # One rank alone has the file, and every rank's adaptive clip has to be the same number.
     lines: list[Any] = [journal.history() if journal is not None else None]
     broadcast_object_list(lines)
     watcher.prime(lines[0])
 
 
 def new_spikes(config: GuardConfig) -> SpikeDetector | None:
-    """Return the spike detector that a recipe asks for, which has seen nothing."""
+    """Return the spike detector that a recipe asks for, before any observation; None if it asks for none."""
     if config.spike_threshold is None:
         return None
     return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)

@@ -28,7 +28,7 @@ _BUCKET = 50_000_000
 
 
 def import_deepspeed(device: str) -> Any:
-    """DeepSpeed, quiet, and compiling nothing."""
+    """Return the module `deepspeed`, quiet and compiling nothing."""
     os.environ.setdefault("DS_ACCELERATOR", device)  # else it looks for one, and says so
     import deepspeed
     import deepspeed.ops
@@ -42,25 +42,25 @@ def import_deepspeed(device: str) -> Any:
 
 @dataclass(frozen=True)
 class _Part:
-    """What of one group this rank's optimizer holds."""
+    """The share of one group that this rank's optimizer holds."""
 
     tensor: torch.Tensor
-    """Flat: the weights, with their gradient. All ranks' parts in order are the group's parameters, then padding."""
+    """The weights, flat, with their gradient. All ranks' parts in order are the group's parameters, then padding."""
     first: int
-    """Where in the whole it begins."""
+    """Index in the whole group of this part's first element."""
     parameters: Mapping[str, nn.Parameter]
-    """By `<group>/<parameter>`."""
+    """The group's parameters by `<group>/<parameter>`, in the order in which they are laid flat."""
 
     def places(self) -> dict[str, slice]:
-        """Where in the whole each parameter is."""
-        found, end = {}, 0
+        """Return where each parameter lies in the whole group."""
+        places, end = {}, 0
         for name, parameter in self.parameters.items():
-            found[name] = slice(end, end + parameter.numel())
+            places[name] = slice(end, end + parameter.numel())
             end += parameter.numel()
-        return found
+        return places
 
     def own_places(self) -> dict[str, slice]:
-        """Where in this part each parameter is of which it holds anything."""
+        """Return where each parameter lies in this part, for those of which the part holds anything."""
         last = self.first + self.tensor.numel()
         return {
             name: slice(max(one.start, self.first) - self.first, min(one.stop, last) - self.first)
@@ -70,7 +70,7 @@ class _Part:
 
 
 class Zero2:
-    """`Engine` over a DeepSpeed engine, of which it uses ZeRO's parts and collectives alone.
+    """Implements `Engine` with the parts and the collectives of DeepSpeed's ZeRO, and nothing else of it.
 
     A group's parameters are one flat tensor, of which this rank's optimizer holds a part: fp32 weights, their
     gradient and its moments. The optimizer is elementwise, so that the parts together take the step of whole tensors.
@@ -86,6 +86,7 @@ class Zero2:
         self._micro_steps = 0
         parameters = [_named(group) for group in optimizer.param_groups]
         trained = sum(one.numel() for named in parameters for one in named.values())
+        # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
         self._bucket = min(_BUCKET, trained)
         # DeepSpeed puts its parts in the place of the groups' parameters; the caller keeps its own.
         optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
@@ -102,7 +103,7 @@ class Zero2:
         self._disarm()
 
     def _config(self) -> dict[str, Any]:
-        """What DeepSpeed is told: no precision, clipping, norm or overflow check of its own."""
+        """Return DeepSpeed's config, without precision, clipping, norm or overflow check of its own."""
         return {
             "train_micro_batch_size_per_gpu": 1,  # of no consequence
             "gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps,
@@ -111,6 +112,7 @@ class Zero2:
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": 2,
+                # Off: the loop clips by group, and the gate decides.
                 "compute_grad_norm": False,
                 "overlap_comm": False,
                 "reduce_bucket_size": self._bucket,
@@ -127,11 +129,11 @@ class Zero2:
 
     @property
     def bytes_in_flight(self) -> int:
-        """The bucket of gradients: weights are never gathered in a pass."""
+        """Bytes of the bucket of fp32 gradients: weights are never gathered in a pass."""
         return 4 * self._bucket
 
     def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
-        """Nothing: the parts are what they are from the start."""
+        """Do nothing: the parts are what they are from the start."""
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
@@ -141,9 +143,11 @@ class Zero2:
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients are averaged over ranks and parted in every micro-step: no rank keeps them whole."""
+        """Average gradients over ranks and part them, in every micro-step: no rank keeps them whole."""
+        # ZeRO's constructor hooks the parameters once and for good; here the hooks live for one backward.
         self._zero.create_gradient_handling_hooks()
         try:
+            # The engine's and not Accelerate's, which would also step before the gradients can be looked at.
             self.model.backward(loss)
         finally:
             self._disarm()
@@ -167,7 +171,9 @@ class Zero2:
             )
             averaged[index] = [part.tensor.grad]
         own = gradient_norms(self.optimizer.param_groups, norms)
+        # The norms are fp64: their squares stay finite where fp32's would overflow.
         squares = torch.stack([*own.values()]).square()
+        # Each rank has a part of every group: the squares add up over ranks.
         whole = self.accelerator.reduce(squares, reduction="sum").sqrt()
         return dict(zip(own, whole.unbind(), strict=True))
 
@@ -180,7 +186,8 @@ class Zero2:
         return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
 
     def step(self, bad: torch.Tensor) -> None:
-        """As `Engine` says; the optimizer reads `bad` on the device, and the weights that it left are gathered."""
+        """Take the step unless `bad`, which fused AdamW reads on the device; then gather the weights that it left."""
+        # DeepSpeed calls the optimizer itself, so that the flag has to be there already.
         self.optimizer.found_inf = bad
         try:
             self._zero.step()
@@ -193,7 +200,7 @@ class Zero2:
         return weights_are_bad(self.optimizer)
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """As `Engine` says; `<group>/<parameter>/part` is what the optimizer holds of a parameter's weights."""
+        """Return this rank's state; `<group>/<parameter>/part` is what the optimizer holds of a parameter's weights."""
         parts = {
             f"{name}/part": part.tensor.detach()[place]
             for part in self._parts
@@ -210,14 +217,14 @@ class Zero2:
         }
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """The weights alone: the rest is this rank's part."""
+        """Return the weights alone: the rest is this rank's part."""
         return trainable_state(self.bare)
 
     def put_numbers(self, state: Tensors) -> None:
-        """AdamW keeps none."""
+        """Do nothing: AdamW keeps no numbers."""
 
     def forget(self, names: Sequence[str]) -> None:
-        """Make the moments of the groups in which `own_state` names a tensor so those of a first step."""
+        """Zero the moments of the groups in which `own_state` gives a tensor one of these names."""
         owners = {_owner(name) for name in names}
         for part in self._parts:
             if owners & part.parameters.keys():
@@ -231,6 +238,7 @@ class Zero2:
         state = {}
         for part in self._parts:
             for kind, own in self.optimizer.state.get(part.tensor, {}).items():
+                # Collective, in the same order of groups and kinds on every rank.
                 whole = self.accelerator.gather(own) if own.ndim else own
                 for name, place in part.places().items():
                     shape = part.parameters[name].shape
@@ -241,6 +249,7 @@ class Zero2:
         with torch.no_grad():
             for name, tensor in trainable_state(self.bare).items():
                 tensor.copy_(weights[name])
+        # The optimizer's fp32 parts are copies: without this the first step would undo the load.
         self._zero.refresh_fp32_params()
         for part in self._parts:
             kinds = {name.rpartition("/")[2] for name in moments if _owner(name) in part.parameters}
@@ -252,6 +261,7 @@ class Zero2:
         values = {name: moments[f"{name}/{kind}"] for name in part.parameters}
         if kind == "step":  # of the part as a whole: all its parameters have taken the same steps
             return next(iter(values.values())).to(part.tensor.device, copy=True)
+        # The flat group is padded to a multiple of the ranks, and a checkpoint holds no padding.
         whole = part.tensor.new_zeros(part.tensor.numel() * self.accelerator.num_processes)
         for name, place in part.places().items():
             whole[place] = values[name].flatten()

@@ -1,4 +1,4 @@
-"""A chat model that answers questions: a run's result, an adapter, or a checkpoint as it is."""
+"""Answers questions with a chat model: a run's result, an adapter, or a checkpoint as it is."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,12 +41,12 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class Seen:
-    """What the model is shown: frames, and when they are."""
+    """The frames that the model is shown, and when they are."""
 
     kind: Kind
     shape: VideoShape | None = None
     pixels: torch.Tensor | None = None
-    """uint8 (F, 3, H, W); None of kind `text`."""
+    """Frames, uint8 (F, 3, H, W); None for kind `text`."""
     seconds: tuple[float, ...] = ()
 
 
@@ -59,13 +59,13 @@ class Answerer:
     device: torch.device
     dtype: torch.dtype
     system: str = ""
-    """Put before every conversation."""
+    """Text that is put before every conversation."""
     fit: Literal["stretch", "cover"] | None = None
-    """How a frame becomes its shape, where not as in training."""
+    """The way a frame becomes its shape, where it is not that of training."""
     notebook: bool = False
-    """Whether frames are those that MVBench's notebook takes."""
+    """True if frames are those that MVBench's notebook takes."""
     made: dict[str, Any] = field(default_factory=dict)
-    """What identifies the model: for results."""
+    """Facts that identify the model, for results."""
     original: dict[str, torch.Tensor] = field(default_factory=dict)
     """The base's own weights that the fine-tune replaced, by name."""
 
@@ -76,8 +76,10 @@ class Answerer:
         start: float | None = None,
         end: float | None = None,
     ) -> Seen:
-        """The frames in the middle of equal parts (or the notebook's), or the image. Raises `ClipError` if it cannot
-        be read."""
+        """Return the frames in the middle of equal parts (or the notebook's), or the image.
+
+        Raises `ClipError` if it cannot be read.
+        """
         if media is None:
             return Seen("text")
         header = read_facts(media)
@@ -118,7 +120,7 @@ class Answerer:
         answer_prefix: str = "",
         max_tokens: int = MAX_TOKENS,
     ) -> str:
-        """What the model answers to the last turn, greedily; what comes after `answer_prefix`, if it has to begin so."""
+        """Return the model's greedy answer to the last turn, without `answer_prefix`, by which it has to begin."""
         # The checkpoint looks at the kind alone; what is shown is in `seen`.
         about = Conversation("question", seen.kind, None, tuple(turns), system=self.system)
         rendered = self.checkpoint.render(
@@ -145,19 +147,19 @@ class Answerer:
         answer_prefix: str = "",
         max_tokens: int = MAX_TOKENS,
     ) -> str:
-        """One answer about an image, a video or nothing, after the turns that came before."""
+        """Return one answer about an image, a video or nothing, after the turns that came before."""
         seen = self.look(media, start=start, end=end)
         turns = (*history, Turn(question, "", instruction))
         return self.say(seen, turns, answer_prefix=answer_prefix, max_tokens=max_tokens)
 
     @property
     def is_tuned(self) -> bool:
-        """Whether there is a fine-tune that `as_base` can leave out."""
+        """True if there is a fine-tune that `as_base` can leave out."""
         return bool(self.original) or any(True for _ in self._adapted())
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """The model as it was before its fine-tune: adapters off, and the base's own weights in place."""
+        """Make the model what it was before its fine-tune within: adapters off, and the base's own weights in place."""
         layers = list(self._adapted())
         for layer in layers:
             layer.enable_adapters(False)
@@ -181,6 +183,7 @@ class Answerer:
             name.replace(".base_layer.", "."): one for name, one in self.model.named_parameters()
         }
         for name, weight in self.original.items():
+            # By reference: both sets stay in memory once, and a swap back restores the very tensors.
             self.original[name], named[name].data = named[name].data, weight
 
 
@@ -192,7 +195,8 @@ def converse(
     instruction: str = "",
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[str]:
-    """The answer to each prompt, as it comes: the turns of one conversation about the same media."""
+    """Yield the answer to each prompt, as it comes: the turns of one conversation about the same media."""
+    # Once: later turns are about the same frames.
     seen = answerer.look(media)
     turns: list[Turn] = []
     for prompt in prompts:
@@ -203,7 +207,7 @@ def converse(
 
 
 def typed(read: Callable[[str], str] = input) -> Iterator[str]:
-    """What a person types, line by line, until the end of input; empty lines are passed over."""
+    """Yield what a person types, line by line, until the end of input; empty lines are passed over."""
     while True:
         try:
             line = read("> ").strip()
@@ -214,7 +218,7 @@ def typed(read: Callable[[str], str] = input) -> Iterator[str]:
 
 
 def load_answerer(target: Path, model: str | None = None, *, frames: int | None = None) -> Answerer:
-    """The model of a run's folder, an adapter's folder, or a checkpoint's (or its name on the Hub).
+    """Load the model of a run's folder, an adapter's folder, or a checkpoint's (or its name on the Hub).
 
     `model` is the base checkpoint, by default the run's; `frames` are by default those of training, or the
     checkpoint's own. Raises `DitLoraError` if `target` is none of these, or does not say where its base is.
@@ -232,6 +236,7 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     net = checkpoint.load_model(dtype)
     original: dict[str, torch.Tensor] = {}
     if adapter:
+        # Before they are overwritten, for `as_base` to ask the base without loading it again.
         original = _to_be_replaced(net, adapter / BASE_FILE)
         load_chat_adapter(cast(PreTrainedModel, net), adapter)
     net.requires_grad_(False).eval().to(device)
@@ -254,17 +259,17 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model is from, and how it was trained."""
+    """The base that a model is from, and how it was trained."""
 
     model: ModelConfig
     adapter: Path | None
-    """The folder with what was trained; None of a whole checkpoint."""
+    """The folder with what was trained; None for a whole checkpoint."""
     how: Viewing | None = None
     system: str = ""
 
 
 def _adapter_of(target: Path) -> Path | None:
-    """The folder with what was trained: an adapter, base weights, or both."""
+    """Return the folder with what was trained: an adapter, base weights, or both."""
     for folder in (target, target / "adapter"):
         if (folder / "adapter_config.json").is_file() or (folder / BASE_FILE).is_file():
             return folder
@@ -272,7 +277,7 @@ def _adapter_of(target: Path) -> Path | None:
 
 
 def find_origin(target: Path, model: str | None) -> Origin:
-    """By the run's recipe, or what its adapter says of its making; `model` is another base checkpoint.
+    """Find the base by the run's recipe, or by what its adapter says; `model` is another base checkpoint.
 
     Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not say its base.
     """
@@ -318,7 +323,7 @@ def _of_run(run: Path, adapter: Path | None, model: str | None) -> Origin:
 
 
 def _digest(adapter: Path) -> str:
-    """SHA-256 of an adapter's weights and config."""
+    """Return the SHA-256 of an adapter's weights and config."""
     digest = hashlib.sha256()
     for file in sorted(adapter.glob("*")):
         if file.suffix in (".safetensors", ".json"):
@@ -328,15 +333,16 @@ def _digest(adapter: Path) -> str:
 
 
 def _stamp(checkpoint: Path) -> str:
-    """Changes when a checkpoint's weights may have; they are not read."""
+    """Return a hash that changes when a checkpoint's weights may have; they are not read."""
     files = sorted(checkpoint.rglob("*.safetensors"))
     facts = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _checkpoint(path: str) -> ModelConfig:
-    """The chat family that opens this checkpoint."""
+    """Return the config of the first chat family that opens this checkpoint. Raises `DitLoraError` if none does."""
     reasons = []
+    # Opening reads configs alone, so trying each family is cheap.
     for name in CHAT_FAMILIES:
         config = ModelConfig(family=name, path=path)
         try:
@@ -354,7 +360,7 @@ def _checkpoint(path: str) -> ModelConfig:
 
 
 def _to_be_replaced(model: nn.Module, base: Path) -> dict[str, torch.Tensor]:
-    """Copies of the weights that were trained in full, before they are loaded."""
+    """Return copies of the weights that were trained in full, before they are loaded."""
     if not base.is_file():
         return {}
     with safe_open(base, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""The audit of conversations: their files decoded and judged, their text rendered as training renders it."""
+"""Audits conversations: their files decoded and judged, their text rendered as training renders it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,17 +15,17 @@ from dit_lora.training.chat.samples import ChatSamples, find_conversations
 from dit_lora.training.plan import AUDIT_MEMO
 
 Findings = dict[str, list[Finding]]
-"""By sample."""
+"""Findings by the name of their sample."""
 
 
 def audit_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, *, progress: bool
 ) -> tuple[list[Judged], Findings, list[str]]:
-    """Every sample with what its file shows, what is wrong or shortened in its text, and notes on the whole set."""
+    """Return every sample with its file's findings, the findings of its text, and notes on the whole set."""
     root = recipe.cache_dir
-    found = find_conversations(recipe, checkpoint, recipe.data, quiet=not progress)
+    samples = find_conversations(recipe, checkpoint, recipe.data, quiet=not progress)
     by_media: dict[Media, str] = {}
-    for name, media in found.media.items():
+    for name, media in samples.media.items():
         by_media.setdefault(media, name)  # several samples may ask about one file
     clips = [Clip(name, media, "") for media, name in by_media.items()]
     digests = Digests(root / "digests.json")
@@ -34,16 +34,16 @@ def audit_conversations(
     digests.save()
     of_file = {one.file: one for one in judged}
     every = [
-        replace(of_file[by_media[found.media[name]]], file=name)
-        if name in found.media
+        replace(of_file[by_media[samples.media[name]]], file=name)
+        if name in samples.media
         else Judged(name)
-        for name in found.names
+        for name in samples.names
     ]
-    return every, _of_text(found, every), _notes(found)
+    return every, _of_text(samples, every), _notes(samples)
 
 
 def audited(recipe: Recipe, found: ChatSamples, digests: Digests) -> dict[str, str]:
-    """What an earlier audit rejected of these samples' files, decoding nothing."""
+    """Return what an earlier audit rejected of these samples' files, decoding nothing."""
     memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
     if not memo:
         return {}
@@ -57,7 +57,7 @@ def audited(recipe: Recipe, found: ChatSamples, digests: Digests) -> dict[str, s
 
 
 def _of_text(found: ChatSamples, judged: list[Judged]) -> Findings:
-    """Of a sample whose file is at fault already, that is said of the file alone."""
+    """Return findings on texts; a sample whose file is at fault already has that said of the file alone."""
     at_fault = {one.file for one in judged if one.verdict == "reject"}
     findings: Findings = {
         name: [Finding("conversation", words, "reject", "correct it, or remove the sample")]

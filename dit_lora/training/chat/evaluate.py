@@ -1,4 +1,4 @@
-"""Accuracy of a chat model at multiple-choice questions, by MVBench's protocol, beside that of its base."""
+"""Measures a chat model's accuracy at multiple-choice questions, by MVBench's protocol, beside that of its base."""
 
 import hashlib
 import json
@@ -20,20 +20,23 @@ from dit_lora.files import write_whole
 from dit_lora.training.chat.answering import Answerer, Seen, load_answerer
 
 Protocol = Literal["notebook", "trained"]
-"""`notebook`: prompt, frames and pictures of the original's MVBench notebook, whose published figures are made so;
+"""The way of asking.
+
+`notebook`: prompt, frames and pictures of the original's MVBench notebook, whose published figures are made so;
 `trained`: frames, pictures, time stamps and system text as in training and `chat`. Question and answer are the
-benchmark's in both."""
+benchmark's in both.
+"""
 
 PREDICTIONS_FILE = "predictions.jsonl"
 RESULTS_FILE = "results.json"
 MAX_TOKENS = 8
-"""The first word decides; the notebook generates 100 and reads no further."""
+"""Tokens of an answer: the first word decides; the notebook generates 100 and reads no further."""
 _READERS = 4  # threads that decode what is asked next
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate."""
+    """A request to evaluate."""
 
     target: Path
     """A run's folder, an adapter's folder or a checkpoint."""
@@ -44,27 +47,27 @@ class EvaluationRequest:
     model: str | None = None
     """The base checkpoint, by default the run's."""
     against_base: bool = False
-    """Ask the base too, without the fine-tune."""
+    """True to ask the base too, without the fine-tune."""
     limit: int | None = None
     """Questions of each task."""
     frames: int | None = None
-    """Of each video; by default 16 for MVBench, as published, and else as trained."""
+    """Frames of each video; by default 16 for MVBench, as published, and else as trained."""
     protocol: Protocol | None = None
     """The protocol; by default the notebook's for MVBench's folder, and else as trained."""
     skip: bool = False
-    """Leave out questions that cannot be asked, in place of refusing them all."""
+    """True to leave out questions that cannot be asked, in place of refusing them all."""
     out: Path | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of it."""
+    """The results of an evaluation."""
 
     out: Path
     results: dict[str, Any]
     questions: list[Question]
     predictions: list[dict[str, Any]]
-    """One a question, in order."""
+    """One line for each question, in order."""
 
 
 def evaluate_target(request: EvaluationRequest, *, quiet: bool = False) -> Evaluation:
@@ -73,14 +76,14 @@ def evaluate_target(request: EvaluationRequest, *, quiet: bool = False) -> Evalu
     A second call goes on where the first was stopped. Raises `DitLoraError` with every question that cannot be
     asked, unless they are to be left out.
     """
-    found = mvbench.read_questions(request.data, request.media)
-    left_out = {one.file: one.words for one in found.problems}
+    read = mvbench.read_questions(request.data, request.media)
+    left_out = {one.file: one.words for one in read.problems}
     if left_out and not request.skip:
-        lines = [f"{id}: {words}" for id, words in left_out.items()]
+        lines = [f"{name}: {words}" for name, words in left_out.items()]
         raise DitLoraError(
             listed(f"{request.data}: correct these, or leave them out with --skip", lines)
         )
-    questions = mvbench.at_most(found.all, request.limit)
+    questions = mvbench.at_most(read.all, request.limit)
     if not questions:
         raise DitLoraError(f"{request.data}: no question can be asked")
     published = request.data.is_dir()
@@ -119,12 +122,14 @@ def evaluate(
         )
     if protocol == "notebook":
         answerer = _as_published(answerer)
+    # All that changes an answer, the weights' digest included: a call under another one does not go on.
     setting = {
         **answerer.made,
         "protocol": protocol,
         "against_base": against_base,
         "dtype": str(answerer.dtype),
     }
+    # Each answer is on disk as it comes: hours of questions survive a kill.
     book = _Book(out, setting)
     keys = [_key(one) for one in questions]
     open_questions = [
@@ -160,7 +165,7 @@ def evaluate(
 def summarize(
     questions: Sequence[Question], predictions: Sequence[Mapping[str, Any]], *, compared: bool
 ) -> dict[str, Any]:
-    """Counts and accuracies of each task, and of all: `average` is the mean of the tasks' accuracies.
+    """Return counts and accuracies of each task, and of all: `average` is the mean of the tasks' accuracies.
 
     An accuracy is a share of all questions; `accuracy_read` of those whose video could be read, None where none
     could. The notebook's own average is over questions, which for MVBench, with 200 a task, is the same.
@@ -180,7 +185,7 @@ def summarize(
 
 
 def told(results: Mapping[str, Any]) -> list[str]:
-    """The table of results, in lines for a terminal."""
+    """Return the table of results, in lines for a terminal."""
     total, average = results["all"], results["average"]
     compared = "base" in total
     rows = [(one["task"], f"{one['questions']:,}", one) for one in results["tasks"]]
@@ -211,7 +216,7 @@ def told(results: Mapping[str, Any]) -> list[str]:
 
 
 def _as_published(answerer: Answerer) -> Answerer:
-    """With no timestamps, no system text but the benchmark's own, and the notebook's frames, cropped at the centre.
+    """Return the answerer without timestamps or a system text of its own, with the notebook's frames and crop.
 
     A model that is always told when its frames are is told so here too, and tiles are cut as in training.
     """
@@ -223,24 +228,26 @@ def _as_published(answerer: Answerer) -> Answerer:
 def _looked(
     answerer: Answerer, questions: Sequence[tuple[str, Question]]
 ) -> Iterator[tuple[str, Question, Future[Seen]]]:
-    """Each question in order, its frames read while the model answers those before."""
+    """Yield each question in order, its frames read while the model answers those before."""
     waiting: deque[tuple[str, Question, Future[Seen]]] = deque()
     pool = ThreadPoolExecutor(_READERS)
     try:
         for key, one in questions:
             seen = pool.submit(answerer.look, one.media, start=one.start, end=one.end)
             waiting.append((key, one, seen))
+            # Bounded: decoded frames of all questions would not fit into memory.
             if len(waiting) > 2 * _READERS:
                 yield waiting.popleft()
         yield from waiting
     finally:
+        # After Ctrl-C nobody asks about the frames that wait.
         pool.shutdown(cancel_futures=True)
 
 
 def _asked(
     answerer: Answerer, question: Question, looked: Future[Seen], against_base: bool
 ) -> dict[str, Any]:
-    """The line of predictions.jsonl."""
+    """Ask one question, and return its line of predictions.jsonl."""
     line: dict[str, Any] = {"id": question.id, "task": question.task, "answer": question.answer}
     try:
         seen = looked.result()
@@ -249,6 +256,7 @@ def _asked(
     line["seconds"] = [round(at, 3) for at in seen.seconds]
     line |= _judged(answerer, seen, question)
     if against_base:
+        # The same frames and the same prompt: only the weights differ.
         with answerer.as_base():
             line["base"] = _judged(answerer, seen, question)
     return line
@@ -256,9 +264,9 @@ def _asked(
 
 def _judged(answerer: Answerer, seen: Seen, question: Question) -> dict[str, Any]:
     turn = Turn(mvbench.prompt(question), "", mvbench.SYSTEM)
-    said = answerer.say(seen, (turn,), answer_prefix=mvbench.ANSWER_START, max_tokens=MAX_TOKENS)
-    named = named_options(said, len(question.candidates))
-    return {"said": said, "named": list(named), "right": question.answer in named}
+    answer = answerer.say(seen, (turn,), answer_prefix=mvbench.ANSWER_START, max_tokens=MAX_TOKENS)
+    named = named_options(answer, len(question.candidates))
+    return {"said": answer, "named": list(named), "right": question.answer in named}
 
 
 def _counted(ones: Sequence[tuple[Question, Mapping[str, Any]]], compared: bool) -> dict[str, Any]:
@@ -287,35 +295,37 @@ def _accuracy(read: Sequence[Mapping[str, Any]], questions: int) -> dict[str, An
 
 
 class _Book:
-    """predictions.jsonl: the setting in its first line, then one answer a line, each written whole."""
+    """Keeps predictions.jsonl: the setting in its first line, then one answer a line, each written whole."""
 
     def __init__(self, out: Path, setting: Mapping[str, Any]) -> None:
         self.path = out / PREDICTIONS_FILE
         self.lines: dict[str, dict[str, Any]] = {}
-        """By the question's key; the last one counts."""
-        known = self._read()
-        if not known:
+        """Answers by the question's key; the last one counts."""
+        stored = self._read()
+        if not stored:
             write_whole(self.path, json.dumps({"setting": setting}) + "\n")
             return
-        if known[0].get("setting") != setting:
+        # Answers of two settings in one file would be averaged as one model's.
+        if stored[0].get("setting") != setting:
             raise DitLoraError(
                 f"{self.path} holds the answers of another model or setting "
-                f"({_differences(known[0].get('setting'), setting)}); choose another --out"
+                f"({_differences(stored[0].get('setting'), setting)}); choose another --out"
             )
-        self.lines = {one["key"]: one for one in known[1:]}
+        self.lines = {one["key"]: one for one in stored[1:]}
 
     def holds(self, key: str) -> bool:
-        """Whether the question was asked; one that failed is asked again."""
+        """Return true if the question was asked; one that failed is asked again."""
         return key in self.lines and "failed" not in self.lines[key]
 
     def add(self, key: str, line: Mapping[str, Any]) -> None:
         self.lines[key] = {"key": key, **line}
         data = json.dumps(self.lines[key], ensure_ascii=False) + "\n"
         with self.path.open("ab") as file:
+            # In one write: a kill leaves at most one torn line, the last.
             file.write(data.encode("utf-8", errors="backslashreplace"))
 
     def _read(self) -> list[dict[str, Any]]:
-        """The whole lines; a last one that a kill cut short is taken out of the file."""
+        """Return the whole lines; a last one that a kill cut short is taken out of the file."""
         if not self.path.is_file():
             return []
         text = self.path.read_bytes()
@@ -337,7 +347,7 @@ def _differences(known: Any, setting: Mapping[str, Any]) -> str:
 
 
 def _key(question: Question) -> str:
-    """Of everything that is asked, so that a question that changed is asked again."""
+    """Return a hash of everything that is asked, so that a question that changed is asked again."""
     what = [
         question.id,
         question.task,
@@ -352,7 +362,7 @@ def _key(question: Question) -> str:
 
 
 def _out(request: EvaluationRequest) -> Path:
-    """Beside a run's results; of a checkpoint or an adapter alone, in the working folder."""
+    """Return a folder beside a run's results; for a checkpoint or an adapter alone, in the working folder."""
     name = f"evaluation_{request.data.stem}"
     if (request.target / "config.yaml").is_file():
         return request.target / name

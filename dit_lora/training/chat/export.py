@@ -1,4 +1,4 @@
-"""A chat model's adapter in other forms."""
+"""Exports a chat model's adapter in other forms."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +13,14 @@ from dit_lora.training.runtime import quiet_libraries
 def export_merged(
     target: Path, out: Path, model: str | None, on_progress: Callable[[str], None]
 ) -> Path:
-    """Write the whole checkpoint with the adapter of a run's or an adapter's folder in it."""
+    """Write the whole checkpoint with the adapter of a run's or an adapter's folder in it; return `out`."""
     quiet_libraries()
-    found = find_origin(target, model)
-    if found.adapter is None:
+    origin = find_origin(target, model)
+    if origin.adapter is None:
         raise DitLoraError(f"{target} is no adapter and no run with one; there is nothing to merge")
-    checkpoint = get_family(found.model.family).open(found.model)
+    checkpoint = get_family(origin.model.family).open(origin.model)
     return merge_adapter(
-        found.adapter,
+        origin.adapter,
         checkpoint.path,
         out,
         model_class=checkpoint.model_class,

@@ -1,4 +1,4 @@
-"""Which conversations a recipe trains on: rendered once to learn their lengths, each put into its bucket."""
+"""Finds the conversations that a recipe trains on, renders each to learn its length, and puts it into its bucket."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from dit_lora.training.samples import bar, in_words, read_headers
 
 @dataclass(frozen=True)
 class ChatSamples:
-    """What a file of conversations gives."""
+    """The samples of a file of conversations."""
 
     entries: tuple[ChatEntry, ...]
     rejected: dict[str, str]
-    """Why a sample cannot be used, by its id."""
+    """Reasons why samples cannot be used, by their ids."""
     media: dict[str, Media]
-    """Of every sample that names one and could be read so far, by its id."""
+    """The media of every sample that names one and could be read so far, by its id."""
     names: tuple[str, ...]
-    """Of all samples, in the order of their files."""
+    """Names of all samples, in the order of their files."""
 
 
 def find_conversations(
@@ -40,6 +40,7 @@ def find_conversations(
     found, chat = read_conversations(data), recipe.chat or ChatConfig()
     rejected = {problem.file: problem.words for problem in found.problems}
     seen = [one for one in found.all if one.media is not None]
+    # Headers alone: sizes give the bucket, and durations the time stamps.
     headers = read_headers([one.media for one in seen if one.media], recipe, quiet=quiet)
     by_id = {one.id: header for one, header in zip(seen, headers, strict=True)}
     entries = []
@@ -55,7 +56,7 @@ def find_conversations(
 
 
 def digest_of(entries: Sequence[ChatEntry]) -> str:
-    """Of texts, places, lengths and what the headers say; not of every byte of the media."""
+    """Return a digest of texts, places, lengths and what the headers say; not of every byte of the media."""
     return entry_key({"conversations": [_facts(entry) for entry in entries]})
 
 
@@ -71,7 +72,7 @@ def _entry(
     checkpoint: ChatCheckpoint,
     chat: ChatConfig,
 ) -> ChatEntry:
-    """Raises `DitLoraError` with the reason if it cannot be learned from."""
+    """Render a conversation and choose its bucket. Raises `DitLoraError` with the reason if nothing can be learned."""
     if isinstance(header, ClipError) and conversation.media is not None:
         raise ClipError(in_words(conversation.media, header))
     if isinstance(header, ClipError):
@@ -106,7 +107,7 @@ def _is_shuffled(conversation: Conversation, chat: ChatConfig) -> bool:
 
 
 def _begun(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
-    """In one order of each length, where the order of turns is drawn.
+    """Return one order of turns for each length that a drawn order can give.
 
     The first turn alone makes a difference: its instruction is the conversation's, and a caption asks nothing.
     """

@@ -1,4 +1,4 @@
-"""One training sample as the model gets it: its frames, its tokens, and which of them are learned."""
+"""Shows one training sample as the model gets it: its frames, its tokens, and which of them are learned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Shown:
     rendered: Rendered
     seconds: Sequence[float]
     pixels: torch.Tensor | None
-    """uint8 (F, 3, H, W)."""
+    """Frames, uint8 (F, 3, H, W); None for kind `text`."""
 
     def in_terminal(self) -> RenderableType:
         return terminal_view(
@@ -40,7 +40,7 @@ class Shown:
 
 
 def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None) -> Shown:
-    """The sample of that id or number; as drawn for training if `draw` is given, else whole and in the middle.
+    """Return the sample of that id or number; drawn as for training if `draw` is given, else whole and in the middle.
 
     Raises `DitLoraError` if there is no such sample, or with the reason why it cannot be used.
     """
@@ -51,20 +51,21 @@ def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: i
             f"{recipe_path} trains {recipe.model.family}, which has no conversations to show; see dit-lora audit"
         )
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
-    found = find_conversations(recipe, checkpoint, recipe.data, quiet=False)
+    samples = find_conversations(recipe, checkpoint, recipe.data, quiet=False)
     name = (
-        found.names[int(sample)]
-        if sample.isdecimal() and int(sample) < len(found.names)
+        samples.names[int(sample)]
+        if sample.isdecimal() and int(sample) < len(samples.names)
         else sample
     )
-    if name in found.rejected:
-        raise DitLoraError(f"{name}: {found.rejected[name]}")
-    entry = next((one for one in found.entries if one.id == name), None)
+    if name in samples.rejected:
+        raise DitLoraError(f"{name}: {samples.rejected[name]}")
+    entry = next((one for one in samples.entries if one.id == name), None)
     if entry is None:
-        first = [f"{number}: {one}" for number, one in enumerate(found.names[:20])]
+        first = [f"{number}: {one}" for number, one in enumerate(samples.names[:20])]
         raise DitLoraError(
-            listed(f"no sample {sample}; of {len(found.names)} the first are", first)
+            listed(f"no sample {sample}; of {len(samples.names)} the first are", first)
         )
+    # The set of this sample alone: its room is what it needs, without others' padding.
     clips = training_set([entry], checkpoint, recipe)
     seed = recipe.train.seed
     batch = clips.sample(entry, 0) if draw is None else clips.drawn(entry, draw, seed)

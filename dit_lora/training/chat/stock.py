@@ -1,4 +1,4 @@
-"""Chat models as Transformers and PEFT load them, for checks of an adapter: a fresh model, and one call of it."""
+"""Loads chat models as Transformers and PEFT do, for checks of an adapter: a fresh model, and one call of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +33,14 @@ class ChatStock:
         return self.checkpoint.model_class.__name__
 
     def inputs(self, clips: Any, *, whole: bool) -> Inputs:
-        """A question about one picture of random pixels."""
+        """Return a question about one picture of random pixels."""
         how = self.checkpoint.how
         return {"question": "What is shown?", "height": how.height, "width": how.width}
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Logits (1, 8, vocabulary) at the prompt's last tokens."""
+        """Return logits (1, 8, vocabulary) at the prompt's last tokens."""
         device = next(model.parameters()).device
         shape = self.checkpoint.shape("image", inputs["height"], inputs["width"])
         assert shape is not None
@@ -49,15 +49,18 @@ class ChatStock:
         size = (1, 1, 3, shape.height, shape.width)
         pixels = torch.randint(0, 256, size, generator=generator(seed, "output", "pixels"))
         batch = {"input_ids": torch.tensor([rendered.ids]), "pixels": pixels.to(torch.uint8)}
+        # A Q-Former reads the instruction by itself.
         if rendered.instruction:
             batch["instruction_ids"] = torch.tensor([rendered.instruction])
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
-        given = self.checkpoint.inputs({name: one.to(device) for name, one in batch.items()})
-        logits: torch.Tensor = model(**given).logits[:, -_POSITIONS:]
+        inputs_of_model = self.checkpoint.inputs(
+            {name: one.to(device) for name, one in batch.items()}
+        )
+        logits: torch.Tensor = model(**inputs_of_model).logits[:, -_POSITIONS:]
         return logits
 
     def load(self, dtype: torch.dtype) -> nn.Module:
-        """Of Transformers alone: nothing of ours is put around its forward."""
+        """Load by Transformers alone: nothing of ours is put around its forward."""
         model: nn.Module = load_pretrained(
             self.checkpoint.model_class, self.checkpoint.path, dtype=dtype, use_safetensors=True
         )
@@ -70,7 +73,9 @@ class ChatStock:
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
         base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
+        # Before PEFT wraps the layers and renames their weights.
         if base.is_file():
+            # Not strict: the file holds only what trained.
             _, unexpected = model.load_state_dict(load_file(base), strict=False)
             if unexpected:
                 raise ValueError(f"the model has no {', '.join(unexpected)}")

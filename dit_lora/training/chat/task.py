@@ -1,4 +1,4 @@
-"""Chat models as the loop trains them: conversations read live, answers to look at, a PEFT adapter."""
+"""Trains chat models by the common loop: conversations read live, answers to look at, a PEFT adapter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -110,7 +110,7 @@ class ChatTask:
         return {"viewing": asdict(setup.checkpoint.how), "system": chat.system}
 
     def loss_parts(self, setup: ChatSetup, result: StepResult) -> dict[str, dict[str, float]]:
-        """All samples of a step are of one kind."""
+        """Return the step's loss under its kind of media: all samples of a step are of one kind."""
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
 
     def held_out_loss(self, setup: ChatSetup) -> float | None:
@@ -134,14 +134,14 @@ class ChatTask:
 
 
 def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
-    """Those of the family's targets that the model has: language models of one family differ."""
+    """Return the family's targets that the model has: language models of one family differ."""
     linear = (name for name, one in model.named_modules() if isinstance(one, nn.Linear))
     there = {name.rpartition(".")[2] for name in linear}
     return tuple(target for target in family.lora_targets if target in there)
 
 
 def _without_effect(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str, str]:
-    """Samples through which nothing that trains would get a gradient, and why."""
+    """Return the samples through which nothing that trains would get a gradient, and why."""
     if recipe.optim.groups.adapter is not None:
         return {}
     why = "it is text alone, and without an adapter (optim.groups.adapter: null) only what sees media trains"

@@ -1,4 +1,4 @@
-"""Conversations as a run reads them: frames decoded and text rendered as they come, each sample in its bucket.
+"""Reads conversations for a run: frames decoded and text rendered as they come, each sample in its bucket.
 
 A sample's tensors have the shape of its bucket, so all of a step can be one batch on any rank, of one kind of media.
 """
@@ -31,12 +31,12 @@ from dit_lora.numerics.streams import generator
 
 @dataclass(frozen=True, order=True, slots=True)
 class ChatShape:
-    """What samples of one batch share."""
+    """The sizes that samples of one batch share."""
 
     length: int
     """Tokens, padding included."""
     frames: int
-    """0 of kind `text`."""
+    """Frames; 0 for kind `text`."""
     height: int
     width: int
     kind: Kind
@@ -47,7 +47,7 @@ class ChatShape:
 
     @property
     def volume(self) -> int:
-        """Tokens of the language model and patches of 16x16 of the vision encoder."""
+        """Tokens of the language model plus patches of 16x16 of the vision encoder."""
         return self.length + self.frames * self.height * self.width // 256
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class ChatEntry:
 
     conversation: Conversation
     header: VideoHeader | None
-    """None of kind `text`."""
+    """The media's header; None for kind `text`."""
     shape: ChatShape
     answers: int
     """Tokens that are learned: the same however frames and turns are drawn."""
@@ -77,7 +77,7 @@ class ChatEntry:
 
 @dataclass(frozen=True)
 class Room:
-    """How much the longest sample of a bucket needs, which all of them are padded to."""
+    """Tokens that the longest sample of a bucket needs, which all of them are padded to."""
 
     answers: int
     instruction: int
@@ -100,6 +100,7 @@ class ChatSet:
         rooms: dict[ChatShape, Room] = {}
         for entry in entries:
             room = rooms.get(entry.shape, Room(1, 0))
+            # Padding by bucket and not by batch: a sample's tensors do not depend on its neighbours.
             rooms[entry.shape] = Room(
                 max(room.answers, entry.answers), max(room.instruction, entry.instruction)
             )
@@ -122,14 +123,14 @@ class ChatSet:
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def one_of_each_kind(self) -> Sequence[ChatEntry]:
-        """Where there are several kinds: text uses no vision encoder."""
+        """Return one entry of each kind where there are several: text uses no vision encoder."""
         first: dict[Kind, ChatEntry] = {}
         for entry in self.entries:
             first.setdefault(entry.shape.kind, entry)
         return tuple(first.values()) if len(first) > 1 else ()
 
     def known(self) -> dict[str, torch.Tensor]:
-        """Tokens of one sample of the largest shape: models count those that stand for its media."""
+        """Return tokens of one sample of the largest shape: models count those that stand for its media."""
         shape, _ = self.largest
         entry = next(entry for entry in self.entries if entry.shape == shape)
         rendered, seconds = self.render(entry, None)
@@ -137,18 +138,19 @@ class ChatSet:
         return {name: tensor for name, tensor in tensors.items() if name != "pixels"}
 
     def sample(self, entry: ChatEntry, draw: int) -> Batch:
-        """One sample with the middle frames, whole pictures and turns as they are written; `draw` changes nothing."""
+        """Read one sample with the middle frames, whole pictures and turns as written; `draw` changes nothing."""
         return self._read(entry, draw, None)
 
     def drawn(self, entry: ChatEntry, draw: int, seed: int) -> Batch:
-        """One sample with frames, crop and order of turns by chance, as the recipe's `chat` section has it."""
+        """Read one sample with frames, crop and order of turns by chance, as the recipe's `chat` section has it."""
         return self._read(entry, draw, draws_of(seed, draw))
 
     def token_problems(self, model: nn.Module) -> list[str]:
-        """Name each token of a sample's text that the model has no embedding of."""
+        """Return a line for each token of a sample's text that the model has no embedding of."""
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
         count = embeddings.num_embeddings
         vocabulary = self.checkpoint.tokenizer.get_vocab()
+        # Most vocabularies fit: then no sample is rendered for this.
         beyond = {token: name for name, token in vocabulary.items() if token >= count}
         if not beyond:
             return []
@@ -178,7 +180,7 @@ class ChatSet:
     def render(
         self, entry: ChatEntry, draws: torch.Generator | None
     ) -> tuple[Rendered, list[float]]:
-        """The sample's tokens, shortened to `chat.max_tokens`, and the seconds of its frames."""
+        """Return the sample's tokens, shortened to `chat.max_tokens`, and the seconds of its frames."""
         conversation, shape = _reordered(entry.conversation, self.chat, draws), entry.shape.pixels
         seconds = _seconds(entry, draws if self.chat.frames == "random" else None)
         rendered = self.checkpoint.render(conversation, shape, seconds)
@@ -234,6 +236,7 @@ class ChatSet:
         )
         if shape.kind != "text":
             empty = (shape.frames, 3, shape.height, shape.width)
+            # A file that cannot be read keeps its shape in the batch; the fault travels beside it.
             tensors["pixels"] = torch.zeros(empty, dtype=torch.uint8) if pixels is None else pixels
         if shape.kind == "video":
             tensors["seconds"] = torch.tensor(seconds)  # some models count positions by them
@@ -258,21 +261,23 @@ class ChatDataset(OrderedDataset):
         epoch, copy, index = self.order.draw_at(position)
         entry = self.clips.entries[index]
         batch = self.clips.drawn(entry, draw_number(entry.id, epoch, copy), self.seed)
+        # Times the group's size: the loop takes the mean over samples.
         share = entry.answers * self.group / self._tokens(position // self.group)
         weight = torch.tensor([share * entry.conversation.loss_weight])
         return dataclasses.replace(batch, tensors={**batch.tensors, LOSS_WEIGHT: weight})
 
     def _tokens(self, step: int) -> int:
-        """Answer tokens of a step's samples."""
+        """Return the number of answer tokens of a step's samples."""
+        # A step's samples come one after another: the last sum is remembered.
         if self._total[0] != step:
             positions = range(step * self.group, (step + 1) * self.group)
-            found = (self.order.draw_at(position).sample for position in positions)
-            self._total = (step, sum(self.clips.entries[index].answers for index in found))
+            indices = (self.order.draw_at(position).sample for position in positions)
+            self._total = (step, sum(self.clips.entries[index].answers for index in indices))
         return self._total[1]
 
 
 def draws_of(seed: int, draw: int) -> torch.Generator:
-    """What frames, crop and order of turns of one coming of a sample are drawn from."""
+    """Return the generator for frames, crop and order of turns of one coming of a sample."""
     return generator(seed, "chat", draw)
 
 
