@@ -67,7 +67,14 @@ def test_the_wheel_holds_two_packages_their_data_and_nothing_else(wheel: Path) -
     assert tops == {"dit_lora", "dit_lora_kernels"}
     data = {
         path.relative_to(ROOT).as_posix()
-        for pattern in ("report/*.html", "report/*.css", "report/*.js", "report/vendor/*", "hub/*.md", "py.typed")
+        for pattern in (
+            "report/*.html",
+            "report/*.css",
+            "report/*.js",
+            "report/vendor/*",
+            "hub/*.md",
+            "py.typed",
+        )
         for path in (ROOT / "dit_lora").glob(pattern)
     }
     assert len(data) > 8
