@@ -125,7 +125,7 @@ def _render(
 
 
 def _shares(totals: Mapping[str, Any]) -> list[tuple[Verdict, str, int, float]]:
-    """Verdict, what it means, samples, and percent of all."""
+    """Return for each verdict what it means, its samples, and their percentage of all."""
     meanings: tuple[tuple[Verdict, str], ...] = (
         ("ok", "ready to train on"),
         ("warn", "usable, worth a look"),
@@ -136,7 +136,7 @@ def _shares(totals: Mapping[str, Any]) -> list[tuple[Verdict, str, int, float]]:
 
 
 def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
-    """The rejected samples, and those with warnings by their first code, within the page's room."""
+    """Return the rejected samples, and those with warnings by their first code, within the page's room."""
     pictures = Pictures()
     rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
@@ -151,7 +151,7 @@ def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
 
 
 def _by_first_code(judged: Sequence[Judged], verdict: Verdict) -> dict[str, list[Judged]]:
-    """Samples with this verdict by the first finding that gives it."""
+    """Group the samples with this verdict by the first finding that gives it."""
     groups: dict[str, list[Judged]] = {}
     for one in judged:
         if one.verdict == verdict:
@@ -188,7 +188,7 @@ def _card(one: Judged, pictures: Pictures) -> Card:
 
 
 def _even(groups: Mapping[str, Sequence[Judged]], room: int) -> dict[str, int]:
-    """How many of each may be shown: all alike, and what one does not need the others get."""
+    """Return how many of each may be shown: all alike, and what one does not need the others get."""
     shares: dict[str, int] = {}
     ordered = sorted(groups.items(), key=lambda item: len(item[1]))
     for index, (code, group) in enumerate(ordered):
@@ -198,7 +198,7 @@ def _even(groups: Mapping[str, Sequence[Judged]], room: int) -> dict[str, int]:
 
 
 def _counts(judged: Sequence[Judged], verdict: Verdict) -> Counter[str]:
-    """Samples by code."""
+    """Count samples by code."""
     return Counter(
         code
         for one in judged
@@ -207,7 +207,7 @@ def _counts(judged: Sequence[Judged], verdict: Verdict) -> Counter[str]:
 
 
 def _codes(judged: Sequence[Judged]) -> list[tuple[Verdict, str, int, str]]:
-    """Verdict, code, samples and remedy, the worst and most frequent first."""
+    """Return verdict, code, samples and remedy, the worst and most frequent first."""
     remedies: dict[str, str] = {}
     for one in judged:
         for finding in one.findings:
@@ -221,7 +221,7 @@ def _codes(judged: Sequence[Judged]) -> list[tuple[Verdict, str, int, str]]:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    """`1280 x 720, 25 fps, 4 s, h264`"""
+    """Return what is known of a clip, such as `1280 x 720, 25 fps, 4 s, h264`."""
     height, width = _number(facts.get("height")), _number(facts.get("width"))
     fps, seconds = _number(facts.get("fps")), _number(facts.get("seconds"))
     parts = [
@@ -273,7 +273,7 @@ def _channels(name: str, stats: Mapping[str, Any]) -> Channels:
 
 
 def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]]:
-    """Verdict, file and words of what the encoders' output showed."""
+    """Return verdict, file and words of what the encoders' output showed."""
     found = [
         (finding.verdict, one.file, clipped(finding.words))
         for one in judged
@@ -284,7 +284,7 @@ def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]
 
 
 def _duplicates(judged: Sequence[Judged]) -> list[str]:
-    """The files of each group that is one clip, the largest group first."""
+    """Return the files of each group that is one clip, the largest group first."""
     files = {one.file for one in judged}
     parents = {
         one.file: other
@@ -305,14 +305,14 @@ def _duplicates(judged: Sequence[Judged]) -> list[str]:
 
 
 def _named_last(words: str, files: Collection[str]) -> str | None:
-    """The file whose name these words end with; a name may have spaces."""
+    """Return the file whose name these words end with; a name may have spaces."""
     parts = words.split(" ")
     tails = (" ".join(parts[start:]) for start in range(len(parts)))
     return next((tail for tail in tails if tail in files), None)
 
 
 def bucket_rows(report: Mapping[str, Any]) -> Buckets:
-    """What buckets.html shows, from `BucketReport.as_dict`."""
+    """Return what buckets.html shows, from `BucketReport.as_dict`."""
     rows = []
     for row in report["buckets"]:
         shape = row["shape"]
@@ -337,6 +337,6 @@ def _names(files: Iterable[str]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Of a fact; None for what cannot be drawn."""
+    """Return a fact as a number, None where it cannot be drawn."""
     real = isinstance(value, Real) and not isinstance(value, bool)
     return float(value) if real and math.isfinite(value) else None

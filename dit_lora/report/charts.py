@@ -37,7 +37,7 @@ class BarChart:
 
 
 def wants_log(values: Numbers, ratio: float = 30.0) -> bool:
-    """Whether positive values differ by more than `ratio`, so that a linear axis would hide the small."""
+    """Return whether positive values differ by more than `ratio`, so that a linear axis would hide the small."""
     column = np.asarray(values, dtype=np.float64)
     positive = column[np.isfinite(column) & (column > 0)]
     return bool(positive.size and positive.max() / ratio > positive.min())

@@ -53,7 +53,7 @@ def write_chat_sample_page(
 
 
 def _pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """Data URI and time of at most `FRAMES` frames."""
+    """Return data URI and time of at most `FRAMES` frames."""
     if frames is None:
         return []
     count = min(len(frames), FRAMES)

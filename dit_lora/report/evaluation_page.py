@@ -160,7 +160,7 @@ def _groups(
     questions: Sequence[Question],
     predictions: Sequence[Mapping[str, Any]],
 ) -> list[Group]:
-    """What was answered wrong: first what the fine-tune lost, then what names no option, then the rest."""
+    """Return what was answered wrong: first what the fine-tune lost, then what names no option, then the rest."""
     wrong: dict[str, list[tuple[Question, Mapping[str, Any]]]] = {
         "Right only without the fine-tune": [],
         "No option named": [],
@@ -185,7 +185,7 @@ def _groups(
 def _by_turns(
     ones: Sequence[tuple[Question, Mapping[str, Any]]], accuracy: Mapping[str, float]
 ) -> Iterator[tuple[Question, Mapping[str, Any]]]:
-    """One of each task and again, beginning with the task of the lowest accuracy."""
+    """Yield one of each task and again, beginning with the task of the lowest accuracy."""
     by_task: dict[str, list[tuple[Question, Mapping[str, Any]]]] = {}
     for one in ones:
         by_task.setdefault(one[0].task, []).append(one)
@@ -214,7 +214,7 @@ def _card(question: Question, line: Mapping[str, Any], pictures: Pictures) -> Ca
 
 
 def _strip(question: Question, seconds: Sequence[float]) -> bytes:
-    """Some of the frames that the model saw, side by side, as JPEG; empty if they can no longer be read."""
+    """Return some of the frames that the model saw, side by side, as JPEG; empty if they can no longer be read."""
     count = min(_FRAMES, len(seconds))
     shown = [seconds[at * len(seconds) // count] for at in range(count)] or [0.0]
     try:
@@ -231,7 +231,7 @@ def _strip(question: Question, seconds: Sequence[float]) -> bytes:
 
 
 def _part(question: Question) -> str:
-    """`12.5 to 20 s`; nothing for a whole video."""
+    """Return the part of the video that is asked about, `12.5 to 20 s`; nothing for a whole one."""
     if question.start is None or question.end is None:
         return ""
     return f"{question.start:g} to {question.end:g} s"

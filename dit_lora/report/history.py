@@ -33,7 +33,7 @@ class Tail:
         self._last = b""
 
     def is_anew(self) -> bool:
-        """Whether the file is another than what was read, which is void then; the next `lines` begin at its first."""
+        """Return whether the file is another than what was read, which is void then; the next `lines` begin at its first."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset - len(self._last))
@@ -46,7 +46,7 @@ class Tail:
         return True
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What has come since; read to its end."""
+        """Yield the lines that have come since; to be read to its end."""
         try:
             file = self.path.open("rb")
         except OSError:
@@ -68,7 +68,7 @@ class Tail:
                     yield found
 
     def notes(self, *, going: bool) -> Iterator[str]:
-        """What could not be read, in words; a line that is being written is nothing to note."""
+        """Yield in words what could not be read; a line that is being written is nothing to note."""
         name = self.path.name
         if self.torn and not going:
             yield (
@@ -91,7 +91,7 @@ class Metrics:
     modules: ModuleHistory = field(default_factory=ModuleHistory)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A step that was there before takes its place: a run that goes on from a checkpoint writes it again."""
+        """Add a line; a step that was there before is replaced: a run that goes on from a checkpoint writes it again."""
         step = line.get("step")
         if not isinstance(step, int) or not 0 <= step < _LARGEST_STEP:
             return
@@ -110,11 +110,11 @@ class Metrics:
             self.modules.add(step, mapping(line["modules"]))
 
     def column(self, key: str) -> "array[float]":
-        """One value a step."""
+        """Return one value a step."""
         return self.columns.get((key, "")) or array("d", [math.nan]) * len(self.steps)
 
     def groups(self, key: str) -> "dict[str, array[float]]":
-        """One column a name, in the order of appearance."""
+        """Return one column a name, in the order of appearance."""
         return {name: column for (one, name), column in self.columns.items() if one == key and name}
 
     def _put(self, key: tuple[str, str], value: Any) -> None:

@@ -212,10 +212,10 @@ const drawHeat = (figure, colors) => {
   const cells = map.values.flat();
   const positive = cells.filter((value) => value > 0);
   const high = positive.reduce((a, b) => Math.max(a, b), 0) || 1;
-  const low = positive.reduce((a, b) => Math.min(a, b), high) || 1;
+  const low = Math.max(positive.reduce((a, b) => Math.min(a, b), high), high * 1e-9);
   const pen = figure.querySelector('canvas').getContext('2d');
   map.values.forEach((row, y) => row.forEach((value, x) => {
-    const part = high > low ? Math.log(value / low) / Math.log(high / low) : 0.5;
+    const part = high > low ? Math.max(0, Math.log(value / low)) / Math.log(high / low) : 0.5;
     pen.fillStyle = value === 0 ? color('--zero') : color('--not-finite');
     if (value > 0) pen.drawImage(colors, Math.round(255 * part), 0, 1, 1, x, y, 1, 1);
     else if (value !== null) pen.fillRect(x, y, 1, 1);

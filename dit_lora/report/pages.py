@@ -78,7 +78,7 @@ def _environment() -> Any:
 
     @jinja2.pass_context
     def shown(context: jinja2.runtime.Context, value: Any) -> Any:
-        """Text as others may read it; markup of ours and embedded samples as they are."""
+        """Return text as others may read it; markup of ours and embedded samples as they are."""
         as_is = not isinstance(value, str) or hasattr(value, "__html__")
         return value if as_is or value.startswith(_EMBEDDED) else context["clean"](value)
 

@@ -28,7 +28,7 @@ class RecipeDiff:
 
 
 def against_stock(config: Mapping[str, Any], file: str | None) -> RecipeDiff | None:
-    """The difference to the shipped recipe of the file's name, else to the nearest for the same model; None of neither.
+    """Compare with the shipped recipe of the file's name, else with the nearest for the same model; None without either.
 
     `config` is a whole recipe as config.yaml has it, `file` the name of the YAML that it was read from.
     """
@@ -47,7 +47,7 @@ def against_stock(config: Mapping[str, Any], file: str | None) -> RecipeDiff | N
 
 
 def flat(section: Any, parent: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and values of nested mappings, in words."""
+    """Yield dotted keys and values of nested mappings, in words."""
     if isinstance(section, dict) and section:
         for key, value in section.items():
             yield from flat(value, f"{parent}.{key}" if parent else str(key))
@@ -57,7 +57,7 @@ def flat(section: Any, parent: str = "") -> Iterator[tuple[str, str]]:
 
 
 def in_words(value: Any) -> str:
-    """Nested plain values in words: `cause: data; offenders: sample: a; rank: 0`."""
+    """Return nested plain values in words: `cause: data; offenders: sample: a; rank: 0`."""
     if value is None:
         return ""
     if isinstance(value, dict):
@@ -70,7 +70,7 @@ def in_words(value: Any) -> str:
 
 @cache
 def _of_family(family: str) -> dict[str, dict[str, Any]]:
-    """The shipped recipes of a family by name; none where the installation has lost them."""
+    """Return the shipped recipes of a family by name; none where the installation has lost them."""
     try:
         recipes = [StockRecipe.named(name) for name in recipe_names()]
     except DitLoraError:
@@ -81,14 +81,14 @@ def _of_family(family: str) -> dict[str, dict[str, Any]]:
 
 
 def _stems(name: str) -> set[str]:
-    """What a recipe's file may be called: beside its family's others, or in a folder of its own."""
+    """Return what a recipe's file may be called: beside its family's others, or in a folder of its own."""
     return {name.rpartition("/")[2], name.replace("/", "_")}
 
 
 def _changed(
     shipped: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[tuple[str, str, str]] | None:
-    """With the defaults of what the YAML does not say; None of a recipe that this version does not read."""
+    """Return the keys that differ, defaults included; None where this version does not read the shipped recipe."""
     try:
         whole = Recipe.model_validate(shipped).model_dump(mode="json")
     except ValidationError:

@@ -10,7 +10,7 @@ from dit_lora.report.recipe_diff import in_words
 from dit_lora.report.run_files import RunFiles
 
 ROWS = 200
-"""Of one table."""
+"""Rows of one table that are shown."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Data:
 
 
 def run_data(run: RunFiles) -> Data | None:
-    """From facts.json, data.json and audit.json; None where none of them is there."""
+    """Read it from facts.json, data.json and audit.json; None where none of them is there."""
     if not run.data and not run.audit and not run.facts:
         return None
     totals, rejected = mapping(run.audit.get("totals")), mapping(run.data.get("rejected"))
@@ -51,7 +51,7 @@ def run_data(run: RunFiles) -> Data | None:
 
 
 def _in_words(value: Any) -> str:
-    """A fact of facts.json; its spreads as a range."""
+    """Return a fact of facts.json in words, a spread as a range."""
     if isinstance(value, dict) and value.keys() >= {"least", "median", "most"}:
         return f"{value['least']} to {value['most']}, median {value['median']}"
     return in_words(value) or "none"
@@ -62,7 +62,7 @@ def _count(value: Any) -> str:
 
 
 def _buckets(report: Any) -> Buckets | None:
-    """None of what is no report: the file may be of another version."""
+    """Return a bucket report in words, None where it is none: the file may be of another version."""
     if not isinstance(report, Mapping):
         return None
     try:

@@ -58,12 +58,12 @@ class RunFiles:
 
     @property
     def done(self) -> int:
-        """Steps taken."""
+        """Return the steps taken."""
         return self.metrics.steps[-1] if self.metrics.steps else 0
 
     @property
     def asked(self) -> int | None:
-        """Steps of the recipe."""
+        """Return the steps of the recipe."""
         steps = mapping(self.config.get("train")).get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -89,7 +89,7 @@ class RunReader:
         self._left_out: deque[dict[str, Any]] = deque(maxlen=LEFT_OUT)
 
     def fingerprint(self) -> str:
-        """Changes when anything of the run that a page shows does."""
+        """Return words that change when anything of the run that a page shows does."""
         tails = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl", *_FILES)
         stats = [_stat(self.folder / name) for name in tails]
         samples = sorted((self.folder / "samples").glob("step_*/*"))
@@ -98,7 +98,7 @@ class RunReader:
         return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
 
     def read(self, state: State | None = None) -> RunFiles:
-        """Everything but samples; raises `DitLoraError` for a folder without a readable config.yaml.
+        """Read everything but samples; raises `DitLoraError` for a folder without a readable config.yaml.
 
         `state` is what the caller knows of the run; else it is judged by what the folder says.
         """
@@ -196,7 +196,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
-    """An object of a file that is written whole; nothing where there is none."""
+    """Read an object of a file that is written whole; nothing where there is none."""
     if not path.exists():
         return {}
     try:

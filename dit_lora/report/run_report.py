@@ -37,13 +37,13 @@ def write_report(run_dir: Path) -> Path:
 
 
 def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool = True) -> Path:
-    """As `write_report`, of a reader that knows what it read before; samples are linked without `embed`."""
+    """Write the report of a reader that knows what it read before; samples are linked without `embed`."""
     page = render_run(reader.read(state), embed=embed)
     return write_page(reader.folder / "report.html", page)
 
 
 def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
-    """The page; `live` is the fingerprint that a served page compares with the server's."""
+    """Return the page; `live` is the fingerprint that a served page compares with the server's."""
     run = _public(run)
     prompts = mapping(run.config.get("validation")).get("prompts")
     sampled = find_sampled(
@@ -89,7 +89,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
 
 
 def _public(run: RunFiles) -> RunFiles:
-    """The run's files as others may read them, for what is drawn in charts too."""
+    """Return the run's files as others may read them, for what is drawn in charts too."""
     names = ("config", "environment", "events", "quarantine", "status", "data", "facts", "audit")
     clean = redactor()
     changed = {name: clean(getattr(run, name)) for name in (*names, "verification")}
@@ -102,7 +102,7 @@ def _recipe_file(run: RunFiles) -> str | None:
 
 
 def _about(run: RunFiles) -> list[tuple[str, str]]:
-    """What was trained, on what, in one line each."""
+    """Return what was trained, on what, in one line each."""
     model, data = mapping(run.config.get("model")), mapping(run.config.get("data"))
     rows = [
         ("Model", str(model.get("path", "unknown model"))),

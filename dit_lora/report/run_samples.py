@@ -66,13 +66,13 @@ class Sampled:
 
     @property
     def steps(self) -> list[tuple[int, str]]:
-        """All that can be chosen, with their names."""
+        """Return the steps that can be chosen, with their names."""
         shown = {clip.step: clip.label for one in self.samples for clip in one.clips}
         return sorted(shown.items())
 
 
 def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) -> Sampled:
-    """Every prompt's samples; without `embed`, or where the page would be too big, they are linked."""
+    """Return every prompt's samples; without `embed`, or where the page would be too big, they are linked."""
     files: dict[int, dict[int, Path]] = {}
     for path in (folder / "samples").glob("step_*/prompt_*.*"):
         match = re.fullmatch(
@@ -120,7 +120,7 @@ def _spread(steps: Iterable[int]) -> list[int]:
 
 
 def _embedded(paths: Iterable[Path], room: int) -> dict[Path, str]:
-    """Data URIs of as many as there is room for; files that go away meanwhile are left out."""
+    """Return data URIs of as many as there is room for; files that go away meanwhile are left out."""
     found: dict[Path, str] = {}
     for path in paths:
         if path in found:
@@ -138,7 +138,7 @@ def _embedded(paths: Iterable[Path], room: int) -> dict[Path, str]:
 
 
 def _find_answers(folder: Path) -> list[Answered]:
-    """Answers to every validation prompt of a chat model's run; files that are torn are left out."""
+    """Return the answers to every validation prompt of a chat model's run; files that are torn are left out."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     paths = {
         int(match[1]): path

@@ -90,7 +90,7 @@ class Verified:
 
 
 def figures(run: RunFiles) -> list[Figure]:
-    """The headline row."""
+    """Return the headline row."""
     metrics, window, asked = run.metrics, window_of(run), run.asked
     seconds, peaks = metrics.column("seconds"), metrics.column("peak_gib")
     seconds, peaks, rates = (
@@ -152,7 +152,7 @@ def _actions(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 def event_rows(run: RunFiles) -> list[Event]:
-    """Events in full words, the last first no more than the first: as they came."""
+    """Return the rows of the event table, in the order of events.jsonl."""
     return [_event(one) for one in run.events]
 
 
@@ -190,7 +190,7 @@ def _seconds(value: Any) -> str:
 
 
 def verified(record: Mapping[str, Any]) -> Verified | None:
-    """The checks of verification.json; None where there is none."""
+    """Return the checks of verification.json; None where there is none."""
     if not record:
         return None
     checks = [
@@ -226,7 +226,7 @@ def _rank(module: Mapping[str, Any]) -> float:
 
 
 def _short(name: str) -> str:
-    """The end of a module's name, which tells it from others."""
+    """Return the end of a module's name, which tells it from others."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[0] :]) if numbers else parts[-1]
@@ -238,17 +238,13 @@ def _number(value: Any) -> str:
 
 
 def left_out(run: RunFiles) -> list[tuple[str, str, str, str]]:
-    """The quarantine: sample, epochs without it, cause and reason."""
+    """Return the quarantine's rows: sample, epochs without it, cause and reason."""
     rows = []
     for one in run.quarantine:
         first, last = one.get("from_epoch"), one.get("to_epoch")
-        epochs = (
-            f"from {first} on"
-            if last is None
-            else f"{first} to {last}"
-            if last != first
-            else f"{first}"
-        )
+        epochs = f"{first}" if last == first else f"{first} to {last}"
+        if last is None:
+            epochs = f"from {first} on"
         cause, reason = in_words(one.get("cause")), in_words(one.get("reason"))
         rows.append((in_words(one.get("sample_id")), epochs, cause, reason))
     return rows

@@ -37,7 +37,7 @@ class Pages:
         return self._reader.fingerprint()
 
     def page(self) -> str:
-        """Raises `DitLoraError` where the folder is no run any more."""
+        """Return the page; raises `DitLoraError` where the folder is no run any more."""
         with self._lock:
             now = self.fingerprint()
             if now != self._of:
@@ -47,7 +47,7 @@ class Pages:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """On the loopback alone; a port of 0 is one that is free."""
+    """Serves on the loopback alone; a port of 0 is one that is free."""
 
     daemon_threads = True
 
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def _file(self, path: str) -> None:
-        """A sample below the folder, and nothing else of it."""
+        """Send a sample below the folder, and nothing else of it."""
         root = os.path.realpath(self.pages.folder)
         known = path if _SAMPLE.fullmatch(path) else ""
         found = Path(os.path.realpath(os.path.join(root, known)))
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._part(file, TYPES[found.suffix])
 
     def _part(self, file: BinaryIO, kind: str) -> None:
-        """What was asked for of a file."""
+        """Send what was asked for of a file."""
         size = os.fstat(file.fileno()).st_size
         asked = self._range(size)
         if asked is None:
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._copy(file, first, last - first + 1)
 
     def _range(self, size: int) -> tuple[int, int, bool] | None:
-        """First and last byte asked for, and whether that is a part; None of what the file does not have."""
+        """Return first and last byte asked for, and whether that is a part; None for bytes beyond the file."""
         match = _RANGE.fullmatch(self.headers.get("Range", ""))
         if match is None or match.groups() == (
             "",
@@ -216,4 +216,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are no news; errors come as pages."""
+        """Say nothing: requests are no news, and errors come as pages."""
