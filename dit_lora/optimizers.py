@@ -58,7 +58,7 @@ class OptimizerRecord:
 
     @property
     def title(self) -> str:
-        """The name of its class."""
+        """Return the name of its class."""
         return self.target.partition(":")[2]
 
 
@@ -68,7 +68,7 @@ def of_all(names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tuple[str, ..
 
 
 def _fp32_moments(parameters: Sequence["torch.Tensor"]) -> int:
-    """Two moments of each parameter's dtype, and its step in fp32."""
+    """Return the bytes of two moments in each parameter's dtype, and of its step in fp32."""
     return sum(2 * one.numel() * one.element_size() + 4 for one in parameters)
 
 
@@ -79,7 +79,7 @@ _TABLES = 2 * 256 * 4
 
 
 def _8bit_moments(parameters: Sequence["torch.Tensor"]) -> int:
-    """Two moments of a byte an element, with fp32 scales; fp32 of small parameters."""
+    """Return the bytes of two moments of a byte an element with fp32 scales, of small parameters in fp32."""
     counts = [parameter.numel() for parameter in parameters]
     small = sum(2 * 4 * count for count in counts if count < SMALLEST_8BIT)
     large = [count for count in counts if count >= SMALLEST_8BIT]
@@ -88,7 +88,7 @@ def _8bit_moments(parameters: Sequence["torch.Tensor"]) -> int:
 
 
 def _prodigy_state(parameters: Sequence["torch.Tensor"]) -> int:
-    """Three tensors like each parameter, and a copy of where it started, but of zeros (LoRA's B) a single element.
+    """Return the bytes of three tensors a parameter and of a copy of its start, which of zeros (LoRA's B) is one element.
 
     Call it before training. Of meta tensors, which have no values, it counts the copy.
     """

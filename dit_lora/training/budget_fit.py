@@ -43,12 +43,12 @@ class Planned:
 
     @property
     def sharding(self) -> str | None:
-        """What the change shares out that the launch did not."""
+        """Return what the change shares out that the launch did not."""
         after = self.change.budget.launch if self.change else self.budget.launch
         return after.sharding if after != self.budget.launch else None
 
     def record(self) -> dict[str, Any]:
-        """As `plan --json` prints it; sizes in GiB."""
+        """Return what `plan --json` prints; sizes in GiB."""
         budget, change = self.budget, self.change
         cheapest = None
         if change is not None:
@@ -74,7 +74,7 @@ class Planned:
 
 
 def plan(path: str | Path, overrides: Sequence[str], launch: Launch, gpu: int | None) -> Planned:
-    """The budget of a recipe on a GPU of so many bytes (None: no limit), counted as for a GPU.
+    """Return the budget of a recipe on a GPU of so many bytes (None: no limit), counted as for a GPU.
 
     Raises `DitLoraError` for a recipe that is wrong, a checkpoint whose configs are nowhere, and what a launch
     cannot do.
@@ -88,7 +88,7 @@ def plan(path: str | Path, overrides: Sequence[str], launch: Launch, gpu: int | 
 
 
 def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:
-    """Of a recipe whose `model.path` is local."""
+    """Open the checkpoint of a recipe whose `model.path` is local."""
     family, checkpoint = opened(recipe)
     precision = choose_precision(recipe.model.dtype, torch.device("cpu"))
     dtype = torch.bfloat16 if gpu and recipe.model.dtype == "auto" else precision.dtype
@@ -124,7 +124,7 @@ class _Variants:
     _subjects: dict[str, Subject] = field(default_factory=dict)
 
     def count(self, changes: Sequence[Settings] = ()) -> Budget:
-        """The budget with these changes. Raises `DitLoraError` for what the recipe or the launch refuses."""
+        """Return the budget with these changes. Raises `DitLoraError` for what the recipe or the launch refuses."""
         settings = _together(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_typed(settings)])
         launch = Launch(self.launch.ranks, "fsdp2") if _SHARDING in settings else self.launch
@@ -134,14 +134,14 @@ class _Variants:
         return count(recipe, self.subject(recipe), launch, self.gpu)
 
     def tried(self, changes: Sequence[Settings]) -> Budget | None:
-        """As `count`; None for what is refused."""
+        """Count as `count` does; None for what is refused."""
         try:
             return self.count(changes)
         except DitLoraError:
             return None
 
     def subject(self, recipe: Recipe) -> Subject:
-        """Another for other data, on which shapes depend."""
+        """Return the recipe's; it is another for other data, on which shapes depend."""
         key = repr((recipe.data, recipe.chat))
         if key not in self._subjects:
             self._subjects[key] = subject_of(recipe, gpu=True)
@@ -149,7 +149,7 @@ class _Variants:
 
 
 def _what_fits(variants: _Variants, budget: Budget) -> Change | None:
-    """The first change that is enough alone, else several together; the data's shape where no other is enough."""
+    """Return the first change that is enough alone, else several together; of the data's shape if no other is enough."""
     taken: list[Settings] = []
     least = budget.needs
     smaller = _smaller(budget.recipe, variants.subject(budget.recipe))
@@ -184,7 +184,7 @@ def _as_typed(changes: Sequence[Settings], budget: Budget) -> Change:
 
 
 def _together(changes: Sequence[Settings]) -> Settings:
-    """All settings; of the same one, the last."""
+    """Return all settings; of the same one, the last."""
     return {name: value for change in changes for name, value in change.items()}
 
 
@@ -193,7 +193,7 @@ def _typed(settings: Settings) -> list[str]:
 
 
 def _settings(budget: Budget) -> Iterator[Settings]:
-    """What can be changed, by what it costs: time first, then precision, and machines at last."""
+    """Yield what can be changed, by what it costs: time first, then precision, and machines at last."""
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
     too_much = {name for name, size in budget.phases.items() if size > (budget.gpu or size)}
     if too_much & {"clips", "validation"}:
@@ -220,7 +220,7 @@ def _settings(budget: Budget) -> Iterator[Settings]:
 
 
 def _smaller(recipe: Recipe, subject: Subject) -> Iterator[Settings]:
-    """Fewer frames, then smaller pictures, of those that the model takes."""
+    """Yield fewer frames, then smaller pictures, of those that the model takes."""
     data, checkpoint = recipe.data, subject.checkpoint
     if subject.is_chat:
         for frames in {data.frames // 2, data.frames // 4} - {0}:

@@ -88,7 +88,7 @@ class Subject:
         return self.recipe.model.family in CHAT_FAMILIES
 
     def model(self, recipe: Recipe) -> nn.Module:
-        """With adapter and kernels, on the meta device, in training; wide whatever `model.quantize` says."""
+        """Return it with adapter and kernels, on the meta device, in training; wide whatever `model.quantize` says."""
 
         def load() -> nn.Module:
             with _meta(), _kernels_of_a_gpu(self.gpu):
@@ -100,7 +100,7 @@ class Subject:
         return self._once(("model", _model_key(recipe)), load)
 
     def weights(self, recipe: Recipe) -> Weights:
-        """What the model takes; quantised by counting."""
+        """Return what the model takes; quantised by counting."""
         model = self.model(recipe)
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -122,7 +122,7 @@ class Subject:
         )
 
     def _narrowed(self, recipe: Recipe) -> int:
-        """Bytes that `model.quantize` saves."""
+        """Return the bytes that `model.quantize` saves."""
         kind = recipe.model.quantize
         if kind is None:
             return 0
@@ -139,11 +139,11 @@ class Subject:
 
     @cached_property
     def shapes(self) -> tuple[Any, ...]:
-        """Of the samples, the largest first; a name and what a sample of it is."""
+        """Return the shapes of the samples, the largest first."""
         return tuple(sorted(self._specs, key=lambda shape: shape.volume, reverse=True))
 
     def spec(self, shape: Any) -> Spec:
-        """Tensors of one sample."""
+        """Return the shapes and dtypes of one sample's tensors."""
         return self._specs[shape][0]
 
     @cached_property
@@ -154,7 +154,7 @@ class Subject:
 
     @cached_property
     def samples(self) -> Sequence[Sample] | None:
-        """Of a diffusion model's data; None where it is not here."""
+        """Find the samples of a diffusion model's data; None where it is not here."""
         if self.is_chat or not data_is_here(self.recipe):
             return None
         return find_samples(self.recipe, self.checkpoint, group=1, quiet=True).all
@@ -166,13 +166,13 @@ class Subject:
         )
 
     def _encoded(self, shape: VideoShape) -> Spec:
-        """A sample's tensors: what the encoders make of its pixels and its caption."""
+        """Return a sample's tensors: what the encoders make of its pixels and its caption."""
         made, _ = self._encode(shape)
         video = {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
         return video | self.checkpoint.text_spec(self.dtype)
 
     def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
-        """What the video encoder gives of one sample, and its peak."""
+        """Return what the video encoder gives of one sample, and its peak."""
         encode, vae, fake = self._vae
 
         def run() -> tuple[Mapping[str, torch.Tensor], int]:
@@ -195,13 +195,13 @@ class Subject:
 
     @cached_property
     def video_encoder(self) -> Encoder:
-        """At the largest shape."""
+        """Count the encoding of one sample of the largest shape."""
         _, vae, _ = self._vae
         return Encoder(tensor_bytes(vae.parameters()), self._encode(self.shapes[0])[1])
 
     @cached_property
     def video_decoder(self) -> Encoder:
-        """Decoding one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
+        """Count the decoding of one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
         _, vae, fake = self._vae
         size, _ = self._encoded(VideoShape.of(self.recipe.data))["latent_mean"]
         if isinstance(vae, AutoencoderKL) and len(size) == 4:
@@ -214,7 +214,7 @@ class Subject:
 
     @cached_property
     def caption_encoder(self) -> Encoder | None:
-        """One caption of the length that is kept; None without an encoder, or without its config."""
+        """Count one caption of the length that is kept; None without an encoder, or without its config."""
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = text_encoder(self.checkpoint.path, self.dtype)
         if model is None:
@@ -227,7 +227,7 @@ class Subject:
         return Encoder(tensor_bytes(model.parameters()), live.most)
 
     def needs(self, recipe: Recipe, shape: Any) -> Needs:
-        """Activations of a micro-batch under each mode."""
+        """Return the bytes of a micro-batch's activations under each mode."""
         size, model = recipe.train.batch_size, self.model(recipe)
 
         def count() -> Needs:
@@ -238,7 +238,7 @@ class Subject:
         return self._once(("needs", _model_key(recipe), size, shape), count)
 
     def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> int:
-        """A whole micro-step."""
+        """Return the peak of a whole micro-step, in bytes."""
         size, model = recipe.train.batch_size, self.model(recipe)
         exist = recipe.train.accumulate > 1
 
@@ -251,7 +251,7 @@ class Subject:
         return self._once(("peak", _model_key(recipe), size, exist, shape, mode), count)
 
     def inference_peak(self, recipe: Recipe) -> int:
-        """One denoising call of a sampled video, which guidance makes a batch of two."""
+        """Return the peak of one denoising call of a sampled video, which guidance makes a batch of two."""
         size = 2 if recipe.validation.guidance_scale > 1 else 1
         model = self.model(recipe)
 
@@ -272,14 +272,14 @@ class Subject:
         return self._once(("inference", _model_key(recipe), size), count)
 
     def sample_bytes(self, shape: Any) -> int:
-        """Of one sample's tensors."""
+        """Return the bytes of one sample's tensors."""
         return sum(size.numel() * dtype.itemsize for size, dtype in self.spec(shape).values())
 
     def _batch(self, spec: Spec, size: int) -> Spec:
         return {n: (torch.Size([size, *one]), dtype) for n, (one, dtype) in spec.items()}
 
     def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
-        """Integers of a micro-batch on which shapes depend, such as token ids."""
+        """Return the integers of a micro-batch on which shapes depend, such as token ids."""
         known = self._specs[shape][1]
         return {name: tensor.expand(size, *tensor.shape) for name, tensor in known.items()}
 
@@ -289,7 +289,7 @@ class Subject:
 
 
 def _model_key(recipe: Recipe) -> str:
-    """What of a recipe another model comes from."""
+    """Name what of a recipe makes another model."""
     return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
 
 

@@ -15,7 +15,7 @@ from dit_lora.training.checkpointing import MODES
 
 
 def render(planned: Planned) -> None:
-    """Phases, what a training step is made of, activations by mode, host and disk; then whether it fits."""
+    """Print phases, what a training step is made of, activations by mode, host and disk; then whether it fits."""
     console, budget = Console(highlight=False), planned.budget
     limit = f" of {gib(budget.gpu)}" if budget.gpu is not None else ""
     console.print(_table((f"GPU memory{limit}", "GiB"), _rows(budget.phases)))
@@ -33,7 +33,7 @@ def render(planned: Planned) -> None:
 
 
 def verdict(planned: Planned) -> list[str]:
-    """Whether it fits, and what to add to the command if not."""
+    """Say whether it fits, and what to add to the command if not."""
     budget, change = planned.budget, planned.change
     if budget.gpu is None:
         return [f"needs {gib(budget.needs)} GiB; with --gpu SIZE the plan says whether that fits"]
@@ -51,7 +51,7 @@ def verdict(planned: Planned) -> list[str]:
 
 
 def gib(size: int) -> str:
-    """Three digits, of small sizes fewer."""
+    """Write GiB with three digits, of small sizes fewer."""
     value = size / GIB
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 

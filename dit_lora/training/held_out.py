@@ -24,7 +24,7 @@ class HeldOut(NamedTuple):
 
 
 def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> float | None:
-    """Mean loss over the draws, which training never makes, each by its weight; None of none. Collective.
+    """Return the mean loss over the draws, which training never makes, each by its weight; None of none. Collective.
 
     Ranks share the draws; of a sharded model, which needs all of them, each runs all. Samples that are bad or cannot
     be read are left out, and said; training stops at them.
@@ -52,7 +52,7 @@ def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> 
 
 
 def _sample_of(clips: TrainingSet, one: HeldOut) -> tuple[Batch | None, dict[str, str]]:
-    """A sample and what is wrong with it; None where the disk does not give it, which training will meet too."""
+    """Read a sample, and say what is wrong with it; None where the disk does not give it, which training will meet too."""
     try:
         sample = clips.sample(one.entry, one.draw)
     except UnreadableError as error:
