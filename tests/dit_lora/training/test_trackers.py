@@ -269,7 +269,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
     assert len(world.said) == 1
     assert "warning: run.trackers: wandb is left out from here: " in world.said[0]
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
