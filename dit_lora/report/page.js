@@ -153,6 +153,7 @@ const drawCurves = (figure, run, count) => {
     },
   }, uPlot.join(tables), box);
   plot.over.append(tip);
+  plot.root.querySelector('.u-legend').setAttribute('aria-live', 'polite');
   const follow = (event) => {
     if (event.pointerType === 'mouse') return; // uPlot follows it by itself
     const over = plot.over.getBoundingClientRect();
@@ -164,9 +165,9 @@ const drawCurves = (figure, run, count) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (event.key === 'Escape') plot.setCursor({ left: -10, top: -10 });
     if (!by) return;
-    const [steps] = plot.data;
-    const at = Math.max(0, Math.min(steps.length - 1, (plot.cursor.idx ?? -1) + by * (event.shiftKey ? 10 : 1)));
-    plot.setCursor({ left: plot.valToPos(steps[at], 'x'), top: 0 });
+    const [first, last] = plot.series[0].idxs; // in view
+    const at = Math.max(first, Math.min(last, (plot.cursor.idx ?? first - 1) + by * (event.shiftKey ? 10 : 1)));
+    plot.setCursor({ left: plot.valToPos(plot.data[0][at], 'x'), top: 0 });
     event.preventDefault();
   });
   return plot;
