@@ -227,7 +227,7 @@ class Recipe(Section):
     model: ModelConfig
     data: DataConfig
     chat: ChatConfig | None = None
-    """For chat models; by default all of its defaults."""
+    """Settings of chat models; by default all of their defaults."""
     lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig
