@@ -31,10 +31,6 @@ class Histogram:
     about: str
     bins: Sequence[Bin]
 
-    @property
-    def highest(self) -> int:
-        return max(column.count for column in self.bins)
-
 
 @dataclass(frozen=True)
 class Channel:
