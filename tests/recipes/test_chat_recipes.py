@@ -1,6 +1,8 @@
 """The recipes of chat models, at the published sizes: what opens, what trains, and what their headers count."""
 
 import re
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,10 +80,15 @@ class _Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def _no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(CONFIGS, configs)
+    for folder in configs.glob("VideoChat2*"):
+        (folder / "qformer_tokenizer").mkdir()
+    monkeypatch.setattr(sys.modules[__name__], "CONFIGS", configs)
+
     def loaded(path: Path, *, local_files_only: bool, trust_remote_code: bool) -> _Tokenizer:
-        assert path.is_dir() or path.name == "qformer_tokenizer"
-        assert (local_files_only, trust_remote_code) == (True, False)
+        assert (path.is_dir(), local_files_only, trust_remote_code) == (True, True, False)
         return _Tokenizer()
 
     monkeypatch.setattr(chat_checkpoint.AutoTokenizer, "from_pretrained", loaded)
