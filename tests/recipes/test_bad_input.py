@@ -4,10 +4,11 @@ import errno
 import fcntl
 import json
 import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,7 +243,12 @@ def test_a_tracker_that_is_not_installed(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accelerate would leave it out and say nothing."""
-    monkeypatch.setitem(sys.modules, "trackio", None)  # as if it were not there
+    installed = metadata.distributions
+
+    def without_trackio(**wanted: Any) -> Iterable[metadata.Distribution]:
+        return () if wanted.get("name") == "trackio" else installed(**wanted)
+
+    monkeypatch.setattr(metadata, "distributions", without_trackio)
     message = refused("run.trackers=[tensorboard, trackio]")
     assert "run.trackers: trackio not installed; pip install 'dit-lora[trackio]'" in message
 
