@@ -144,7 +144,16 @@ def test_what_cannot_be_served_is_one_clear_line(run_dir: Path, tmp_path: Path) 
     assert "--serve --port 80" in str(result.exception)
 
 
-def test_ctrl_c_ends_with_a_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As in a terminal: what a script starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_with_a_line(run_dir: Path) -> None:
     told: list[str] = []
 
     def tell(line: str) -> None:
