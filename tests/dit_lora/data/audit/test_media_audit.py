@@ -208,8 +208,9 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(
     script = tmp_path / "run.py"
     script.write_text(
         f"""
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs ignore it
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 if __name__ == "__main__":
     from test_media_audit import *
