@@ -20,13 +20,13 @@ class OptimizerRecord:
     """The facts about one optimizer. Adding one takes its record, and its package in pyproject.toml and `compat.TESTED`."""
 
     about: str
-    """What a recipe's documentation says of it."""
+    """The sentence about it in a recipe's documentation."""
     target: str
     """Its class, `module:Class`, which is imported when it is built."""
     state_bytes: Callable[[Sequence["torch.Tensor"]], int]
     """Bytes of the tensors that it keeps of these parameters once it has stepped, without what allocators round up."""
     arguments: Mapping[str, bool] = field(default_factory=dict)
-    """What its class takes beside groups, betas, eps and weight decay."""
+    """Arguments that its class takes beside groups, betas, eps and weight decay."""
     decay_in_groups: bool = False
     """Give the weight decay in each group rather than among the defaults."""
     package: str = "torch"

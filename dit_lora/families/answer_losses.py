@@ -67,7 +67,7 @@ def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
-    """What makes hidden states (B, L, D) of the inputs, and what makes logits of those."""
+    """Splits a model into what makes hidden states (B, L, D) of the inputs, and what makes logits of those."""
     trunk = getattr(model, "base_model", None)
     head = model.get_output_embeddings() if isinstance(trunk, nn.Module) else None
     if trunk is model or not isinstance(trunk, nn.Module) or not isinstance(head, nn.Module):
@@ -79,7 +79,7 @@ def _trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 class _Hidden:
-    """What a trunk returns, with nothing in it but the last hidden states."""
+    """A trunk's output, with nothing in it but the last hidden states."""
 
     def __init__(self, states: torch.Tensor) -> None:
         self.last_hidden_state = states

@@ -1,4 +1,4 @@
-"""What training must know of an opened checkpoint of a diffusion family, in three roles; nothing else.
+"""The contract of diffusion families: all that training knows of an opened checkpoint, in three roles.
 
 A checkpoint holds facts and pure functions. It has no optimizer, no loop and no logging, so that no family can
 lose the guard. `Encoders` make what is cached of a sample, the `Denoiser` is what trains, the `Sampler` makes
@@ -48,7 +48,7 @@ class VideoEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one video."""
+    """The settings that one video is sampled with."""
 
     shape: VideoShape
     inference_steps: int
@@ -60,20 +60,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TextLimit:
-    """What a text encoder reads of a caption."""
+    """The part of a caption that a text encoder reads."""
 
     tokenizer: Any
     max_tokens: int
-    """With its special tokens; what is beyond is cut off."""
+    """Number of tokens with the special ones; the text beyond them is cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened(ABC):
-    """What all roles know: where the checkpoint is, its configs, and the shapes that it takes."""
+    """The facts that all roles share: where the checkpoint is, its configs, and the shapes that it takes."""
 
     path: Path
     transformer_config: Mapping[str, Any]
-    """With what `model.from_scratch` changes, and with the defaults that its family needs."""
+    """The transformer's config, changed by `model.from_scratch` and filled up with its family's defaults."""
     vae_config: Mapping[str, Any]
     from_scratch: Mapping[str, Any] | None = None
     """`model.from_scratch`."""
@@ -103,7 +103,7 @@ class Encoders(Opened):
     """The role of what is cached of a sample, and of what that depends on."""
 
     transform: ClassVar[str]
-    """How pixels are encoded; part of each sample's cache key, so changed whenever they would be encoded otherwise."""
+    """Name of the way that pixels are encoded; part of each sample's cache key, so changed whenever they would be encoded otherwise."""
 
     def text_facts(self) -> Mapping[str, Any]:
         """Return what embeddings depend on besides caption and dtype: files (`Path`) and values."""
@@ -133,7 +133,7 @@ class Encoders(Opened):
 
 
 class Objective(Protocol):
-    """What the network is trained to predict."""
+    """The quantity that the network is trained to predict."""
 
     @property
     def train_timesteps(self) -> int: ...

@@ -26,23 +26,23 @@ from dit_lora.objectives import LossOutput
 from dit_lora.pretrained import load_pretrained
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""In the order that losses are told apart by."""
+"""The kinds of media, in the order that losses are told apart by."""
 Fit = Literal["stretch", "cover"]
-"""How a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
+"""The way a frame becomes its shape: squeezed into it, or scaled to cover it and cropped at the centre."""
 
 
 @dataclass(frozen=True)
 class Viewing:
-    """How much of an image or a video the model is shown."""
+    """The part of an image or a video that the model is shown."""
 
     frames: int
-    """Of a video."""
+    """Number of frames of a video."""
     height: int
     """Pixels; of each tile, where there are tiles."""
     width: int
     tiles: int | None = None
     timestamps: bool | None = None
-    """Whether the prompt says at which seconds the frames are; None: as the model was trained."""
+    """True if the prompt says at which seconds the frames are; None to do as the model was trained."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Viewing":
@@ -56,7 +56,7 @@ class ChatCheckpoint(ABC):
 
     path: Path
     config: Any
-    """As Transformers reads it."""
+    """The model's config, as Transformers reads it."""
     tokenizer: Any
     """The language model's."""
     how: Viewing
@@ -69,7 +69,7 @@ class ChatCheckpoint(ABC):
 
     @property
     def pad_token_id(self) -> int:
-        """What tokens are padded with; never looked at."""
+        """The token that pads the others; the model never looks at it."""
         found = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if found is None else found
 
@@ -139,7 +139,7 @@ class ChatCheckpoint(ABC):
     def answer(
         self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
-        """What the model says next, greedily; `pixels` uint8 (F, 3, H, W)."""
+        """Return what the model says next, greedily; `pixels` uint8 (F, 3, H, W)."""
 
 
 def greedy_answer(
@@ -150,7 +150,7 @@ def greedy_answer(
     *,
     end: str | None = None,
 ) -> str:
-    """What the model says after a prompt (1, L), one likeliest token after the other, until it ends.
+    """Return what the model says after a prompt (1, L), one likeliest token after the other, until it ends.
 
     It ends with the checkpoint's own end of text, or with `end` where a prompt's format has another.
     """

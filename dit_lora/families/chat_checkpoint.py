@@ -41,7 +41,7 @@ LAYOUTS: Mapping[str, Callable[[Any, Path, Any], Layout]] = {
     "smolvlm": SmolVLMLayout.of,
     "internvl": InternVLLayout.of,
 }
-"""By the `model_type` of a checkpoint's config.json."""
+"""Layouts by the `model_type` of a checkpoint's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
         return model
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As `ChatCheckpoint`; Qwen2.5-VL's videos also need the `seconds` of their frames, (B, F)."""
+        """Return the model's arguments of a batch; Qwen2.5-VL's videos also need the `seconds` of their frames, (B, F)."""
         input_ids, pixels = batch["input_ids"], batch.get("pixels")
         if pixels is None:
             return {"input_ids": input_ids}
@@ -171,7 +171,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
         return greedy_answer(model, self.tokenizer, given, max_tokens)
 
     def _template(self, *, video: bool) -> str:
-        """As the processor finds it: of SmolVLM's videos one of its own, else the processor's, else the tokenizer's."""
+        """Return the chat template that the processor would find: of SmolVLM's videos one of its own, else the processor's, else the tokenizer's."""
         if video and self.config.model_type == "smolvlm":
             from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 

@@ -1,4 +1,4 @@
-"""What differs by model type: the size of pictures, the text that stands for them, the tensors made of them.
+"""Tells model types apart: the size of pictures, the text that stands for them, the tensors made of them.
 
 Facts of each model's processor in Transformers, whose video processors need torchvision; these need torch alone. A
 video of one frame is an image.
@@ -33,24 +33,24 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class Layout(Protocol):
-    """How one model type sees pictures."""
+    """The way one model type sees pictures."""
 
     fit: ClassVar[Fit]
     timed: ClassVar[bool]
-    """Whether the model is told at which seconds frames are, in words or by positions."""
+    """True if the model is told at which seconds frames are, in words or by positions."""
 
     @property
     def native(self) -> int:
         """Pixels a side that a recipe usually gives as data.height and data.width."""
 
     def wrong(self, height: int, width: int) -> str | None:
-        """What data.height and data.width have to be, if these are not."""
+        """Return what data.height and data.width have to be, if these are not."""
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
         """Pixels of pictures stored as height x width; `budget` is data.height and data.width."""
 
     def placeholder(self, frames: int) -> str:
-        """What the chat template puts where the picture or video is, and `expansion` replaces."""
+        """Return what the chat template puts where the picture or video is, and `expansion` replaces."""
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         """The text, tokens of the model's features included, of a picture or video of that shape."""

@@ -25,7 +25,7 @@ def refuse_options_of_diffusion(recipe: Recipe, takes: Sequence[str] = ()) -> No
 
 
 def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
-    """What is set, and what a chat model has in its place."""
+    """Return, for each option that a chat model lacks, if it is set and what the model has in its place."""
     data, train, chat = recipe.data, recipe.train, recipe.chat
     sources = data.all_sources
     captions = "the annotation file has questions and answers"

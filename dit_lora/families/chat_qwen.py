@@ -1,4 +1,4 @@
-"""How Qwen2.5-VL and Qwen3-VL see pictures: any size in steps of 28 or 32 pixels, two frames to a patch.
+"""Makes pictures as Qwen2.5-VL and Qwen3-VL see them: any size in steps of 28 or 32 pixels, two frames to a patch.
 
 Shapes: B batch, L tokens, F frames, H and W pixels.
 """
@@ -19,7 +19,7 @@ from dit_lora.families.chat_views import Normalisation, patches, processor_confi
 
 @dataclass(frozen=True)
 class Pixels:
-    """How many pixels a processor lets a picture (Qwen3-VL: a video's frames together) have."""
+    """The number of pixels that a processor lets a picture (Qwen3-VL: a video's frames together) have."""
 
     fewest: int
     most: int

@@ -1,4 +1,4 @@
-"""Where faults are put into tiny chat models, of both families."""
+"""Sites of faults in tiny chat models, of both families."""
 
 from typing import Any
 

@@ -39,7 +39,7 @@ class Normalisation:
 
 
 def processor_config(path: Path, kind: str) -> dict[str, Any]:
-    """What a checkpoint's files say of how an `image` or a `video` is prepared; {} if nothing.
+    """Return what a checkpoint's files say of how an `image` or a `video` is prepared; {} if nothing.
 
     As Transformers looks for it (video_processing_utils.py, get_video_processor_dict): nested in
     processor_config.json, else in a file of its own, and a video's else in the image's.

@@ -47,7 +47,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     )
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """With `data.image_noise` and `data.image_dropout`; refuses prompts without their first images."""
+        """Take `data.image_noise` and `data.image_dropout` from the recipe; refuse prompts without their first images."""
         fitting = super().for_recipe(recipe)
         data, validation = recipe.data, recipe.validation
         wrong = []

@@ -74,7 +74,7 @@ class CogVideoXCheckpoint(Checkpoint):
         ]
 
     def _beyond_positions(self, shape: VideoShape) -> list[str]:
-        """What the transformer has no positions for."""
+        """Say what the transformer has no positions for."""
         config, factor = self.transformer_config, self.spatial_factor
         given = {"frames": shape.frames, "height": shape.height, "width": shape.width}
         sizes = {name: config[f"sample_{name}"] * factor for name in ("height", "width")}

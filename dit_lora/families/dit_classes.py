@@ -45,11 +45,11 @@ class ClassTable:
         return min(self.count, STOCK_NULL)
 
     def rows(self) -> list[int]:
-        """Of the classes, in order: around the null row."""
+        """Return the rows of the classes, in order: around the null row."""
         return [row for row in range(self.count + 1) if row != self.null]
 
     def row(self, name: str) -> int | None:
-        """Of a name, of one of its synonyms, or of a row's number where no class has a number for a name.
+        """Return the row of a name, of one of its synonyms, or of a row's number where no class has a number for a name.
 
         As in DiTPipeline, the last of equal names wins.
         """
@@ -65,13 +65,13 @@ class ClassTable:
         return found.pop() if len(found) == 1 else None
 
     def extended(self, names: Sequence[str]) -> Self:
-        """With new classes at the end; the rows of the old ones stay."""
+        """Return the classes with new ones at the end; the rows of the old ones stay."""
         wider = type(self)(self.count + len(names), {})
         rows = wider.rows()[self.count :]
         return replace(wider, names={**self.names, **dict(zip(rows, names, strict=True))})
 
     def labels(self) -> dict[str, str]:
-        """As model_index.json's `id2label`."""
+        """Return the classes as model_index.json's `id2label`."""
         return {str(row): value for row, value in self._named()}
 
     def near(self, name: str) -> list[str]:
@@ -103,9 +103,9 @@ class ClassCheckpoint(NoisePrediction):
     stored: ClassTable
     """The classes of the files."""
     classes: ClassTable
-    """Those that it is trained on."""
+    """The classes that it is trained on."""
     count_key: ClassVar[str]
-    """Their number's name in the transformer's config."""
+    """The name that the number of classes has in the transformer's config."""
     takes: ClassVar[tuple[str, ...]] = ("data.classes", "train.vlb")
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ClassCheckpoint(NoisePrediction):
         return tuple(self.stored.labels().values())
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """With the classes of the data: new ones are added, from scratch they are all there is."""
+        """Take the classes of the data: new ones are added, from scratch they are all there is."""
         fitting = super().for_recipe(recipe)
         classes = self._classes_for(recipe, class_names(recipe.data, recipe.cache_dir))
         absent = unknown(recipe.validation.prompts, classes)

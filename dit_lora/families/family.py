@@ -1,4 +1,4 @@
-"""What is known of a family before a checkpoint is opened: plain facts, read without importing torch.
+"""The facts about a family, known before a checkpoint is opened and read without importing torch.
 
 A family's module `dit_lora.families.<name>` is its facts and nothing more; what its checkpoints do is imported when
 one is opened, and what builds its tiny twins when one is built.
@@ -28,7 +28,7 @@ class License:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a tiny variant trains on, and what its modules are called, so that faults can be put into them.
+    """The data of a tiny variant and the names of its modules, so that faults can be put into them.
 
     A name is None where the model has no such module.
     """
@@ -38,7 +38,7 @@ class Site:
     data: Mapping[str, Any]
     """The recipe's `data` section, without its path."""
     samples: Literal["clips", "images", "classes", "class_clips", "conversations"] = "clips"
-    """What is written to train on."""
+    """The kind of samples that are written to train on."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Other sections of the recipe that this family needs."""
     groups: Mapping[str, Any] = field(default_factory=lambda: {"adapter": {"lr": 1e-3}})
@@ -57,21 +57,21 @@ class Site:
     text: str | None = "prompt_embeds"
     """The cached tensor of the caption, where it is floating point."""
     posterior: bool = True
-    """Whether the VAE gives a distribution."""
+    """True if the VAE gives a distribution."""
     has_buffers: bool = False
-    """Whether the model holds tables in floating point that are no weights, such as positions."""
+    """True if the model holds tables in floating point that are no weights, such as positions."""
     class_table: str | None = None
     """The weight that has a row for each class."""
     experts: Mapping[str, str] = field(default_factory=dict)
-    """Of a chat model: modules by what they are."""
+    """Modules of a chat model by what they are."""
     vision_attention: str | None = None
-    """Of a chat model: a self-attention of its vision encoder."""
+    """A self-attention of a chat model's vision encoder."""
     queries: str | None = None
     """The parameter of a Q-Former's queries that older trainers began at zero."""
 
     @property
     def encoded(self) -> bool:
-        """Whether samples are encoded before training, and noise is drawn for them."""
+        """Return true if samples are encoded before training, and noise is drawn for them."""
         return self.samples != "conversations"
 
     @property
@@ -81,7 +81,7 @@ class Site:
 
     @property
     def bad(self) -> float:
-        """What makes the loss NaN where a sample's `mark` is full of it."""
+        """Return the value that makes the loss NaN where a sample's `mark` is full of it."""
         return float("nan") if self.encoded else -100.0
 
     def named(self, template: str) -> str:
@@ -133,11 +133,11 @@ class DiffusionFamily(Family):
     pipeline_names: tuple[str, ...]
     """The `_class_name` of the pipelines whose checkpoints it trains."""
     fp32_vae: bool = False
-    """Whether its VAE stays in fp32 whatever the rest of the pipeline is in."""
+    """True if its VAE stays in fp32 whatever the rest of the pipeline is in."""
     comfyui: Mapping[str, str] | str = ""
     """ComfyUI's names of the layers by Diffusers' (`*` is a block's number), or why it has none."""
     kohya: bool = False
-    """Whether VideoX-Fun reads LoRA files in kohya's layout for it."""
+    """True if VideoX-Fun reads LoRA files in kohya's layout for it."""
 
     def open(
         self,
@@ -165,7 +165,7 @@ class ChatFamily(Family):
     lora_within: tuple[str, ...]
     """The submodules in which `lora_targets` are looked for, such as the language model."""
     tells_times: bool = True
-    """Whether its models are told when frames are, whatever `chat.timestamps` is left at."""
+    """True if its models are told when frames are, whatever `chat.timestamps` is left at."""
 
     def open(self, model: "ModelConfig", recipe: "Recipe | None" = None) -> "ChatCheckpoint":
         """Read a checkpoint's configs and tokenizer, no weights; refuse one of another family.

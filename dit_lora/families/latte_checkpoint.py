@@ -126,7 +126,7 @@ class LatteCheckpoint(NoisePrediction):
         )[0]
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        """As the pipeline: the text's own tokens, and as many of the empty prompt, padding too."""
+        """Return the embeddings as the pipeline makes them: the text's own tokens, and as many of the empty prompt, padding too."""
         if isinstance(prompt, str):
             return {"prompt": prompt, "clean_caption": False}
         kept = int(prompt["prompt_mask"].sum())

@@ -1,4 +1,4 @@
-"""What DiT, the video DiT and Latte share: latents of an image VAE, and noise prediction on them.
+"""Base of DiT, the video DiT and Latte: latents of an image VAE, and noise prediction on them.
 
 Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 """
@@ -41,7 +41,7 @@ class NoisePrediction(Checkpoint):
 
     @property
     def learned(self) -> bool:
-        """Whether the network has a variance to train."""
+        """True if the network has a variance to train."""
         return learns_variance(self.path.name, self.transformer_config)
 
     def for_recipe(self, recipe: Recipe) -> Self:
@@ -119,7 +119,7 @@ def noise_objective(model: ModelConfig, scheduler_config: Mapping[str, Any]) -> 
 
 
 def learns_variance(name: str, transformer_config: Mapping[str, Any]) -> bool:
-    """Whether the network has a second half of channels; raises on any other number of them."""
+    """Return true if the network has a second half of channels; raises on any other number of them."""
     channels, out = transformer_config["in_channels"], transformer_config["out_channels"]
     if out not in (channels, 2 * channels):
         raise DitLoraError(

@@ -1,4 +1,4 @@
-"""What a diffusion family cannot take of a recipe, in words: shapes, and options of other families."""
+"""Says what a diffusion family cannot take of a recipe: shapes, and options of other families."""
 
 from collections.abc import Mapping, Sequence
 

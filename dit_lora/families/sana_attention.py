@@ -68,7 +68,7 @@ def keep_linear_attention_fp32(transformer: nn.Module, *, saturates: bool) -> No
 
 
 def _under_autocast(attn: Attention, kind: str, dtype: torch.dtype) -> Any:
-    """What the stock processors read of an attention layer, its modules called under autocast as before."""
+    """Stands for an attention layer as the stock processors read it, its modules called under autocast as before."""
 
     def outside(module: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if module is None:

@@ -181,7 +181,7 @@ class SanaCheckpoint(Checkpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        """With the autoencoder in fp32, as Sana's and Diffusers' own scripts keep it, and fp16's limit where needed."""
+        """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts keep it, and fp16's limit where needed."""
         given: dict[str, Any] = {} if text else {"text_encoder": None, "tokenizer": None}
         if transformer is None and self.saturates:
             transformer = self.load_transformer(dtype)
@@ -231,7 +231,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoi
 
 
 def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
-    """Whether the transformer was trained in fp16: so it is stored, alone or as the fp16 variant, or so it is known.
+    """Return true if the transformer was trained in fp16: so it is stored, alone or as the fp16 variant, or so it is known.
 
     The name counts last, for a published checkpoint of which only the fp32 file was fetched.
     """

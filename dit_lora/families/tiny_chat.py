@@ -63,7 +63,7 @@ _TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for colu
 
 
 class Variant(NamedTuple):
-    """What makes one checkpoint."""
+    """The parts that one checkpoint is made of."""
 
     special: tuple[str, ...]
     """Tokens of their own; the first is padding."""
@@ -74,7 +74,7 @@ class Variant(NamedTuple):
     template: str
     config: Callable[[Callable[[str], int], dict[str, Any]], PreTrainedConfig]
     files: dict[str, dict[str, Any]]
-    """How pictures are prepared, as the published checkpoints' files say it."""
+    """The settings that pictures are prepared with, as the published checkpoints' files say it."""
 
 
 def build_tiny_chat(variant: str, out: Path, seed: int) -> None:

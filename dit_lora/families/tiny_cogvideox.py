@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cogvideox-1.5": _VERSION_1_5,
     "cogvideox-1.5-i2v": {**_VERSION_1_5, **_FROM_IMAGE, "ofs_embed_dim": 32},
 }
-"""What each changes of the transformer."""
+"""Changes of each variant to the transformer's config."""
 
 
 def build_cogvideox(variant: str, out: Path, seed: int) -> None:

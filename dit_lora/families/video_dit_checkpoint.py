@@ -47,7 +47,7 @@ class VideoClasses(ClassTable):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoDiTCheckpoint(NoisePrediction):
-    """What the checkpoints of classes and of text share."""
+    """Base of the checkpoints of classes and of text."""
 
     pipeline_class: ClassVar[Any] = VideoDiTPipeline
     transformer_class: ClassVar[Any] = VideoDiTTransformer3DModel

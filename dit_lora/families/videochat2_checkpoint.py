@@ -43,7 +43,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
     config: VideoChat2Config
     qformer_tokenizer: Any
     notebook: bool = False
-    """Whether it is asked as the original's MVBench notebook asks, and not as it was trained."""
+    """True if it is asked as the original's MVBench notebook asks, and not as it was trained."""
 
     def for_recipe(self, recipe: Recipe) -> Self:
         refuse_options_of_diffusion(recipe, takes=("chat.tiles",))
@@ -79,7 +79,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
 
     @property
     def answer_end(self) -> str:
-        """What an answer is learned to end with: a token, or in Vicuna's format text."""
+        """Return what an answer is learned to end with: a token, or in Vicuna's format text."""
         return PROMPT_FORMATS[self.prompt_format].answer[1].strip()
 
     def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:

@@ -38,7 +38,7 @@ _OF_OTHERS = "it is for models of Transformers"
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What was replaced and what was not, and why; as text, one line each."""
+    """An account of what was replaced and what was not, and why; as text, one line each."""
 
     fusion: Fusion
     unavailable: Mapping[str, str]

@@ -180,7 +180,7 @@ def _of_stock(name: str) -> property:
 
 
 class FusedProcessor:
-    """What fused processors share: the stock processor, and the fusion that says what is on."""
+    """Base of fused processors: the stock processor, and the fusion that says what is on."""
 
     def __init__(self, stock: Any, fusion: Fusion, attn: Any) -> None:
         self.stock = stock
@@ -188,7 +188,7 @@ class FusedProcessor:
         norms = [getattr(attn, name, None) for name in NORMS]
         # Read once, here: it is a synchronisation of the device.
         self.from_output = all(_recoverable(norm) for norm in norms if norm is not None)
-        """Whether norms of q and k may run backward from their outputs."""
+        """True if norms of q and k may run backward from their outputs."""
 
     @property
     def is_stock(self) -> bool:

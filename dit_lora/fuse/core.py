@@ -1,4 +1,4 @@
-"""What a fused model is: which modules have another forward, for which kernel, and how each is put back.
+"""Defines a fused model: which modules have another forward, for which kernel, and how each is put back.
 
 A patch lives on the instance. Class, parameters, buffers, submodules, names and hooks stay as they were, so state
 dicts, PEFT, checkpointing and saving see the stock model. Each patch belongs to one op; while that op is off, the
@@ -29,7 +29,7 @@ OPS = (
 )
 """Ops that can replace part of a model, by their names in `kernels:`."""
 ATTENTION = "attention"
-"""What the patches of attention processors belong to: one call for all backends, one input for q, k and v."""
+"""Name of the switch of attention processors' patches: one call for all backends, one input for q, k and v."""
 KERNELS = "kernels"
 """The switch of everything that was replaced."""
 _MARK = "_fusion"
@@ -37,10 +37,10 @@ _MARK = "_fusion"
 
 @dataclass
 class Fusion:
-    """What is fused in one model, and what of it is on at the moment."""
+    """The patches of one model, and which of them are on at the moment."""
 
     on: dict[str, bool]
-    """By op; an op that is off runs the stock code."""
+    """The state of each op; one that is off runs the stock code."""
     backend: str | None = None
     """Diffusers' name of the attention backend that fused processors ask for; None for PyTorch's choice."""
     replaced: list[tuple[str, str]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Fusion:
     kept: list[tuple[str, str, str]] = field(default_factory=list)
     """(op, module, reason) of what an op could have replaced and did not."""
     stock: bool = False
-    """Whether the whole model runs its own code for now, whatever `on` says."""
+    """True while the whole model runs its own code, whatever `on` says."""
     hooks: list["Removable"] = field(default_factory=list)
     """Hooks of the model, for as long as it is fused."""
 
@@ -142,7 +142,7 @@ class ForwardPatch:
     for_now: WhyNot = _always
     """Why this instance would run its own forward at the moment: the patch asks again at every call."""
     whole: bool = False
-    """Whether it calls none of the module's submodules."""
+    """True if it calls none of the module's submodules."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class ProcessorPatch:
     of: str
     op: str
     make: Callable[[Any, Fusion, Any], Any]
-    """From the stock processor and the attention layer; the result keeps the first as `stock`, for when it is off."""
+    """Makes a fused processor of the stock one and the attention layer; the result keeps the first as `stock`, for when it is off."""
     why_not: WhyNot = _always
     """Asked of the attention module."""
     also: Callable[[Any], tuple[str, ...]] = _nothing

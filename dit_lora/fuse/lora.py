@@ -42,7 +42,7 @@ BASES = {
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 _READY = "_dit_lora_projected"
-"""Where `project` leaves (input, output) for the layer's own call."""
+"""The place where `project` leaves (input, output) for the layer's own call."""
 # By layer: what the casts were made of, and A and s*B in the compute dtype. Weak, so that no model is kept by its casts.
 _Casts = tuple[tuple[object, ...], tuple[Tensor, Tensor]]
 _CASTS: WeakKeyDictionary[nn.Module, _Casts] = WeakKeyDictionary()
@@ -113,7 +113,7 @@ def forget_casts(_model: nn.Module) -> None:
 
 
 class _Parts(NamedTuple):
-    """What a layer computes with."""
+    """The operands that a layer computes with."""
 
     base: Any
     a: Tensor

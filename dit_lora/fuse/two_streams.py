@@ -1,4 +1,4 @@
-"""What models share whose image (or video) and text are streams with weights of their own, and attend together.
+"""Base of models whose image (or video) and text are streams with weights of their own, and attend together.
 
 Source of the arithmetic: diffusers, models/normalization.py (AdaLayerNormZero), and what the blocks of Flux, SD3,
 HunyuanVideo and Mochi have in common.
@@ -114,7 +114,7 @@ def enter_joined(
 
 
 class TwoStreamProcessor(FusedProcessor):
-    """What processors of both streams share: q, k and v of one, ready for attention."""
+    """Values that processors of both streams share: q, k and v of one, ready for attention."""
 
     def head_shape(self, attn: Any) -> tuple[int, int]:
         """Return (H, D), with a -1 for what follows from the other."""

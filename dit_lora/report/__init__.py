@@ -1,1 +1,1 @@
-"""What a run did, as one HTML file that needs nothing beside it."""
+"""Tells what a run did in one HTML file that needs nothing beside it."""

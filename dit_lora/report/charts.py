@@ -1,4 +1,4 @@
-"""What charts are made of: bars, ticks, and numbers as people write them."""
+"""Parts of charts: bars, ticks, and numbers as people write them."""
 
 import math
 from collections.abc import Sequence

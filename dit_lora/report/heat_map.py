@@ -15,12 +15,12 @@ STATISTICS = {
     "update_ratio": "update / weight",
     "abs_max": "largest output",
 }
-"""Of `numerics.monitor`, with their names."""
+"""Statistics of `numerics.monitor`, with their names."""
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 Values = dict[str, dict[str, float]]
-"""By row and statistic."""
+"""Values by row and statistic."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dit_lora.parsing import parse_json
 from dit_lora.report.heat_map import ModuleHistory
 
 GROUPS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media")
-"""What a line of metrics.jsonl has by name."""
+"""Fields of a line of metrics.jsonl that hold values by name."""
 _PLAIN = ("loss", "grad_norm", "seconds", "data_seconds", "peak_gib", "samples")
 _NAMES = 24  # of one of them; a run has fewer than ten
 _LARGEST_STEP = 2**53
@@ -25,7 +25,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.torn = False
-        """Whether the last line is not whole."""
+        """True if the last line is not whole."""
         self.bad: list[int] = []
         """Numbers of the whole lines that are no object."""
         self._offset = 0
@@ -87,7 +87,7 @@ class Metrics:
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     columns: "dict[tuple[str, str], array[float]]" = field(default_factory=dict)
-    """By key, and the name within one of `GROUPS`."""
+    """Curves by key, and by the name within one of `GROUPS`."""
     modules: ModuleHistory = field(default_factory=ModuleHistory)
 
     def add(self, line: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What all pages share: one skeleton, one style, and a policy that lets a page fetch and run nothing of others'."""
+"""Base of all pages: one skeleton, one style, and a policy that lets a page fetch and run nothing of others'."""
 
 import base64
 import hashlib

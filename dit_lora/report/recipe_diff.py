@@ -1,4 +1,4 @@
-"""What a run's recipe changes of the shipped one that it started from."""
+"""Shows what a run's recipe changes of the shipped one that it started from."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from dit_lora.report.history import mapping
 from dit_lora.stock import StockRecipe, recipe_names
 
 _OWN = ("data.path", "data.cache", "model.path", "run.dir")
-"""Of every run its own: shown in its recipe, and no change."""
+"""Keys that every run sets for itself: shown in its recipe, and no change."""
 
 
 @dataclass(frozen=True)

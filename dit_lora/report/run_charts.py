@@ -31,11 +31,11 @@ class Curve:
     values: Numbers
     color: int = 0
     smooth: bool = True
-    """Whether the page draws means of as many steps as its reader chooses."""
+    """True if the page draws means of as many steps as its reader chooses."""
     faint: bool = False
-    """Whether the values themselves are drawn behind the means."""
+    """True if the values themselves are drawn behind the means."""
     sparse: bool = False
-    """Whether most steps have no value, which is then no gap in the line."""
+    """True if most steps have no value, which is then no gap in the line."""
     steps: Sequence[int] = ()
     """Steps of its own, drawn as dots; empty where it has those of the run."""
 

@@ -1,4 +1,4 @@
-"""What a run trains on: samples, buckets, what was rejected, and what an audit found, as far as its folder says."""
+"""Tells what a run trains on: samples, buckets, what was rejected, and what an audit found, as far as its folder says."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Data:
     rejected: Sequence[tuple[str, str]]
     rejected_count: int
     codes: Sequence[tuple[str, str]]
-    """Of the audit, with the number of samples."""
+    """The audit's codes, each with the number of samples."""
     notes: Sequence[str]
 
 

@@ -34,7 +34,7 @@ State = Literal["running", "finished", "stopped", "interrupted", "failed", "sile
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What could be read of a run's folder; `notes` says what could not."""
+    """All that could be read of a run's folder; `notes` says what could not."""
 
     folder: Path
     config: dict[str, Any]

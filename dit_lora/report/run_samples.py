@@ -1,4 +1,4 @@
-"""What a run's model made of the validation prompts: videos, images and answers, before, during and after."""
+"""Shows what a run's model made of the validation prompts: videos, images and answers, before, during and after."""
 
 import base64
 import math
@@ -30,7 +30,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was sampled for one prompt, the first step first."""
+    """The samples for one prompt, the first step first."""
 
     prompt: str
     kind: str

@@ -27,7 +27,7 @@ STATES: dict[State, tuple[str, str]] = {
     "failed": ("ended with an error", "reject"),
     "silent": ("not finished, and nothing is written any more", "warn"),
 }
-"""In words, with the class of their colour."""
+"""A cell's words, with the class of their colour."""
 _CAUSES = {
     "data": "a sample\u2019s own data is bad",
     "labels": "labels that nothing can be learned from",

@@ -1,4 +1,4 @@
-"""What a run will take: memory of each phase on device and host, and disk; before anything is loaded.
+"""Counts what a run will take: memory of each phase on device and host, and disk; before anything is loaded.
 
 Counted of the run's own code on tensors without values. What is not counted is said (`Budget.assumed`).
 """
@@ -21,13 +21,13 @@ GIB = 2**30
 CONTEXT = int(0.75 * GIB)
 """CUDA's own, with the libraries' workspaces: not counted by PyTorch, so assumed."""
 ROUNDING = 1.05
-"""What the allocator rounds up and cannot use, of activations: assumed."""
+"""Share of activations that the allocator rounds up and cannot use: assumed."""
 _SNAPSHOTS = 2
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How many processes, and what of the model each has."""
+    """The number of processes, and the part of the model that each has."""
 
     ranks: int = 1
     sharding: Sharding = "ddp"
@@ -94,7 +94,7 @@ class Budget:
 
     @property
     def needs(self) -> int:
-        """What a GPU must have."""
+        """The bytes that a GPU must have."""
         return max(self.phases.values())
 
     @property
@@ -184,7 +184,7 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
 
 
 def _update(weights: Weights, state: Training, launch: Launch) -> int:
-    """What takes the place of activations when the optimizer steps: gradients, and what an average moves by."""
+    """Return what takes the place of activations when the optimizer steps: gradients, and what an average moves by."""
     gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
     return max(gradients, state.ema)
 

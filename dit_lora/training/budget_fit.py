@@ -27,7 +27,7 @@ _SCALES = (0.75, 0.5)  # of a side that is made smaller
 
 @dataclass(frozen=True)
 class Change:
-    """What to add to the command, so that a run fits."""
+    """Settings to add to the command, so that a run fits."""
 
     overrides: tuple[str, ...]
     budget: Budget

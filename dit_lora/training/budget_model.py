@@ -120,7 +120,7 @@ def opened(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def data_is_here(recipe: Recipe) -> bool:
-    """Whether every source is a file or folder of this machine."""
+    """Return true if every source is a file or folder of this machine."""
     return all(Path(one.path).expanduser().exists() for one in recipe.data.all_sources)
 
 

@@ -32,7 +32,7 @@ FP32 = frozenset(_NAMES.split())
 
 
 class _RMSNorm(torch.autograd.Function):
-    """What CUDA's one op for it saves: input and one number a row."""
+    """The bytes that CUDA's one op for it saves: input and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:

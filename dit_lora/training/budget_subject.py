@@ -1,4 +1,4 @@
-"""What a budget is counted of: the model on the meta device, the tensors of a sample of each shape, the encoders."""
+"""The subject of a budget: the model on the meta device, the tensors of a sample of each shape, the encoders."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which gradient checkpointing a run takes: the memory of its activations, counted before the first step.
+"""Chooses a run's gradient checkpointing by the memory of its activations, counted before the first step.
 
 The count is of the run's own model, autocast and shapes, on fake tensors: no weight is read, no memory taken.
 """
@@ -34,7 +34,7 @@ Needs = Mapping[Mode, int]
 """Bytes of activations at the peak of a step, by mode; a model without checkpointing has `none` alone."""
 
 SHARE = 0.9
-"""Of the free memory, what activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in CogVideoX-5B's
+"""Share of the free memory that activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in CogVideoX-5B's
 backward pass, on tensors without values) and for what the allocator rounds up."""
 
 
@@ -49,7 +49,7 @@ class _Block:
 
 
 class _Ledger:
-    """What a forward pass saves for its backward pass: each storage once, weights and buffers left out."""
+    """The bytes that a forward pass saves for its backward pass: each storage once, weights and buffers left out."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         # Storages are kept alive: a number is an address, which another tensor would get again.
@@ -69,7 +69,7 @@ class _Ledger:
 
     @contextmanager
     def block(self, inputs: Iterable[Any], *, in_every_mode: bool) -> Iterator[_Block]:
-        """What is saved within is a block's, which some modes compute again, or all."""
+        """Count what is saved within as a block's, which some modes compute again, or all."""
         self._current = _Block(self._activations(inputs), in_every_mode)
         self.blocks.append(self._current)
         try:
@@ -79,7 +79,7 @@ class _Ledger:
             self._current = None
 
     def needs(self) -> dict[Mode, int]:
-        """What is kept until the backward pass, and what the largest block adds when it is computed again."""
+        """Return the bytes that are kept until the backward pass, and what the largest block adds when it is computed again."""
         kept = self.outside.union(*(block.inputs for block in self.blocks))
         some = [block for block in self.blocks if not block.in_every_mode]
         always = [block for block in self.blocks if block.in_every_mode]
@@ -185,7 +185,7 @@ class Advice(NamedTuple):
 
 
 def advise(shapes: Sequence[Needs], free: int, asked: Literal["auto", Mode]) -> list[Advice]:
-    """For each shape the mode that recomputes least and fits `SHARE` of the free bytes, or the one asked for.
+    """Return for each shape the mode that recomputes least and fits `SHARE` of the free bytes, or the one asked for.
 
     Where nothing fits, the mode that needs least.
     """

@@ -24,7 +24,7 @@ from dit_lora.training.animation import add_animation
 
 PROJECT = "dit-lora"
 IDENTITY = "trackers.json"
-"""In the run's folder: the id by which its trackers know the run, so that a resumed one goes on there."""
+"""File in the run's folder with the id by which its trackers know the run, so that a resumed one goes on there."""
 _ANSWER = ("prompt", "media", "answer")
 _EVENT = ("step", "kind", "cause", "module", "samples", "action", "words")
 _ROWS = 100

@@ -1,4 +1,4 @@
-"""What a chat model makes of conversations that it is not trained on: answers to read."""
+"""Writes what a chat model answers in conversations that it is not trained on."""
 
 import json
 from pathlib import Path
