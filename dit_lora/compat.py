@@ -150,9 +150,7 @@ def _within(env: Environment, name: str, low: Release, high: Release | None = No
 
 
 def _torchvision_of_another_torch(env: Environment) -> bool:
-    """Return True unless torchvision 0.(n + 15) meets torch 2.n, against which it is built, as its own metadata
-    pins.
-    """
+    """Return True if torchvision is not 0.(n + 15), which its metadata pins to torch 2.n."""
     torch, vision = env.release("torch"), env.release("torchvision")
     if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
         return False

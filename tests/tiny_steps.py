@@ -1,7 +1,5 @@
 """One training step's forward pass on a tiny checkpoint, prepared by Accelerate as a run prepares it."""
 
-import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from family_cases import CASES
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config import LoraConfig, ModelConfig
@@ -124,36 +120,3 @@ def _batch(checkpoint: Checkpoint, variant: str, generator: torch.Generator) -> 
         rows.append({**encode_video(pixels), **text})
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return {n: t if t.is_floating_point() else torch.ones_like(t) for n, t in batch.items()}
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the storages that ops made while it was on, now and at most; those of `without` are left out."""
-
-    def __init__(self, without: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, Any] = {_number(tensor): None for tensor in without}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and _number(tensor) not in self._known:
-                self._count(_number(tensor), tensor.untyped_storage())
-        return output
-
-    def _count(self, number: int, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-
-        def gone(_reference: Any) -> None:
-            del self._known[number]
-            self.now -= size
-
-        self._known[number] = weakref.ref(storage, gone)
-        self.now += size
-        self.most = max(self.most, self.now)
-
-
-def _number(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -24,7 +24,7 @@ class HeldOut(NamedTuple):
 
 
 def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> float | None:
-    """Return the mean loss over the draws, which training never makes, each by its weight; None of none. Collective.
+    """Return the mean loss over the draws, which training never makes, each by its weight; None without draws. Collective.
 
     Ranks share the draws; of a sharded model, which needs all of them, each runs all. Samples that are bad or cannot
     be read are left out, and said; training stops at them.

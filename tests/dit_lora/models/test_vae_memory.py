@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_steps import CPU, VARIANTS, Live
+from tiny_steps import CPU, VARIANTS
 
 from dit_lora.config import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Tensors, read_component_config
 from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.training.fake_step import Live
 
 TILED, SLICED = VaeMemory(tiling=True), VaeMemory(slicing=True)
 

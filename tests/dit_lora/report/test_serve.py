@@ -146,7 +146,7 @@ def test_what_cannot_be_served_is_one_clear_line(run_dir: Path, tmp_path: Path) 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """As in a terminal: what a script starts in the background ignores Ctrl-C."""
+    """Heed Ctrl-C as in a terminal: what a script starts in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

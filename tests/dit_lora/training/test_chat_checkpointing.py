@@ -8,7 +8,6 @@ import pytest
 import tiny_chat_models as tiny
 import torch
 from peft import LoraConfig
-from tiny_steps import Live
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -27,6 +26,7 @@ from dit_lora.training.checkpointing import (
     set_checkpointing,
     supports_checkpointing,
 )
+from dit_lora.training.fake_step import Live
 from dit_lora.training.memory import measure
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel
 from launching import ROOT
-from tiny_steps import CPU, VARIANTS, Live, TinyStep, tiny_step
+from tiny_steps import CPU, VARIANTS, TinyStep, tiny_step
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -31,6 +31,7 @@ from dit_lora.training.choose_checkpointing import (
     free_bytes,
     most_saving,
 )
+from dit_lora.training.fake_step import Live
 from dit_lora.training.memory import SHARE, Advice, Needs, advise, measure
 
 GIB = 2**30
