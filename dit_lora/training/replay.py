@@ -70,9 +70,20 @@ class Place:
 def forward(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> LossOutput:
     """Compute a micro-batch's losses, equal bit for bit at every call with equal weights."""
     # Seeded at every call: a replay draws what the step drew, whatever was drawn in between.
-    # Dropout inside the model draws from torch's own generator.
-    torch.manual_seed(fold(place.seed, "dropout", place.step, place.micro_step, place.rank))
+    # Dropout inside the model draws from torch's own generators.
+    seed = fold(place.seed, "dropout", place.step, place.micro_step, place.rank)
+    _seed_generators(seed, next(iter(batch.tensors.values())).device)
     return losses(model, batch, Streams(place.seed, batch.draws))
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of the device, and no other.
+
+    `torch.manual_seed` does it for every kind of device; one that is not there writes down a traceback at each call.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> MicroBatch:
