@@ -29,6 +29,15 @@ def abs_max(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().abs().max().float()
 
 
+def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the largest magnitude of each tensor, fp32 (N,) on the device; NaN where one has a NaN. None may be empty."""
+    if not tensors:
+        return torch.zeros(1, device=device)
+    # The maximum norm: squares of finite values may not be finite.
+    norms = torch._foreach_norm(tensors, float("inf"))
+    return torch.stack([norm.to(device) for norm in norms]).float()  # one cast, not one a tensor
+
+
 def headroom(peak: float, dtype: torch.dtype) -> float:
     """Return how many times the largest magnitude fits into the dtype's range: 1 is the edge, below 1 is beyond."""
     return torch.finfo(dtype).max / peak if peak else float("inf")

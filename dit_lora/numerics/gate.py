@@ -4,7 +4,7 @@ Flags stay on the device. A fused optimizer reads them there and leaves weights 
 reads them with the step's metrics, so a healthy step pays no synchronisation for them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.finite import magnitudes
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.verdict import Verdict
 from dit_lora.optimizers import OPTIMIZERS
@@ -126,7 +127,12 @@ def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
     Catches what no gradient shows: a moment that went bad in memory, an update that overflowed.
     """
-    weights = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
-    # The maximum norm: squares of finite weights may not be finite.
-    norms = torch._foreach_norm(weights, float("inf"))
-    return ~torch.isfinite(torch.stack([norm.float() for norm in norms])).all()
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return any_not_finite(weights, weights[0].device)
+
+
+def any_not_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a bool scalar on the device: True if this rank's part of any tensor has a value that is not finite."""
+    parts = [local(tensor.detach()) for tensor in tensors]
+    # FSDP2 leaves some ranks nothing of a weight that has fewer rows than there are ranks.
+    return ~torch.isfinite(magnitudes([part for part in parts if part.numel()], device)).all()

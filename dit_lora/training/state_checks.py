@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 
 from dit_lora.errors import listed
 from dit_lora.numerics.finite import not_finite
-from dit_lora.numerics.gate import PoisonedStateError
+from dit_lora.numerics.gate import PoisonedStateError, any_not_finite
 from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
@@ -28,12 +28,8 @@ def require_finite_everywhere(
     """Raise `PoisonedStateError` on every rank if any rank's state is not finite. Collective."""
     parts = {name: local(tensor.detach()) for name, tensor in state.items()}
     floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
-    device = floats[0].device  # numbers of the optimizer's are on the CPU
-    # The largest magnitude, not a sum of squares: that overflows for values that are finite.
-    norms = torch.stack(
-        [norm.float().to(device) for norm in torch._foreach_norm(floats, float("inf"))]
-    )
-    is_bad = not torch.isfinite(norms).all()  # one read; the names only if there is need
+    # On the first one's device: numbers of the optimizer's are on the CPU. One read; names only if there is need.
+    is_bad = any_not_finite(floats, floats[0].device)
     bad = gather_object(not_finite(parts.items()) if is_bad else [])
     if bad:
         message = listed(f"step {step} is not saved: it is not finite", bad[:20])

@@ -269,6 +269,16 @@ def test_a_single_bad_weight_of_any_group_is_seen(
     assert flag.item()
 
 
+def test_a_rank_that_has_no_row_of_a_sharded_weight_is_judged_by_the_others() -> None:
+    parts = [nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(2, 4))]
+    optimizer = torch.optim.SGD(parts, lr=0.1)
+    assert not weights_are_bad(optimizer)
+    with torch.no_grad():
+        parts[1][0, 0] = torch.nan
+    assert weights_are_bad(optimizer)
+    assert not weights_are_bad(torch.optim.SGD(parts[:1], lr=0.1))
+
+
 def test_what_the_guard_raises_is_agreed_on_by_all_ranks_and_exits_with_3() -> None:
     given = {"step": 4, "kind": "non_finite_loss"}
     stopped = NonFiniteError("step 4: non finite loss", given)
