@@ -88,11 +88,17 @@ def _before_save(value: float, rank: int) -> Arm:
                 pending.clear()
                 if rank in (-1, stage.rank) or rank >= stage.ranks:
                     with torch.no_grad():
-                        local(next(iter(stage.trained().values()))).view(-1)[3] = value
+                        _first_part(stage).view(-1)[3] = value
 
         stage.patch(module, "require_not_lost", poisoned)
 
     return arm
+
+
+def _first_part(stage: Stage) -> torch.Tensor:
+    """Return this rank's part of the first trained weight of which it has any."""
+    parts = map(local, stage.trained().values())
+    return next(part for part in parts if part.numel())
 
 
 def _before_adapter(stage: Stage) -> None:
@@ -102,7 +108,7 @@ def _before_adapter(stage: Stage) -> None:
 
     def poisoned(*args: Any) -> Path:
         with torch.no_grad():
-            local(next(iter(stage.trained().values()))).view(-1)[3] = torch.nan
+            _first_part(stage).view(-1)[3] = torch.nan
         return write(*args)
 
     stage.patch(task, "save", poisoned)

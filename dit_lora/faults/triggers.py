@@ -110,8 +110,9 @@ def element(value: float, index: int = 2) -> Change:
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.clone()
-        # A rank's part of a tensor may have fewer elements.
-        changed.view(-1)[index % max(1, changed.numel())] = value
+        # A rank's part of a tensor may have fewer elements, or none.
+        if changed.numel():
+            changed.view(-1)[index % changed.numel()] = value
         return changed
 
     return change
