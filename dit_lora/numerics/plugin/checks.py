@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.finite import magnitudes
 from dit_lora.numerics.plugin.host import Host
 from dit_lora.numerics.shards import local
 
@@ -51,7 +52,7 @@ class StepChecks:
             return
         grads = {n: local(p.grad) for n, p in parameters.items() if p.grad is not None}
         self._names = [name for name, gradient in grads.items() if gradient.numel()]
-        self._peaks = _peaks([grads[name] for name in self._names], self._host.device)
+        self._peaks = magnitudes([grads[name] for name in self._names], self._host.device)
 
     def weights(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note after a step whether a trained weight is not finite."""
@@ -110,13 +111,5 @@ class StepChecks:
 def weights_are_bad(parameters: Mapping[str, nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return a bool scalar on the device: True if a trained weight is not finite."""
     weights = [local(parameter.detach()) for parameter in parameters.values()]
-    peaks = _peaks([weight for weight in weights if weight.numel()], device)
+    peaks = magnitudes([weight for weight in weights if weight.numel()], device)
     return ~torch.isfinite(peaks).all()
-
-
-def _peaks(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude of each tensor, fp32; NaN where one has a NaN."""
-    if not tensors:
-        return torch.zeros(1, device=device)
-    norms = torch._foreach_norm(tensors, float("inf"))
-    return torch.stack([norm.to(device) for norm in norms]).float()  # one cast, not one a tensor
