@@ -348,6 +348,5 @@ FAULTS: tuple[Fault, ...] = (
         ),
         _half_schedule,
         BF16,
-        engines=("ddp", "zero2"),  # of sharded weights no copy in fp32 is made
     ),
 )

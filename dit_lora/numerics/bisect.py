@@ -12,6 +12,7 @@ from torch import nn
 
 from dit_lora.numerics.finite import describe_bad
 from dit_lora.numerics.labels import label_faults
+from dit_lora.numerics.memory import room_for_fp32
 from dit_lora.numerics.probe import Trace
 from dit_lora.numerics.replay import MicroBatch, Outcome, Traced, traced
 from dit_lora.numerics.shards import is_sharded, needs_all_ranks
@@ -257,8 +258,9 @@ def _may_try_fp32(case: Case) -> bool:
     dtypes = {p.dtype for p in case.suspects.model.parameters() if p.is_floating_point()}
     if dtypes <= {torch.float32, torch.float64} and not _autocasts(case.suspects.model):
         return False
-    if is_sharded(case.suspects.model):
-        case.evidence["fp32"] = "not tried: the weights are sharded"
+    if case.suspects.lockstep and not room_for_fp32(case.suspects.model):
+        # Without memory in a pass that ranks share, the run would end.
+        case.evidence["fp32"] = "not tried: a pass in fp32 may not fit into memory"
         return False
     return True
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return True if NaN and Inf are possible in the tensor and it holds anything."""

@@ -16,7 +16,6 @@ Values = dict[str, torch.Tensor]
 """Outputs in order of execution, then gradients, which are named so."""
 
 GRADIENT = "the gradient of "
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Limits(NamedTuple):

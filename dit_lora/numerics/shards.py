@@ -1,7 +1,8 @@
 """Weights that FSDP2 spreads over ranks (DTensors): a rank's part of them, the whole, and what ranks say together."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -148,3 +149,36 @@ def gathered_here(block: nn.Module) -> Iterator[None]:
     finally:
         for module in apart:
             module.reshard()
+
+
+_GATHERED = ("param_dtype", "all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param")
+"""Attributes of torch's `FSDPParam`: the dtype that it gathers in, and what it keeps of the last time."""
+
+
+@contextmanager
+def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Iterator[None]:
+    """Gather sharded weights of these dtypes in fp32 within, in the forward and in the backward pass.
+
+    `MixedPrecisionPolicy(param_dtype=torch.float32)` does this for a whole run; it cannot be set later.
+    """
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    weights = [weight for group in groups if group is not None for weight in group.fsdp_params]
+    narrow = [weight for weight in weights if weight.orig_dtype in dtypes]
+    kept = [
+        {name: weight.__dict__.pop(name) for name in _GATHERED if name in weight.__dict__}
+        for weight in narrow
+    ]
+    for weight in narrow:
+        # Without buffers of before, FSDP2 makes new ones.
+        weight.__dict__.update(
+            param_dtype=torch.float32, all_gather_outputs=[], _unsharded_inner_tensors=[]
+        )
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()  # where a pass raised, some may be whole still
+        for weight, attributes in zip(narrow, kept, strict=True):
+            weight.__dict__.pop("_unsharded_param", None)
+            weight.__dict__.update(attributes)

@@ -8,8 +8,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.backends import cuda
+from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.finite import HALVES
+from dit_lora.numerics.shards import gathered_in_fp32
 
 COMPILE = "compile"
 
@@ -148,17 +151,19 @@ def _is_compiled(module: nn.Module) -> bool:
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """Hold weights and compute of the model in fp32, autocast off, within; afterwards the same tensors as before.
 
-    Needs memory for a second, fp32 copy of the weights.
+    Needs memory for a second, fp32 copy of the weights. Collective where they are sharded, as each forward pass is.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    narrow = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in _HALVES]
+    every_tensor = [*model.parameters(), *model.buffers()]
+    # FSDP2 gathers into buffers of a shard's dtype: those are gathered in fp32.
+    tensors = [tensor for tensor in every_tensor if not isinstance(tensor, DTensor)]
+    narrow = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALVES]
     wrapped = model.__dict__.get("forward")
     # Accelerate keeps there what it wraps in autocast.
     bare = model.__dict__.get("_original_forward")
     # Accelerate's wrapper would open autocast again, inside.
     if bare is not None:
         model.__dict__["forward"] = bare
-    device = next(iter(tensors)).device.type
+    device = every_tensor[0].device.type
     # bitsandbytes' 4-bit layers cast their input.
     fixed = [(m, m.compute_dtype) for m in model.modules() if _computes_in_half(m)]
     try:
@@ -168,7 +173,12 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
             # Gradients go first: they have the dtype that the data will no longer have.
             tensor.grad = None
             tensor.data = data.float()
-        with torch.autocast(device, enabled=False), _fp32_arguments(model), eager(model):
+        with (
+            torch.autocast(device, enabled=False),
+            gathered_in_fp32(model, HALVES),
+            _fp32_arguments(model),
+            eager(model),
+        ):
             yield
     finally:
         for module, dtype in fixed:
@@ -181,17 +191,14 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
             model.__dict__["forward"] = wrapped
 
 
-_HALVES = (torch.float16, torch.bfloat16)
-
-
 def _computes_in_half(module: nn.Module) -> TypeGuard[Any]:
-    return getattr(module, "compute_dtype", None) in _HALVES
+    return getattr(module, "compute_dtype", None) in HALVES
 
 
 @contextmanager
 def _fp32_arguments(model: nn.Module) -> Iterator[None]:
     def widen(value: object) -> object:
-        if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
+        if isinstance(value, torch.Tensor) and value.dtype in HALVES:
             return value.float()
         return value
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-import psutil
 import torch
 from accelerate.utils import gather_object
 
+from dit_lora.numerics.memory import available_bytes
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.streams import Streams
 from dit_lora.optimizers import DEFAULT, OPTIMIZERS
@@ -81,17 +81,9 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
 
 def free_bytes(setup: AnySetup) -> int:
     """Return the bytes that activations find free on this rank's device once the optimizer has all its state."""
-    accelerator = setup.runtime.accelerator
-    if accelerator.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(accelerator.device)
-        cached = torch.cuda.memory_reserved(accelerator.device)
-        # Blocks that PyTorch's allocator holds without a tensor in them are used again.
-        free += cached - torch.cuda.memory_allocated(accelerator.device)
-    else:
-        free = psutil.virtual_memory().available // accelerator.num_processes
     return max(
         0,
-        free
+        available_bytes(setup.runtime.accelerator.device)
         - bytes_to_come(setup.optimizer, setup.recipe.optim.name)
         - setup.engine.bytes_in_flight,
     )

@@ -1,10 +1,13 @@
 """Each fault is told by its own cause, from facts to experiments, with the samples and the module at fault."""
 
 import itertools
+from types import SimpleNamespace
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
+from accelerate import PartialState
 from diagnoses import (
     IDS,
     TIMESTEPS,
@@ -179,6 +182,23 @@ def test_fp32_is_not_tried_where_a_second_copy_of_the_weights_does_not_fit() -> 
     verdict = diagnosed(batch(model), model)
     assert (verdict.cause, model.base.weight.dtype) == ("unknown", torch.float16)
     assert "does not fit" in str(verdict.evidence["fp32"])
+
+
+@pytest.mark.parametrize(("more", "cause"), [(0, "precision"), (-1, "unknown")])
+def test_ranks_in_step_try_fp32_only_where_it_surely_fits(
+    monkeypatch: pytest.MonkeyPatch, more: int, cause: str
+) -> None:
+    """Without memory in the middle of a pass, other ranks would wait for this one."""
+    model = Net(torch.float16)
+    model.block.fault = grow
+    half = [p for p in model.parameters() if p.dtype is torch.float16]
+    available = 4 * sum(p.numel() for p in half) + more
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    PartialState(cpu=True)
+    verdict = diagnosed(batch(model), model, lockstep=True)
+    assert half
+    assert verdict.cause == cause
+    assert ("fp32" in verdict.evidence) is (cause == "unknown")
 
 
 @pytest.mark.parametrize("controlled", [False, True])

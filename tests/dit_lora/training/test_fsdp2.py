@@ -12,6 +12,7 @@ from launching import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
@@ -21,8 +22,10 @@ from dit_lora.families import get_family
 from dit_lora.numerics.gate import Trip, local
 from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.replay import MicroBatch
+from dit_lora.numerics.shards import whole
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.switches import in_fp32
 from dit_lora.objectives import LossOutput
 from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.training.engine import Replicated
@@ -149,6 +152,62 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
         "trips": [(trip.step, trip.kind, trip.micro_batches) for trip in recovery.trips],
         "found": recovery.found,
     }
+
+
+class Block(nn.Module):
+    """A frozen layer in half precision and a trained one in fp32, computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(5, 7, dtype=torch.bfloat16).requires_grad_(False)
+        self.trained = nn.Linear(7, 5)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return checkpointed(self._inside, states, use_reentrant=False)
+
+    def _inside(self, states: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(states.to(self.frozen.weight.dtype)).float()
+        return states + self.trained(hidden)
+
+
+def in_both_precisions() -> dict[str, list[Tensors]]:
+    """Outputs and gradients of blocks, sharded and not: as they are, in fp32, and as they are again."""
+    Accelerator(cpu=True)
+    seen: dict[str, list[Tensors]] = {}
+    for name in ("sharded", "replicated"):
+        torch.manual_seed(3)
+        model = nn.Sequential(Block(), Block())
+        states = torch.randn(3, 5, requires_grad=True)
+        if name == "sharded":
+            for unit in (*model, model):
+                fully_shard(unit)
+        seen[name] = [passed(model, states)]
+        with in_fp32(model):
+            seen[name].append(passed(model, states))
+        seen[name].append(passed(model, states))
+        assert model[0].frozen.weight.dtype is torch.bfloat16
+    return seen
+
+
+def passed(model: nn.Module, states: torch.Tensor) -> Tensors:
+    model.zero_grad()
+    output = model(states)
+    output.square().mean().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), **{n: whole(g).clone() for n, g in gradients.items()}}
+
+
+@pytest.mark.slow
+def test_sharded_weights_compute_in_fp32_for_a_while_forward_and_backward() -> None:
+    for seen in on_ranks(RANKS, in_both_precisions):
+        before, wide, after = seen["sharded"]
+        assert len(before) == 1 + 4  # the weights and biases that train
+        assert equal(before, after)
+        for sharded_pass, plain in zip(seen["sharded"], seen["replicated"], strict=True):
+            assert sharded_pass.keys() == plain.keys()
+            for name, value in plain.items():
+                torch.testing.assert_close(sharded_pass[name], value, rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(wide["output"], before["output"], rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

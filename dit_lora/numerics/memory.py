@@ -1,0 +1,34 @@
+"""Bytes that are free on a device, and whether a pass in fp32 fits into them."""
+
+import psutil
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+
+from dit_lora.numerics.finite import HALVES
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that this process finds free on its device; of host memory, its share among the ranks."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available // PartialState().num_processes
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device)
+    # Blocks that PyTorch's allocator holds without a tensor in them are used again.
+    return free + cached - torch.cuda.memory_allocated(device)
+
+
+def room_for_fp32(model: nn.Module) -> bool:
+    """Return True if a pass in fp32 surely fits into the memory of every rank. Collective.
+
+    It needs fp32 copies of all weights in half precision, as if none were let go before the backward pass, and on
+    a GPU twice what steps have taken so far.
+    """
+    needed = 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALVES)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        in_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        needed += 2 * in_steps
+    fits: list[bool] = gather_object([needed <= available_bytes(device)])
+    return all(fits)
