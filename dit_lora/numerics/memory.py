@@ -9,10 +9,10 @@ from torch import nn
 from dit_lora.numerics.finite import HALVES
 
 
-def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this process finds free on its device; of host memory, its share among the ranks."""
+def available_bytes(device: torch.device, processes: int) -> int:
+    """Return the bytes that this process finds free on its device; of host memory, its share among so many."""
     if device.type != "cuda":
-        return psutil.virtual_memory().available // PartialState().num_processes
+        return psutil.virtual_memory().available // processes
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device)
     # Blocks that PyTorch's allocator holds without a tensor in them are used again.
@@ -30,5 +30,6 @@ def room_for_fp32(model: nn.Module) -> bool:
     if device.type == "cuda":
         in_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         needed += 2 * in_steps
-    fits: list[bool] = gather_object([needed <= available_bytes(device)])
+    available = available_bytes(device, PartialState().num_processes)
+    fits: list[bool] = gather_object([needed <= available])
     return all(fits)

@@ -81,9 +81,10 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
 
 def free_bytes(setup: AnySetup) -> int:
     """Return the bytes that activations find free on this rank's device once the optimizer has all its state."""
+    accelerator = setup.runtime.accelerator
     return max(
         0,
-        available_bytes(setup.runtime.accelerator.device)
+        available_bytes(accelerator.device, accelerator.num_processes)
         - bytes_to_come(setup.optimizer, setup.recipe.optim.name)
         - setup.engine.bytes_in_flight,
     )
