@@ -162,6 +162,8 @@ def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Itera
     `MixedPrecisionPolicy(param_dtype=torch.float32)` does this for a whole run; it cannot be set later.
     """
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.reshard()  # what is whole already would not be gathered
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     weights = [weight for group in groups if group is not None for weight in group.fsdp_params]
     narrow = [weight for weight in weights if weight.orig_dtype in dtypes]
