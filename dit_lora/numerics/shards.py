@@ -159,8 +159,12 @@ _GATHERED = ("param_dtype", "all_gather_outputs", "_unsharded_inner_tensors", "_
 def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Iterator[None]:
     """Gather sharded weights of these dtypes in fp32 within, in the forward and in the backward pass.
 
-    `MixedPrecisionPolicy(param_dtype=torch.float32)` does this for a whole run; it cannot be set later.
+    `MixedPrecisionPolicy(param_dtype=torch.float32)` does this for a whole run; it cannot be set later. A block whose
+    weights are whole, as inside a call of it, is left as it is.
     """
+    if not is_sharded(model):
+        yield
+        return
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.reshard()  # what is whole already would not be gathered

@@ -153,8 +153,13 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
     Needs memory for a second, fp32 copy of the weights. Collective where they are sharded, as each forward pass is.
     """
+    with gathered_in_fp32(model, HALVES), _held_in_fp32(model):
+        yield
+
+
+@contextmanager
+def _held_in_fp32(model: nn.Module) -> Iterator[None]:
     every_tensor = [*model.parameters(), *model.buffers()]
-    # FSDP2 gathers into buffers of a shard's dtype: those are gathered in fp32.
     tensors = [tensor for tensor in every_tensor if not isinstance(tensor, DTensor)]
     narrow = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALVES]
     wrapped = model.__dict__.get("forward")
@@ -173,12 +178,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
             # Gradients go first: they have the dtype that the data will no longer have.
             tensor.grad = None
             tensor.data = data.float()
-        with (
-            torch.autocast(device, enabled=False),
-            gathered_in_fp32(model, HALVES),
-            _fp32_arguments(model),
-            eager(model),
-        ):
+        with torch.autocast(device, enabled=False), _fp32_arguments(model), eager(model):
             yield
     finally:
         for module, dtype in fixed:
