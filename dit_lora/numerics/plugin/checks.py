@@ -7,6 +7,7 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.finite import magnitudes
+from dit_lora.numerics.gate import any_not_finite
 from dit_lora.numerics.plugin.host import Host
 from dit_lora.numerics.shards import local
 
@@ -57,7 +58,7 @@ class StepChecks:
     def weights(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note after a step whether a trained weight is not finite."""
         if "weights" in self._checks:
-            bad = weights_are_bad(parameters, self._host.device)
+            bad = any_not_finite(parameters.values(), self._host.device)
             self._bad_weights = bad if self._bad_weights is None else self._bad_weights | bad
 
     def tripped_by(self, asked: Callable[[], bool]) -> str | None:
@@ -106,10 +107,3 @@ class StepChecks:
     def forget_weights(self) -> None:
         """Forget flags of weights that are others now."""
         self._bad_weights = None
-
-
-def weights_are_bad(parameters: Mapping[str, nn.Parameter], device: torch.device) -> torch.Tensor:
-    """Return a bool scalar on the device: True if a trained weight is not finite."""
-    weights = [local(parameter.detach()) for parameter in parameters.values()]
-    peaks = magnitudes([weight for weight in weights if weight.numel()], device)
-    return ~torch.isfinite(peaks).all()

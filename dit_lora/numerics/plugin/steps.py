@@ -10,9 +10,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from dit_lora.numerics.captured import CapturedCall
 from dit_lora.numerics.finite import is_finite
-from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.numerics.gate import NonFiniteError, any_not_finite
 from dit_lora.numerics.loop_state import LoopState
-from dit_lora.numerics.plugin.checks import StepChecks, weights_are_bad
+from dit_lora.numerics.plugin.checks import StepChecks
 from dit_lora.numerics.plugin.host import Host
 from dit_lora.numerics.plugin.recovery import OF_WEIGHTS, WEIGHTS, Recovery, Trip
 from dit_lora.numerics.plugin.watched import Watched
@@ -56,7 +56,7 @@ class Steps:
             self._recover(kind)
 
     def _require_finite_weights(self) -> None:
-        if self._host.any_rank(weights_are_bad(self._state.parameters, self._host.device)):
+        if self._host.any_rank(any_not_finite(self._state.parameters.values(), self._host.device)):
             self._recover(WEIGHTS)
 
     def loaded(self, *_: Any) -> None:
