@@ -36,6 +36,23 @@ def _element(find: Callable[[ToyLoop], torch.Tensor], value: float) -> Any:
     return spoil
 
 
+def _other_sign(find: Callable[[ToyLoop], torch.Tensor], *, on_last_rank: bool = False) -> Any:
+    """Turn the sign of a tensor before step 4, which every step survives."""
+
+    def spoil(loop: ToyLoop, step: int, batch: Batch) -> None:
+        ranks = loop.accelerator.num_processes
+        if step == 4 and (not on_last_rank or loop.accelerator.process_index == ranks - 1):
+            find(loop).neg_()
+
+    return spoil
+
+
+def _huge_class(loop: ToyLoop, step: int, batch: Batch) -> None:
+    """Spoil the row of one class before step 1, which one sample of it is the first to meet."""
+    if step == 1:
+        loop.bare.classes.weight.data[int(batch["labels"][1])] = 1e30
+
+
 def _weight(loop: ToyLoop) -> torch.Tensor:
     return loop.bare.last.weight.data
 
@@ -49,7 +66,23 @@ def _frozen(loop: ToyLoop) -> torch.Tensor:
 
 
 def _buffer(loop: ToyLoop) -> torch.Tensor:
-    return loop.bare.get_buffer("scale")
+    return loop.bare.get_buffer("scale").data
+
+
+@torch.no_grad()
+def _averaged(loop: ToyLoop, step: int, batch: Batch) -> None:
+    """Move all frozen layers in every third step past their versions, as many write a teacher's average."""
+    if step % 3 == 0:
+        for part in (*loop.bare.first.parameters(), *loop.bare.classes.parameters()):
+            part.data.mul_(0.9)
+
+
+@torch.no_grad()
+def _written(loop: ToyLoop, step: int, batch: Batch) -> None:
+    """Write to one frozen weight in place, and give another new values."""
+    if step == 4:
+        loop.bare.first.weight.mul_(0.9)
+        loop.bare.classes.weight.data = loop.bare.classes.weight * 0.9
 
 
 def _spoiled_passes(fails: Callable[[int, int], bool]) -> Any:
@@ -91,7 +124,7 @@ _DAMAGED = ("the checkpoint or memory is damaged",)
 
 def _fault(name: str, when: str, expected: Expected, spoil: Any, **how: Any) -> Fault:
     play = played(spoil, nobody_is_blamed, **how)
-    return Fault(f"{name} of a stock loop", "plugin", when, expected, play=play)
+    return Fault(f"{name}, in a stock loop", "plugin", when, expected, play=play)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -119,6 +152,37 @@ FAULTS: tuple[Fault, ...] = (
             change=_frozen_base,
         )
         for value in (torch.nan, 3e38)
+    ),
+    _fault(
+        "a class whose frozen embedding is huge",
+        "before step 1",
+        Expected("weights", "stop", _DAMAGED, module="classes", exit_code=3),
+        _huge_class,
+        change=_frozen_base,
+    ),
+    *(
+        _fault(
+            f"{what} with its sign turned",
+            "before step 4",
+            Expected("weights", "stop", (*words, *_DAMAGED), module=module, exit_code=3),
+            _other_sign(find, on_last_rank=on_last_rank),
+            change=_frozen_base,
+        )
+        for what, words, module, find, on_last_rank in (
+            ("a frozen weight", (), "first", _frozen, False),
+            ("a frozen weight of one rank", (), "first", _frozen, True),
+            ("a buffer", ("the buffer scale",), None, _buffer, False),
+        )
+    ),
+    *(
+        _fault(
+            f"frozen weights that {what}",
+            "from step 3",
+            Expected("none", "none"),
+            spoil,
+            change=_frozen_base,
+        )
+        for what, spoil in (("a teacher averages", _averaged), ("code writes to", _written))
     ),
     _fault(
         "NaN in a buffer",

@@ -170,6 +170,10 @@ class Recorder:
     generator: torch.Generator | None = None
     given: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     """Called with the tensors of a call, before its samples' names are asked for."""
+    begins: Callable[[], None] = lambda: None
+    """Called before the model runs."""
+    ends: Callable[[], None] = lambda: None
+    """Called when the model has run."""
     _open: list[CapturedCall] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
 
@@ -224,6 +228,7 @@ class Recorder:
         )
         self.calls.append(call)
         self._open.append(call)
+        self.begins()
 
     def _micro_step(self) -> int:
         if not self.calls:
@@ -236,6 +241,7 @@ class Recorder:
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not _is_training():
             return
+        self.ends()
         # Calls may nest: the last that began is the first to end.
         call, tensor = self._open.pop(), main_output(output)
         if tensor is None:  # an output that is no tensor and holds none: there is nothing to replay

@@ -42,9 +42,12 @@ class FrozenRecord:
 
     def changed(self) -> list[str]:
         """Name what has other bits than at the start. What was given another shape is not compared: code did that."""
+        return [f"{name} has other bits than at the start" for name in self._altered()]
+
+    def _altered(self) -> list[str]:
         now = self._taken()
         return [
-            f"{name} has other bits than at the start"
+            name
             for name, (shape, digest) in self._digests.items()
             if name in now and now[name][0] == shape and now[name][1] != digest
         ]

@@ -50,7 +50,9 @@ class Guard:
         self._patches = Patches()
         self._names = Names()
         self._state = LoopState({}, optimizers, every=config.snapshot_every)
-        self._watched = Watched(host, models, self._state, self._names)
+        self._watched = Watched(
+            host, models, self._state, self._names, compares_frozen="frozen" in checks
+        )
         self._recovery = Recovery(host, self._state, config, folder, self._watched)
         self._steps = Steps(host, self._watched, self._recovery, checks)
         self._said = False
@@ -152,7 +154,8 @@ class Guard:
     def require_finite(self) -> None:
         """Call it before saving: what is trained, moments and averages must be finite, unaltered and of use on every rank.
 
-        Puts the last good state back where it is not. Raises `NonFiniteError` on every rank where none is held.
+        Puts the last good state back where it is not. Raises `NonFiniteError` on every rank where none is held, or
+        where memory has altered a frozen weight or a buffer, of which no copy is held.
         """
         self._steps.require_finite()
 

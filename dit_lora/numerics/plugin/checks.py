@@ -11,9 +11,10 @@ from dit_lora.numerics.gate import any_not_finite
 from dit_lora.numerics.plugin.host import Host
 from dit_lora.numerics.shards import local
 
-CHECKS = ("loss", "gradient", "zero_gradient", "weights")
+CHECKS = ("loss", "gradient", "zero_gradient", "weights", "frozen")
 """`loss`: the loss is finite. `gradient`: every gradient is. `zero_gradient`: the loss's gradient reaches a trained
-weight. `weights`: every trained weight is finite after the step."""
+weight. `weights`: every trained weight is finite after the step. `frozen`: frozen weights and buffers have the bits of
+the start, but for what the loop itself changes, at a save and when a step trips."""
 
 
 def checked(names: Collection[str]) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """Frozen weights and buffers of a loop that is not ours, which may have reasons of its own to write to them."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -8,36 +8,72 @@ from dit_lora.numerics.frozen import FrozenRecord, untrained
 
 _FEW = 8
 """More tensors than these, written to by code, are no damage: an adapter was fused into them, say."""
+_AT_ONCE = 2
+"""More tensors than these, changed while every step was healthy, are no damage either: bad memory is in one place."""
 
 
 class LoopRecord(FrozenRecord):
     """The digests of frozen weights and buffers, without those that the loop itself changes.
 
-    The loop's own are what differs after a healthy step, such as counters and scales, and what code has written to
-    since in many places at once. Memory that goes bad leaves no trace in a tensor's version.
+    The loop's own are buffers that a call of the model writes to, what differs after a healthy step, such as counters
+    and scales, and what code has written to since in many places at once. Memory that goes bad leaves no trace in a
+    tensor's version.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._versions = self._versions_now()
+        self._versions = self._at_call = self._versions_now()
+        self._addresses = self._addresses_at_call = self._addresses_now()
         self._loops_own: set[str] = set()
         self.is_settled = False
         """True once a healthy step was compared with the start."""
 
+    def call_begins(self) -> None:
+        self._at_call, self._addresses_at_call = self._versions_now(), self._addresses_now()
+
+    def call_ends(self) -> None:
+        """Leave out the buffers that the model has written to since its call began: its own work, healthy or not."""
+        written = _differing(self._at_call, self._versions_now())
+        written |= _differing(self._addresses_at_call, self._addresses_now())
+        # Not weights: gathering shards and offloading put others in their place while the model runs.
+        self._loops_own |= {name for name in written if name.startswith("buffer ")}
+
     def settle(self) -> None:
         """Leave out, from now on, what a healthy step has changed."""
-        self._loops_own.update(map(_name, super().changed()))
+        self._loops_own.update(super()._altered())
         self.is_settled = True
 
-    def changed(self) -> list[str]:
-        now = self._versions_now()
-        written = {name for name, version in self._versions.items() if now.get(name) != version}
-        loops_own: Collection[str] = self._loops_own | (written if len(written) > _FEW else set())
-        return [words for words in super().changed() if _name(words) not in loops_own]
+    def is_damaged(self) -> bool:
+        """Return True if a tensor changed without a trace of code, though no step failed; else it is the loop's own.
+
+        Code that writes past the version, by `.data`, as averages and fused adapters do, writes to many tensors at
+        once or puts new ones in their place.
+        """
+        altered = set(self._altered())
+        moved = _differing(self._addresses, self._addresses_now())
+        # Tensors that move and keep their bits were offloaded, say: then an address is no trace.
+        replaced = moved if moved - self._loops_own <= altered else set()
+        untraced = altered - replaced - self._written()
+        damaged = untraced if len(untraced) <= _AT_ONCE else set()
+        self._loops_own |= altered - damaged
+        return bool(damaged)
+
+    def _altered(self) -> list[str]:
+        """Name what has other bits than at the start and is not the loop's own."""
+        altered = [name for name in super()._altered() if name not in self._loops_own]
+        written = self._written() & set(altered)
+        return altered if len(written) <= _FEW else [n for n in altered if n not in written]
+
+    def _written(self) -> set[str]:
+        """Name what code has written to since the start."""
+        return _differing(self._versions, self._versions_now())
 
     def _versions_now(self) -> dict[str, int]:
         return {name: values._version for name, values in untrained(self._model)}
 
+    def _addresses_now(self) -> dict[str, int]:
+        return {name: values.data_ptr() for name, values in untrained(self._model)}
 
-def _name(words: str) -> str:
-    return words.removesuffix(" has other bits than at the start")
+
+def _differing(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:
+    return {name for name, value in before.items() if now.get(name) != value}

@@ -27,6 +27,11 @@ from dit_lora.numerics.verdict import Verdict
 _LOG = logging.getLogger("dit_lora")
 WEIGHTS = "non_finite_weights"
 OF_WEIGHTS = (WEIGHTS, "altered_state", "diverged_weights")
+OF_FROZEN = "altered_frozen"
+_SINCE_THE_LAST_SAVE = (
+    "what was trained since the last save may have met the damage; if the loop itself writes there, give checks= "
+    "without frozen"
+)
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _NOT_OF_THE_LOSS = ("kernel", "attention_backend", "rank", *_OF_STATE)
 
@@ -91,6 +96,8 @@ class Recovery:
             state = "the weights are not to be used"
             if put_back is not None or not spoiled:
                 state = self._left_behind(trip, put_back, undone)
+            if trip.kind == OF_FROZEN:
+                state += f"; {_SINCE_THE_LAST_SAVE}"
             message = listed(f"{head}; {state}; stopped: {action.why}", lines)
             raise NonFiniteError(message, self.events[-1])
         done = self._done(action, undone)
@@ -106,15 +113,14 @@ class Recovery:
         verdict = state_verdict(self.watched, trip.kind, step, rank)
         if verdict is not None:
             verdicts_here = [verdict]
+        elif trip.kind in (*OF_WEIGHTS, OF_FROZEN) and not trip.calls:
+            verdicts_here = []  # it is another rank's
         else:
             verdicts_here = call_verdicts(
                 trip.calls, self.watched, trip.controls, trip.kind, step, rank
-            )
-        verdicts_here = [
-            _with_gradients(verdict_here, trip.gradients)
-            for verdict_here in verdicts_here or [unseen(step, rank)]
-        ]
-        verdicts = self.host.gathered(verdicts_here)
+            ) or [unseen(step, rank)]
+        verdicts_here = [_with_gradients(verdict, trip.gradients) for verdict in verdicts_here]
+        verdicts = self.host.gathered(verdicts_here) or [unseen(step, rank)]
         # A rank whose run was healthy again has nothing to say beside one that found a cause.
         telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
         return telling or verdicts[:1]

@@ -14,7 +14,7 @@ from dit_lora.numerics.gate import NonFiniteError, any_not_finite
 from dit_lora.numerics.loop_state import LoopState
 from dit_lora.numerics.plugin.checks import StepChecks
 from dit_lora.numerics.plugin.host import Host
-from dit_lora.numerics.plugin.recovery import OF_WEIGHTS, WEIGHTS, Recovery, Trip
+from dit_lora.numerics.plugin.recovery import OF_FROZEN, OF_WEIGHTS, WEIGHTS, Recovery, Trip
 from dit_lora.numerics.plugin.watched import Watched
 from dit_lora.numerics.shards import local
 from dit_lora.numerics.state import altered_state, has_run_away, weight_peak
@@ -48,10 +48,16 @@ class Steps:
         self._stepped: set[int] = set()
         self._is_due = False
         self._was_loaded = False
+        self._noted_in = 0
+        """The step within which frozen weights and buffers were noted; 0 before the first."""
 
     def require_finite(self) -> None:
-        """Recover if a trained weight, a moment or an average is not finite, altered or beyond use on any rank."""
+        """Recover if a trained weight, a moment or an average is not finite, altered or beyond use on any rank; stop
+        if memory has altered a frozen weight or a buffer.
+        """
         kind = self._wrong_state()
+        if kind is None and self._is_frozen_damaged():
+            kind = OF_FROZEN
         if kind is not None:
             self._recover(kind)
 
@@ -194,8 +200,15 @@ class Steps:
         flags = self._host.summed(torch.tensor(wrong, device=self._host.device).float())
         return next((kind for kind, flag in zip(OF_WEIGHTS, flags, strict=True) if flag), None)
 
+    def _is_frozen_damaged(self) -> bool:
+        record = self._watched.record
+        # What a checkpoint loaded, or a loop froze since, is the next step's start.
+        is_as_noted = not self._was_loaded and not self._watched.has_changed()
+        return self._host.any_rank(record is not None and is_as_noted and record.is_damaged())
+
     def _start_from_here(self) -> None:
         self._was_loaded = self._is_due = False
+        self._noted_in = self.number
         self._state.forget()
         self._checks.forget_weights()
         self._checks.weights(self._state.parameters)
@@ -268,11 +281,17 @@ class Steps:
             self._controls = {id(call.owner): call.without_output() for call in self._watched.calls}
             if syncs:
                 self._recovery.budget.take()
-                if not self._watched.record.is_settled:
-                    self._watched.record.settle()
+                self._settle()
                 self._is_due = self._is_due or self._state.due(self.number)
         self.number += int(syncs)
         self._forget()
+
+    def _settle(self) -> None:
+        """Leave out of the comparison what this step, which was healthy, has changed in frozen weights and buffers."""
+        record = self._watched.record
+        # A record that was made within a step has not seen the whole of it.
+        if record is not None and not record.is_settled and self.number > self._noted_in:
+            record.settle()
 
     def _mark_optimizers(self) -> None:
         """Say whether the step was taken by Accelerate's word for it, which its schedules obey; a scaler says so

@@ -26,7 +26,13 @@ class Watched:
     """Records the calls of every model that the optimizers train."""
 
     def __init__(
-        self, host: Host, given: Sequence[nn.Module], state: LoopState, names: Names
+        self,
+        host: Host,
+        given: Sequence[nn.Module],
+        state: LoopState,
+        names: Names,
+        *,
+        compares_frozen: bool,
     ) -> None:
         self.calls: list[CapturedCall] = []
         """Calls of the step under way, in order."""
@@ -36,13 +42,15 @@ class Watched:
         """The prefix of its parameters' names, where there are several models."""
         self.together: Suspects
         """Suspects of all models as one, whose weights have the names that they have here."""
-        self.record: LoopRecord
+        self.record: LoopRecord | None
+        """Frozen weights and buffers as they began; None if they are not to be compared."""
         self.switched_off: set[str] = set()
         """Switches that verdicts have turned off."""
         self.names = names
         self._host = host
         self._given = list(given)
         self._state = state
+        self._compares_frozen = compares_frozen
         self._models: Models = {}
         self._recorders: list[Recorder] = []
         self._held = (0, 0)
@@ -60,7 +68,14 @@ class Watched:
             self._held = self._fingerprint()
         self.stop()
         self._recorders = [
-            Recorder(model, self.names.ids, self.calls, given=self.names.see)
+            Recorder(
+                model,
+                self.names.ids,
+                self.calls,
+                given=self.names.see,
+                begins=self._call_begins,
+                ends=self._call_ends,
+            )
             for model in self._models.values()
         ]
         self._start()
@@ -73,7 +88,7 @@ class Watched:
         # One module whose parameters have the names that they have here, for what is judged over all models.
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
         whole = nn.ModuleDict(parts) if len(models) > 1 else next(iter(models.values()))
-        self.record = LoopRecord(whole)
+        self.record = LoopRecord(whole) if self._compares_frozen else None
         self.together = self._suspects(whole, "", self.record)
         self.suspects = {
             id(model): self._suspects(model, prefix, None) for prefix, model in models.items()
@@ -128,6 +143,14 @@ class Watched:
     def forget_calls(self) -> None:
         self.calls.clear()
         self.names.next_step()
+
+    def _call_begins(self) -> None:
+        if self.record is not None and not self.record.is_settled:
+            self.record.call_begins()
+
+    def _call_ends(self) -> None:
+        if self.record is not None and not self.record.is_settled:
+            self.record.call_ends()
 
     def _start(self) -> None:
         for recorder in self._recorders:
