@@ -1,0 +1,182 @@
+"""Frozen weights and buffers of a loop that is not ours: what memory changes is damage, what the loop changes is not."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+import torch
+from loop_helpers import batch, causes, fresh_accelerator
+from torch import nn
+
+from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.numerics.guard import Guard
+from dit_lora.numerics.plugin.checks import CHECKS
+
+
+class Counting(nn.Linear):
+    """Counts its calls and rescales in buffers, as quantized layers do; has a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("calls", torch.zeros(3))
+        self.kept: torch.Tensor
+        self.register_buffer("largest", torch.zeros(3))
+        self.register_buffer("kept", torch.ones(3))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        self.largest = x.detach().abs().amax(1).nan_to_num(0.0)
+        return super().forward(self.frozen(x))
+
+
+Spoil = Callable[[int, Counting, torch.Tensor], None]
+
+
+def counting_loop(
+    spoil: Spoil,
+    checks: Collection[str] = CHECKS,
+    seen: Callable[[Guard], None] = lambda guard: None,
+) -> Guard:
+    accelerator, model = fresh_accelerator(), Counting()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = accelerator.prepare(torch.optim.AdamW(trained))
+    guard = Guard.attach(accelerator, model, optimizer, checks=checks)
+    seen(guard)
+    for number in range(5):
+        x = batch(number)
+        spoil(number, model, x)
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return guard
+
+
+def test_buffers_that_the_loop_itself_changes_are_not_damage_and_frozen_weights_that_memory_changes_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def in_the_data(bad: int, loads: int | None = None) -> Spoil:
+        def spoil(number: int, model: Counting, x: torch.Tensor) -> None:
+            if number == loads:
+                model.load_state_dict(Counting().state_dict())
+            if number == bad:
+                x[1, 2] = torch.nan
+
+        return spoil
+
+    def in_memory(number: int, model: Counting, x: torch.Tensor) -> None:
+        if number == 3:
+            model.frozen.weight.data[0, 0] = 3e38
+
+    assert causes(counting_loop(in_the_data(3)).events) == [("data", "skip")]
+    # Before a healthy step has shown which buffers they are, and after another start of them was loaded.
+    assert causes(counting_loop(in_the_data(0)).events) == [("data", "skip")]
+    assert causes(counting_loop(in_the_data(4, loads=2)).events) == [("data", "skip")]
+    with pytest.raises(NonFiniteError, match=r"of the step before; they are in .*frozen") as error:
+        counting_loop(in_memory)
+    assert error.value.event["verdict"]["cause"] == "weights"
+    assert error.value.event["sample_ids"] == []
+
+
+def turned(number: int, model: Counting, x: torch.Tensor) -> None:
+    """Turn the sign of a frozen weight as bad memory would: every step survives it."""
+    if number == 3:
+        model.frozen.weight.data.neg_()
+
+
+def turned_buffer(number: int, model: Counting, x: torch.Tensor) -> None:
+    if number == 3:
+        model.kept.data[1] = 5.0
+
+
+def turned_after_it_moved(number: int, model: Counting, x: torch.Tensor) -> None:
+    """Offload and bring back, so that nothing lies where it lay, and then turn a sign."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    turned(number, model, x)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (turned, "frozen weight frozen.weight"),
+        (turned_buffer, "buffer kept"),
+        (turned_after_it_moved, "frozen weight frozen.weight"),
+    ],
+)
+def test_a_frozen_value_that_memory_changes_stops_the_loop_at_its_next_save(
+    damage: Spoil,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    guard = counting_loop(damage)
+    assert guard.events == []
+    with pytest.raises(NonFiniteError, match="since the last save may have met") as error:
+        guard.require_finite()
+    (event,) = guard.events
+    assert (event["kind"], event["verdict"]["cause"]) == ("altered_frozen", "weights")
+    assert (event["action"], event["sample_ids"]) == ("stop", [])
+    assert f"the {name} has other bits" in str(error.value)
+    # What was trained is whole and is not lost.
+    assert (tmp_path / "dit_lora_guard" / "last_good_step_000005.safetensors").is_file()
+
+
+def test_a_frozen_value_that_memory_changes_is_passed_over_where_the_check_is_left_out() -> None:
+    guard = counting_loop(turned, [check for check in CHECKS if check != "frozen"])
+    guard.require_finite()
+    assert guard.events == []
+
+
+def averaged(number: int, model: Counting, x: torch.Tensor) -> None:
+    if number == 3:
+        for tensor in (*model.frozen.parameters(), model.kept):
+            tensor.data.mul_(0.9)
+
+
+def written(number: int, model: Counting, x: torch.Tensor) -> None:
+    if number == 3:
+        with torch.no_grad():
+            model.frozen.weight.mul_(0.9)
+
+
+def replaced(number: int, model: Counting, x: torch.Tensor) -> None:
+    if number == 3:
+        model.frozen.weight.data = model.frozen.weight.data * 0.9
+
+
+def loaded(number: int, model: Counting, x: torch.Tensor) -> None:
+    if number == 3:
+        model.load_state_dict(Counting().state_dict())
+
+
+def frozen_by_the_loop(number: int, model: Counting, x: torch.Tensor) -> None:
+    """Freeze a weight that has been trained."""
+    if number == 3:
+        model.bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [averaged, written, replaced, loaded, frozen_by_the_loop])
+def test_frozen_values_that_the_loop_itself_changes_are_no_damage_at_a_save(
+    change: Spoil,
+) -> None:
+    guard = counting_loop(change)
+    guard.require_finite()
+    guard.require_finite()
+    assert guard.events == []
+
+
+def test_what_a_passed_save_found_changed_is_not_damage_when_a_later_step_trips() -> None:
+    saves: list[Guard] = []
+
+    def change(number: int, model: Counting, x: torch.Tensor) -> None:
+        written(number, model, x)
+        if number == 4:
+            saves[0].require_finite()
+            x[1, 2] = torch.nan
+
+    guard = counting_loop(change, seen=saves.append)
+    assert causes(guard.events) == [("data", "skip")]
