@@ -14,6 +14,9 @@ from dit_lora.numerics.digest import tensor_digest
 from dit_lora.numerics.narrow import weight_values
 from dit_lora.numerics.shards import local
 
+Digests = Mapping[str, tuple[tuple[object, ...], int]]
+"""Shape with dtype, and digest, of each tensor by its name."""
+
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's part of every frozen weight and buffer; not what BatchNorm counts in training."""
@@ -45,14 +48,9 @@ class FrozenRecord:
         return [f"{name} has other bits than at the start" for name in self._altered()]
 
     def _altered(self) -> list[str]:
-        now = self._taken()
-        return [
-            name
-            for name, (shape, digest) in self._digests.items()
-            if name in now and now[name][0] == shape and now[name][1] != digest
-        ]
+        return changed_between(self._digests, self._taken())
 
-    def _taken(self) -> Mapping[str, tuple[tuple[object, ...], int]]:
+    def _taken(self) -> Digests:
         """Return digests by name, with shape and dtype; the host reads each device once."""
         on_device: dict[str, tuple[tuple[object, ...], Tensor]] = {}
         for name, values in untrained(self._model):
@@ -66,3 +64,11 @@ class FrozenRecord:
             }
             digests |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
         return {name: (shape, digests[name]) for name, (shape, _) in on_device.items()}
+
+
+def changed_between(before: Digests, now: Digests) -> list[str]:
+    return [
+        name
+        for name, (shape, digest) in before.items()
+        if name in now and now[name][0] == shape and now[name][1] != digest
+    ]

@@ -86,6 +86,12 @@ def turned(number: int, model: Counting, x: torch.Tensor) -> None:
         model.frozen.weight.data.neg_()
 
 
+def turned_at_once(number: int, model: Counting, x: torch.Tensor) -> None:
+    """Turn the sign before the first step, from which it is not yet known what the loop changes itself."""
+    if number == 0:
+        model.frozen.weight.data.neg_()
+
+
 def turned_buffer(number: int, model: Counting, x: torch.Tensor) -> None:
     if number == 3:
         model.kept.data[1] = 5.0
@@ -102,6 +108,7 @@ def turned_after_it_moved(number: int, model: Counting, x: torch.Tensor) -> None
     ("damage", "name"),
     [
         (turned, "frozen weight frozen.weight"),
+        (turned_at_once, "frozen weight frozen.weight"),
         (turned_buffer, "buffer kept"),
         (turned_after_it_moved, "frozen weight frozen.weight"),
     ],
@@ -137,6 +144,10 @@ def averaged(number: int, model: Counting, x: torch.Tensor) -> None:
             tensor.data.mul_(0.9)
 
 
+def averaged_in_each_step(number: int, model: Counting, x: torch.Tensor) -> None:
+    model.frozen.weight.data.mul_(0.9)
+
+
 def written(number: int, model: Counting, x: torch.Tensor) -> None:
     if number == 3:
         with torch.no_grad():
@@ -159,7 +170,9 @@ def frozen_by_the_loop(number: int, model: Counting, x: torch.Tensor) -> None:
         model.bias.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [averaged, written, replaced, loaded, frozen_by_the_loop])
+@pytest.mark.parametrize(
+    "change", [averaged, averaged_in_each_step, written, replaced, loaded, frozen_by_the_loop]
+)
 def test_frozen_values_that_the_loop_itself_changes_are_no_damage_at_a_save(
     change: Spoil,
 ) -> None:

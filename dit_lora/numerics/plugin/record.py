@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from dit_lora.numerics.frozen import FrozenRecord, untrained
+from dit_lora.numerics.frozen import Digests, FrozenRecord, changed_between, untrained
 
 _FEW = 8
 """More tensors than these, written to by code, are no damage: an adapter was fused into them, say."""
@@ -25,8 +25,9 @@ class LoopRecord(FrozenRecord):
         self._versions = self._at_call = self._versions_now()
         self._addresses = self._addresses_at_call = self._addresses_now()
         self._loops_own: set[str] = set()
+        self._after_first: Digests | None = None
         self.is_settled = False
-        """True once a healthy step was compared with the start."""
+        """True once it is known what healthy steps change."""
 
     def call_begins(self) -> None:
         self._at_call, self._addresses_at_call = self._versions_now(), self._addresses_now()
@@ -39,24 +40,38 @@ class LoopRecord(FrozenRecord):
         self._loops_own |= {name for name in written if name.startswith("buffer ")}
 
     def settle(self) -> None:
-        """Leave out, from now on, what a healthy step has changed."""
-        self._loops_own.update(super()._altered())
-        self.is_settled = True
+        """Leave out, from now on, what a healthy step has changed; a weight that it changed without a trace, only if
+        the next healthy step does so too.
+        """
+        altered = set(super()._altered())
+        if self._after_first is not None:
+            self._loops_own.update(changed_between(self._after_first, self._taken()))
+        elif once := {name for name in self._untraced(altered) if name.startswith("weight ")}:
+            self._loops_own |= altered - once
+            self._after_first = self._taken()
+            return
+        else:
+            self._loops_own |= altered
+        self._after_first, self.is_settled = None, True
 
     def is_damaged(self) -> bool:
-        """Return True if a tensor changed without a trace of code, though no step failed; else it is the loop's own.
+        """Return True if a tensor changed without a trace of code, though no step failed; else it is the loop's own."""
+        altered = set(self._altered())
+        damaged = self._untraced(altered)
+        self._loops_own |= altered - damaged
+        return bool(damaged)
+
+    def _untraced(self, altered: set[str]) -> set[str]:
+        """Return what memory alone can have altered.
 
         Code that writes past the version, by `.data`, as averages and fused adapters do, writes to many tensors at
         once or puts new ones in their place.
         """
-        altered = set(self._altered())
         moved = _differing(self._addresses, self._addresses_now())
         # Tensors that move and keep their bits were offloaded, say: then an address is no trace.
         replaced = moved if moved - self._loops_own <= altered else set()
         untraced = altered - replaced - self._written()
-        damaged = untraced if len(untraced) <= _AT_ONCE else set()
-        self._loops_own |= altered - damaged
-        return bool(damaged)
+        return untraced if len(untraced) <= _AT_ONCE else set()
 
     def _altered(self) -> list[str]:
         """Name what has other bits than at the start and is not the loop's own."""
