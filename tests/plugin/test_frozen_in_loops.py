@@ -118,6 +118,7 @@ def test_a_frozen_value_that_memory_changes_stops_the_loop_at_its_next_save(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     guard = counting_loop(damage)
@@ -128,6 +129,8 @@ def test_a_frozen_value_that_memory_changes_stops_the_loop_at_its_next_save(
     assert (event["kind"], event["verdict"]["cause"]) == ("altered_frozen", "weights")
     assert (event["action"], event["sample_ids"]) == ("stop", [])
     assert f"the {name} has other bits" in str(error.value)
+    guard.detach()
+    assert not caplog.messages  # which would say that a step was lost
     # What was trained is whole and is not lost.
     assert (tmp_path / "dit_lora_guard" / "last_good_step_000005.safetensors").is_file()
 

@@ -49,6 +49,8 @@ class Trip:
     """The last call of each model, by its id, that was healthy."""
     moved: bool = False
     """True if the optimizer had changed weights by then."""
+    between_steps: bool = False
+    """True if what is held was found wrong at a save: no step is lost."""
 
     def spoiled(self, verdicts: Sequence[Verdict]) -> bool:
         """Return True if what is trained is not as a step left it, so that leaving this one out is not enough."""
@@ -79,7 +81,7 @@ class Recovery:
         action = self._action(trip, verdicts, known=known)
         if action.kind == "skip":
             self.budget.skip(trip.kind, trip.step, verdicts)
-        else:
+        elif not trip.between_steps:
             self.budget.lose()
         # Before a stop too: what a run leaves behind must be good.
         put_back = self._put_back() if spoiled or action.kind == "rollback" else None
@@ -210,7 +212,7 @@ class Recovery:
         folder = self.folder if self.folder is not None else self.host.folder
         weights = {name: p.detach() for name, p in self.state.parameters.items()}
         where = save_trained(weights, folder, step, is_main=self.host.rank == 0)
-        return f"{state}; {where}"
+        return f"{state}; {where}" if where else state
 
     def _line(self, verdict: Verdict) -> str:
         where = f"rank {verdict.rank}"

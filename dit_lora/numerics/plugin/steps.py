@@ -59,7 +59,7 @@ class Steps:
         if kind is None and self._is_frozen_damaged():
             kind = OF_FROZEN
         if kind is not None:
-            self._recover(kind)
+            self._recover(kind, between_steps=True)
 
     def _require_finite_weights(self) -> None:
         if self._host.any_rank(any_not_finite(self._state.parameters.values(), self._host.device)):
@@ -245,15 +245,14 @@ class Steps:
                 {"step": self.number, "kind": "loss_scale", "action": "stop"},
             )
 
-    def _recover(self, kind: str, *, moved: bool = False) -> None:
+    def _recover(self, kind: str, *, moved: bool = False, between_steps: bool = False) -> None:
         """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
         not enough.
         """
         self.tripped = True
         gradients = self._checks.bad_gradients()
-        trip = Trip(
-            self.number, kind, list(self._watched.calls), gradients, dict(self._controls), moved
-        )
+        calls, controls = list(self._watched.calls), dict(self._controls)
+        trip = Trip(self.number, kind, calls, gradients, controls, moved, between_steps)
         # No step may use the gradients of one that tripped.
         self._forget_gradients()
         with self._watched.unrecorded():  # replays are not to be recorded
