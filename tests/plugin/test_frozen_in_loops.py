@@ -196,3 +196,12 @@ def test_what_a_passed_save_found_changed_is_not_damage_when_a_later_step_trips(
 
     guard = counting_loop(change, seen=saves.append)
     assert causes(guard.events) == [("data", "skip")]
+
+
+def test_an_average_moved_past_its_version_is_not_damage_when_a_later_step_trips() -> None:
+    def change(number: int, model: Counting, x: torch.Tensor) -> None:
+        averaged(number, model, x)
+        if number == 4:
+            x[1, 2] = torch.nan
+
+    assert causes(counting_loop(change).events) == [("data", "skip")]

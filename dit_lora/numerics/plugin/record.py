@@ -9,7 +9,7 @@ from dit_lora.numerics.frozen import Digests, FrozenRecord, changed_between, unt
 _FEW = 8
 """More tensors than these, written to by code, are no damage: an adapter was fused into them, say."""
 _AT_ONCE = 2
-"""More tensors than these, changed while every step was healthy, are no damage either: bad memory is in one place."""
+"""More tensors than these, changed without a trace, are no damage either: bad memory is in one place."""
 
 
 class LoopRecord(FrozenRecord):
@@ -46,7 +46,7 @@ class LoopRecord(FrozenRecord):
         altered = set(super()._altered())
         if self._after_first is not None:
             self._loops_own.update(changed_between(self._after_first, self._taken()))
-        elif once := {name for name in self._untraced(altered) if name.startswith("weight ")}:
+        elif once := {n for n in self._damaged(altered) if n.startswith("weight ")}:
             self._loops_own |= altered - once
             self._after_first = self._taken()
             return
@@ -56,13 +56,17 @@ class LoopRecord(FrozenRecord):
 
     def is_damaged(self) -> bool:
         """Return True if a tensor changed without a trace of code, though no step failed; else it is the loop's own."""
-        altered = set(self._altered())
-        damaged = self._untraced(altered)
+        altered = set(super()._altered()) - self._loops_own
+        damaged = self._damaged(altered)
         self._loops_own |= altered - damaged
         return bool(damaged)
 
-    def _untraced(self, altered: set[str]) -> set[str]:
-        """Return what memory alone can have altered.
+    def _damaged(self, altered: set[str]) -> set[str]:
+        """Return what memory alone can have altered."""
+        return _few(altered - self._traced(altered), _AT_ONCE)
+
+    def _traced(self, altered: set[str]) -> set[str]:
+        """Return where code has left a trace.
 
         Code that writes past the version, by `.data`, as averages and fused adapters do, writes to many tensors at
         once or puts new ones in their place.
@@ -70,18 +74,14 @@ class LoopRecord(FrozenRecord):
         moved = _differing(self._addresses, self._addresses_now())
         # Tensors that move and keep their bits were offloaded, say: then an address is no trace.
         replaced = moved if moved - self._loops_own <= altered else set()
-        untraced = altered - replaced - self._written()
-        return untraced if len(untraced) <= _AT_ONCE else set()
+        return altered & (replaced | _differing(self._versions, self._versions_now()))
 
     def _altered(self) -> list[str]:
-        """Name what has other bits than at the start and is not the loop's own."""
-        altered = [name for name in super()._altered() if name not in self._loops_own]
-        written = self._written() & set(altered)
-        return altered if len(written) <= _FEW else [n for n in altered if n not in written]
-
-    def _written(self) -> set[str]:
-        """Name what code has written to since the start."""
-        return _differing(self._versions, self._versions_now())
+        """Name what has other bits than at the start and is not the loop's own, when a step has tripped."""
+        names = [name for name in super()._altered() if name not in self._loops_own]
+        altered = set(names)
+        suspect = self._damaged(altered) | _few(self._traced(altered), _FEW)
+        return [name for name in names if name in suspect]
 
     def _versions_now(self) -> dict[str, int]:
         return {name: values._version for name, values in untrained(self._model)}
@@ -92,3 +92,7 @@ class LoopRecord(FrozenRecord):
 
 def _differing(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:
     return {name for name, value in before.items() if now.get(name) != value}
+
+
+def _few(names: set[str], most: int) -> set[str]:
+    return names if len(names) <= most else set()
