@@ -26,7 +26,7 @@ class Counting(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1.0
-        self.largest = x.detach().abs().amax(1).nan_to_num(0.0)
+        self.largest = x.detach().abs().amax(1)
         return super().forward(self.frozen(x))
 
 
@@ -205,3 +205,19 @@ def test_an_average_moved_past_its_version_is_not_damage_when_a_later_step_trips
             x[1, 2] = torch.nan
 
     assert causes(counting_loop(change).events) == [("data", "skip")]
+
+
+def test_a_buffer_that_the_model_writes_to_is_named_where_no_sample_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as the state that it is; the samples of that step are healthy."""
+    monkeypatch.chdir(tmp_path)
+
+    def change(number: int, model: Counting, x: torch.Tensor) -> None:
+        if number == 3:
+            model.calls.data.fill_(torch.nan)
+            model.weight.register_hook(lambda gradient: gradient * torch.nan)
+
+    with pytest.raises(NonFiniteError, match="the buffer calls has 3 NaN") as error:
+        counting_loop(change)
+    assert error.value.event["sample_ids"] == []

@@ -61,6 +61,11 @@ class LoopRecord(FrozenRecord):
         self._loops_own |= altered - damaged
         return bool(damaged)
 
+    def is_own(self, described: str) -> bool:
+        """Return True if what is described, by its kind and name first, is the loop's own."""
+        kind, name, *_ = described.split(" ")
+        return f"{kind} {name}" in self._loops_own
+
     def _damaged(self, altered: set[str]) -> set[str]:
         """Return what memory alone can have altered."""
         return _few(altered - self._traced(altered), _AT_ONCE)

@@ -32,6 +32,7 @@ _SINCE_THE_LAST_SAVE = (
     "what was trained since the last save may have met the damage; if the loop itself writes there, give checks= "
     "without frozen"
 )
+_OF_SAMPLES = ("data", "labels", "inputs")
 _OF_STATE = ("weights", "optimizer", "learning_rate")
 _NOT_OF_THE_LOSS = ("kernel", "attention_backend", "rank", *_OF_STATE)
 
@@ -110,22 +111,30 @@ class Recovery:
         return put_back is not None
 
     def _agreed_verdicts(self, trip: Trip) -> list[Verdict]:
-        step, rank = trip.step, self.host.rank
-        # State first: with bad weights every call fails, and samples would be blamed for it.
-        verdict = state_verdict(self.watched, trip.kind, step, rank)
-        if verdict is not None:
-            verdicts_here = [verdict]
-        elif trip.kind in (*OF_WEIGHTS, OF_FROZEN) and not trip.calls:
-            verdicts_here = []  # it is another rank's
-        else:
-            verdicts_here = call_verdicts(
-                trip.calls, self.watched, trip.controls, trip.kind, step, rank
-            ) or [unseen(step, rank)]
-        verdicts_here = [_with_gradients(verdict, trip.gradients) for verdict in verdicts_here]
-        verdicts = self.host.gathered(verdicts_here) or [unseen(step, rank)]
+        here = [_with_gradients(verdict, trip.gradients) for verdict in self._verdicts_here(trip)]
+        verdicts = self.host.gathered(here) or [unseen(trip.step, self.host.rank)]
         # A rank whose run was healthy again has nothing to say beside one that found a cause.
         telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
         return telling or verdicts[:1]
+
+    def _verdicts_here(self, trip: Trip) -> list[Verdict]:
+        step, rank = trip.step, self.host.rank
+        # State first: with bad weights every call fails, and samples would be blamed for it.
+        state = state_verdict(self.watched, trip.kind, step, rank)
+        if state is not None and not self._is_of_loops_own(state):
+            return [state]
+        if trip.kind in (*OF_WEIGHTS, OF_FROZEN) and not trip.calls:
+            return [state] if state is not None else []  # none: it is another rank's
+        verdicts = call_verdicts(trip.calls, self.watched, trip.controls, trip.kind, step, rank)
+        if state is None:
+            return verdicts or [unseen(step, rank)]
+        # A bad sample leaves its NaN in a buffer that the model writes to; it is the buffer where no sample is bad.
+        return [verdict for verdict in verdicts if verdict.cause in _OF_SAMPLES] or [state]
+
+    def _is_of_loops_own(self, verdict: Verdict) -> bool:
+        """Return True if all that is wrong are values that the loop itself writes."""
+        record, wrong = self.watched.record, verdict.evidence.get("frozen", [])
+        return record is not None and bool(wrong) and all(map(record.is_own, wrong))
 
     def _action(self, trip: Trip, verdicts: Sequence[Verdict], *, known: bool) -> Action:
         of_the_loss = not any(verdict.cause in _NOT_OF_THE_LOSS for verdict in verdicts)
