@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dit_lora.version import __version__
+
 if TYPE_CHECKING:
     from dit_lora.adapters.groups import parameter_groups
     from dit_lora.adapters.loader import with_lora
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     from dit_lora.numerics.callback import GuardCallback
     from dit_lora.numerics.guard import Guard
 
-__version__ = "0.1.0"
 __all__ = [
     "Guard",
     "GuardCallback",

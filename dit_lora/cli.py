@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-import dit_lora
 from dit_lora import (
     cli_chat,
     cli_convert,
@@ -26,6 +25,7 @@ from dit_lora.cli_json import JsonFlag, print_json, silence_the_end
 from dit_lora.errors import CheckFailedError, DitLoraError, reported_errors
 from dit_lora.families import every_family
 from dit_lora.terminal import echo
+from dit_lora.version import __version__
 
 app = typer.Typer(
     name="dit-lora",
@@ -52,7 +52,7 @@ def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        echo(dit_lora.__version__)
+        echo(__version__)
         raise typer.Exit
 
 
@@ -378,7 +378,7 @@ def replay(
     as_json: JsonFlag = False,
 ) -> None:
     """Run the micro-batch of an event again and name the cause; exit 1 if it is still not healthy."""
-    from dit_lora.training.replay import replay_bundle
+    from dit_lora.training.replay_bundle import replay_bundle
 
     result = replay_bundle(bundle, model=model, device=device, fp32=fp32, without=without or [])
     if as_json:

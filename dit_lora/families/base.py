@@ -46,6 +46,17 @@ class VideoEncoder(Protocol):
         is a first image that the sample has of its own."""
 
 
+class Trained(Protocol):
+    """A checkpoint as the loop knows it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def losses(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput: ...
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The settings that one video is sampled with."""

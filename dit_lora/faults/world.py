@@ -21,6 +21,7 @@ from dit_lora.data.cache import TensorCache
 from dit_lora.data.shards import tombstone
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
+from dit_lora.families.base import Trained
 from dit_lora.families.family import ChatFamily, DiffusionFamily, Site
 from dit_lora.faults.site import data_of, drop_sample, write_samples
 from dit_lora.numerics.precision import choose_precision
@@ -35,7 +36,6 @@ from dit_lora.training.launch import Sharding
 from dit_lora.training.prepare import prepare
 from dit_lora.training.run import Run
 from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
-from dit_lora.training.task import Trained
 from dit_lora.training.tasks import task_of
 
 STEPS = 6

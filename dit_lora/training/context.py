@@ -9,7 +9,7 @@ from torch import nn
 
 from dit_lora.data.training_set import Prepared
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Denoiser
+from dit_lora.families.base import Denoiser, Trained
 from dit_lora.fuse.context import (
     BACKENDS,
     context_problems,
@@ -19,7 +19,6 @@ from dit_lora.fuse.context import (
 )
 from dit_lora.training.engine import Replicated
 from dit_lora.training.runtime import Runtime
-from dit_lora.training.task import Trained
 
 
 @dataclass

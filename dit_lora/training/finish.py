@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-import dit_lora
 from dit_lora.compat import probe_environment
 from dit_lora.config import Recipe
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
@@ -31,6 +30,7 @@ from dit_lora.training.verify import (
     check_pipeline,
 )
 from dit_lora.training.verify_pipeline import pipeline_checks
+from dit_lora.version import __version__
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
     """Return what the adapter's header says of its making; a local checkpoint is named without its folders."""
     recipe, path = setup.recipe, Path(setup.recipe.model.path).expanduser()
     made = {
-        "version": dit_lora.__version__,
+        "version": __version__,
         "family": recipe.model.family,
         "base_model": path.resolve().name if path.is_dir() else recipe.model.path.removeprefix(HUB),
         "revision": recipe.model.revision,

@@ -14,11 +14,11 @@ from dit_lora.numerics.event import Event
 from dit_lora.numerics.replay import MicroBatch
 from dit_lora.terminal import printable
 from dit_lora.training.best import note_best
+from dit_lora.training.bundles import keep_bundle
 from dit_lora.training.checkpoint import checkpoint_steps, remove_checkpoints_after
 from dit_lora.training.guarding import GuardStart
 from dit_lora.training.journal import Journal
 from dit_lora.training.keeping import Checkpoints
-from dit_lora.training.replay import keep_bundle
 from dit_lora.training.watch import StepWatcher, prime_spikes
 
 

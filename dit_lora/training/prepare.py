@@ -8,6 +8,7 @@ from torch import nn
 
 from dit_lora.data.training_set import Prepared
 from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Trained
 from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.training.averages import AverageBounds
 from dit_lora.training.base_output import keep_base, note_base
@@ -27,7 +28,7 @@ from dit_lora.training.parity_watch import ParityWatch
 from dit_lora.training.run import Run
 from dit_lora.training.runtime import Runtime, open_run_folder
 from dit_lora.training.state_checks import own_state
-from dit_lora.training.task import Setup, Task, Trained
+from dit_lora.training.task import Setup, Task
 from dit_lora.training.told import told_to_trackers
 from dit_lora.training.watch import prime_spikes
 

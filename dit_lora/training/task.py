@@ -15,24 +15,11 @@ from torch import nn
 from dit_lora.config import Recipe
 from dit_lora.data.digest import Digests
 from dit_lora.data.training_set import Prepared
-from dit_lora.numerics.streams import Streams
-from dit_lora.objectives import LossOutput
+from dit_lora.families.base import Trained
 from dit_lora.training.engine import Engine
 from dit_lora.training.reference_model import ReferenceModel
 from dit_lora.training.runtime import Runtime
 from dit_lora.training.step import StepResult
-
-
-class Trained(Protocol):
-    """A checkpoint as the loop knows it."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def losses(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
-    ) -> LossOutput: ...
-
 
 CheckpointT = TypeVar("CheckpointT", bound=Trained, covariant=True)
 PreparedT = TypeVar("PreparedT", bound=Prepared, covariant=True)

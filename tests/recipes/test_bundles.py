@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training import guard_files
-from dit_lora.training.replay import replay_bundle
+from dit_lora.training.replay_bundle import replay_bundle
 
 Main = Callable[[list[str]], None]
 

@@ -12,7 +12,7 @@ from runs import lines
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import api, attention, cogvideox
-from dit_lora.training.replay import replay_bundle
+from dit_lora.training.replay_bundle import replay_bundle
 
 Main = Callable[[list[str]], None]
 ON = ["kernels.ada_norm=on", "kernels.qk_norm_rope=on", "kernels.finite_norm=on"]

@@ -16,7 +16,7 @@ from dit_lora.faults.samples import overwrite
 from dit_lora.numerics.gate import NonFiniteError
 from dit_lora.numerics.switches import kept_attention
 from dit_lora.objectives import LossOutput
-from dit_lora.training.replay import replay_bundle
+from dit_lora.training.replay_bundle import replay_bundle
 from dit_lora.training.watch import StepWatcher
 
 Main = Callable[[list[str]], None]

@@ -1,0 +1,3 @@
+"""The version of dit-lora."""
+
+__version__ = "0.1.0"
