@@ -12,7 +12,7 @@ FOLDERS = ("recipes", "accelerate_configs")
 
 
 class BuildStockFiles(Command):
-    """Copy what `dit-lora init` writes; an editable install reads it where it lies (dit_lora/stock.py)."""
+    """Copy what `dit-lora init` writes; an editable install reads it where it lies (dit_lora/config/catalog.py)."""
 
     build_lib: str | None = None
     editable_mode = False

@@ -28,10 +28,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.errors import DitLoraError
-from dit_lora.families.sana_attention import keep_linear_attention_fp32
+from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.core import OPS
-from dit_lora.numerics.whole import ONLY_COUNTS
+from dit_lora.fuse.patches import OPS
+from dit_lora.numerics.opaque import ONLY_COUNTS
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 Arguments = Callable[[int], tuple[Sequence[Any], int]]

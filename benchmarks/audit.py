@@ -111,10 +111,10 @@ def plain(clips: Sequence[Path], workers: int) -> Spent:
 
 def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
     """And the number of rejected clips, which should be none."""
+    from dit_lora.config.data import DataConfig
     from dit_lora.data.audit.runner import audit_media
-    from dit_lora.data.clips import Clip
-    from dit_lora.data.media import MediaFile
-    from dit_lora.data_config import DataConfig
+    from dit_lora.data.media.media import MediaFile
+    from dit_lora.data.sources.clips import Clip
 
     samples = [Clip(path.name, MediaFile(path), "") for path in clips]
     data = DataConfig(path="clips", frames=49, height=HEIGHT, width=720, fps=8)

@@ -25,8 +25,8 @@ import psutil
 import torch
 from safetensors import safe_open
 
-from dit_lora.data.cache import TensorCache, encoded, entry_key
-from dit_lora.data.shards import shards_in
+from dit_lora.data.cache.cache import TensorCache, encoded, entry_key
+from dit_lora.data.cache.shards import shards_in
 from dit_lora.errors import DitLoraError
 
 LATENT, TEXT = (16, 9, 60, 90), (226, 4096)  # 33 frames of 480x720; T5 of CogVideoX

@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dit_lora.data.shapes import write_shapes
+from dit_lora.config.load import parse_recipe
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import get_family
-from dit_lora.recipe import parse_recipe
 
 
 def main() -> None:
@@ -56,8 +56,8 @@ def measure(count: int) -> float:
 
 
 def fill(folder: Path) -> None:
-    from dit_lora.training.precompute import precompute
-    from dit_lora.training.runtime import running
+    from dit_lora.training.session.session import running
+    from dit_lora.training.tasks.diffusion.precompute import precompute
 
     recipe = parse_recipe(
         {
@@ -74,8 +74,8 @@ def fill(folder: Path) -> None:
         },
         "benchmark",
     )
-    with running(recipe) as runtime:
-        precompute(runtime, get_family("cogvideox").open(recipe.model))
+    with running(recipe) as session:
+        precompute(session, get_family("cogvideox").open(recipe.model))
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dit_lora.data.decode import Wanted, nearest_frames
-from dit_lora.data.media import MediaFile
-from dit_lora.data.pictures import cover, planes, resize
-from dit_lora.data.video import read_frames
+from dit_lora.data.media.decode import Wanted, nearest_frames
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.pictures import cover, planes, resize
+from dit_lora.data.media.video import read_frames
 
 FRAMES, HEIGHT, WIDTH, FPS = 49, 480, 720, 8.0
 

@@ -29,8 +29,8 @@ from sklearn.svm import SVC
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from dit_lora.adapters.store import load_adapter, read_provenance
-from dit_lora.config import ModelConfig
+from dit_lora.adapters.diffusers_format import load_adapter, read_provenance
+from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
 
 ROOT = Path(__file__).parents[1]

@@ -29,9 +29,9 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.forks import ROOT, Main, ended, forked, free_port, load_script, wait
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import get_family
-from dit_lora.training.tasks import task_of
+from dit_lora.training.tasks.registry import task_of
 
 MOMENTS = {"start": 2.0, "training": 0.4, "write": 0.012, "rename": 0.004}
 """What is waited for, and the seconds after it within which the kill comes."""

@@ -31,28 +31,28 @@ from tqdm import tqdm
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import GuardConfig, LoraConfig, ModelConfig
-from dit_lora.data.batch import Batch
+from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.config.recipe import GuardConfig, LoraConfig, ModelConfig
+from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
-from dit_lora.numerics.gate import Trip
-from dit_lora.numerics.monitor import Monitor
+from dit_lora.guard.gate import Trip
+from dit_lora.guard.monitor import Monitor
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.parameters import trainable_state
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
-from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
-from dit_lora.training import engine as training_engine
 from dit_lora.training import loop as training_loop
-from dit_lora.training.diffusion import by_timestep
-from dit_lora.training.engine import Replicated
+from dit_lora.training.distributed import engine as training_engine
+from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.journal import Journal, metrics_line
 from dit_lora.training.loop import Loop, train
-from dit_lora.training.optimizer import build_optimizer, build_schedule
-from dit_lora.training.optimizer_state import optimizer_state
-from dit_lora.training.runtime import quiet_libraries
+from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.optim.state import optimizer_state
+from dit_lora.training.session.session import quiet_libraries
 from dit_lora.training.step import StepResult
-from dit_lora.training.watch import StepWatcher
+from dit_lora.training.tasks.diffusion.task import by_timestep
 
 FAMILY = get_family("cogvideox")
 OPTIM = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=1e-4)))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.guard.snapshots import Snapshots
 
 PAIRS, RANK, WIDTH = 168, 64, 3072
 

@@ -16,18 +16,18 @@ import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 
-from dit_lora.config import Recipe
-from dit_lora.data.cache import TensorCache, encoded
-from dit_lora.data.loader import ClipDataset
-from dit_lora.data.quarantine import Quarantine
-from dit_lora.data.reading import build_loader
-from dit_lora.data.sampler import PositionSampler
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.cache import TensorCache, encoded
+from dit_lora.data.loading.encoded import ClipDataset
+from dit_lora.data.loading.quarantine import Quarantine
+from dit_lora.data.loading.reading import build_loader
+from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
-from dit_lora.recipe import parse_recipe
-from dit_lora.training.plan import make_plan
-from dit_lora.training.precompute import precompute
-from dit_lora.training.runtime import running
+from dit_lora.training.session.session import running
+from dit_lora.training.tasks.diffusion.cache_plan import make_plan
+from dit_lora.training.tasks.diffusion.precompute import precompute
 
 _CLASSES = [f"class {number}" for number in range(2, 12)]
 _SHARD = 64
@@ -72,8 +72,8 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
     checkpoint = get_family("dit").open(recipe.model, recipe)
     opened = time.perf_counter()
     AcceleratorState._reset_state(reset_partial_state=True)
-    with running(recipe) as runtime:
-        clips = precompute(runtime, checkpoint).clips
+    with running(recipe) as session:
+        clips = precompute(session, checkpoint).clips
         planned = time.perf_counter()
         quarantine = Quarantine(Path(recipe.run.dir) / "quarantine.jsonl")
         dataset = ClipDataset(clips, seed=0, caption_dropout=0.1, quarantine=quarantine)

@@ -32,10 +32,10 @@ import torch
 from benchmarks.step_models import MODELS, TINY, Draws, Model
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.fuse.core import fusion_of
-from dit_lora.training.checkpointing import set_checkpointing
+from dit_lora.fuse.patches import fusion_of
 from dit_lora.training.choose_checkpointing import bytes_to_come
-from dit_lora.training.memory import SHARE, advise, measure
+from dit_lora.training.execution.activation_checkpointing import set_checkpointing
+from dit_lora.training.execution.activations import SHARE, advise, measure
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 2

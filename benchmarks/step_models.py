@@ -16,7 +16,7 @@ from diffusers import (
 from diffusers.models.embeddings import LabelEmbedding, get_3d_rotary_pos_embed
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.config import LoraConfig
+from dit_lora.config.recipe import LoraConfig
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "fixtures" / "configs"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")

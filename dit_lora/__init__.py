@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from dit_lora.version import __version__
 
 if TYPE_CHECKING:
+    from dit_lora.adapters.diffusers_format import load_adapter
     from dit_lora.adapters.groups import parameter_groups
-    from dit_lora.adapters.loader import with_lora
-    from dit_lora.adapters.store import load_adapter
-    from dit_lora.config import LadderConfig
+    from dit_lora.adapters.lora_mixins import with_lora
+    from dit_lora.config.recipe import LadderConfig
     from dit_lora.fuse.api import fuse, unfuse
-    from dit_lora.numerics.callback import GuardCallback
-    from dit_lora.numerics.guard import Guard
+    from dit_lora.guard.plugin.guard import Guard
+    from dit_lora.guard.plugin.trainer_callback import GuardCallback
 
 __all__ = [
     "Guard",
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Guard": "dit_lora.numerics.guard",
-    "GuardCallback": "dit_lora.numerics.callback",
-    "LadderConfig": "dit_lora.config",
+    "Guard": "dit_lora.guard.plugin.guard",
+    "GuardCallback": "dit_lora.guard.plugin.trainer_callback",
+    "LadderConfig": "dit_lora.config.recipe",
     "fuse": "dit_lora.fuse.api",
     "unfuse": "dit_lora.fuse.api",
     "parameter_groups": "dit_lora.adapters.groups",
-    "load_adapter": "dit_lora.adapters.store",
-    "with_lora": "dit_lora.adapters.loader",
+    "load_adapter": "dit_lora.adapters.diffusers_format",
+    "with_lora": "dit_lora.adapters.lora_mixins",
 }
 
 

@@ -6,22 +6,22 @@ accelerate launch recipes/lora.py recipes/cogvideox/5b_t2v.yaml data.path=clips 
 import sys
 from typing import Any
 
+from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError, reported_errors
 from dit_lora.families import get_family
-from dit_lora.hub.at_end import push_result, require_hub
-from dit_lora.recipe import load_recipe
-from dit_lora.report.live import Reporting
-from dit_lora.training.checkpoint import find_checkpoint
-from dit_lora.training.facts import write_facts
+from dit_lora.hub.after_training import push_result, require_hub
+from dit_lora.report.run.background import Reporting
+from dit_lora.training.checkpoints.files import find_checkpoint
 from dit_lora.training.finish import finish, require_verified
 from dit_lora.training.fit import fit
-from dit_lora.training.optimizer import require_optimizer
+from dit_lora.training.optim.build import require_optimizer
 from dit_lora.training.prepare import prepare
-from dit_lora.training.runtime import Runtime, require_free_folder, running
+from dit_lora.training.session.session import Session, require_free_folder, running
+from dit_lora.training.status import status_noted, write_data_record
 from dit_lora.training.summary import summary
-from dit_lora.training.tasks import task_of
-from dit_lora.training.told import status_noted, write_data_record
-from dit_lora.training.trainable import require_quantization
+from dit_lora.training.tasks.diffusion.model import require_quantization
+from dit_lora.training.tasks.facts import write_facts
+from dit_lora.training.tasks.registry import task_of
 
 USAGE = "accelerate launch recipes/lora.py RECIPE.yaml [key.path=value ...]"
 
@@ -36,30 +36,30 @@ def main(argv: list[str]) -> None:
     family = get_family(recipe.model.family)
     checkpoint = family.open(recipe.model, recipe)
 
-    with running(recipe) as runtime:
-        train(runtime, family, checkpoint, argv[0])
+    with running(recipe) as session:
+        train(session, family, checkpoint, argv[0])
 
 
-def train(runtime: Runtime, family: Any, checkpoint: Any, recipe_file: str) -> None:
-    recipe = runtime.recipe
+def train(session: Session, family: Any, checkpoint: Any, recipe_file: str) -> None:
+    recipe = session.recipe
     task = task_of(recipe.model.family)
-    require_free_folder(runtime)
-    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
-    require_optimizer(recipe.optim, runtime.accelerator.device)
+    require_free_folder(session)
+    resume_from = find_checkpoint(recipe.train.resume, session.dir)
+    require_optimizer(recipe.optim, session.accelerator.device)
     require_quantization(recipe)
-    require_hub(runtime)
-    data = task.prepare_data(runtime, checkpoint)  # encoders live and die here
+    require_hub(session)
+    data = task.prepare_data(session, checkpoint)  # encoders live and die here
 
-    dtype = runtime.precision.dtype
+    dtype = session.precision.dtype
     model, groups, attached = task.load_trainable(recipe, family, checkpoint, dtype)
-    runtime.say(attached)
+    session.say(attached)
 
-    run = prepare(runtime, task, checkpoint, data, model, groups, resume_from)
+    run = prepare(session, task, checkpoint, data, model, groups, resume_from)
     write_facts(run.setup)
-    write_data_record(runtime, data)
-    report = Reporting(runtime.dir, runtime.say, writes=runtime.is_main)
+    write_data_record(session, data)
+    report = Reporting(session.dir, session.say, writes=session.is_main)
     try:
-        with status_noted(runtime, recipe_file):
+        with status_noted(session, recipe_file):
             fit(run, on_checkpoint=report.update)
             written = finish(run)
     except DitLoraError:
@@ -67,9 +67,9 @@ def train(runtime: Runtime, family: Any, checkpoint: Any, recipe_file: str) -> N
         raise
     page = report.finish()
     if written.path is not None:
-        runtime.say(summary(runtime, written.path, written.verification, page))
-    require_verified(runtime, written.verification)
-    push_result(runtime)
+        session.say(summary(session, written.path, written.verification, page))
+    require_verified(session, written.verification)
+    push_result(session)
 
 
 if __name__ == "__main__":

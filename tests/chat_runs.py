@@ -12,15 +12,15 @@ from launching import ROOT
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from dit_lora.config import ModelConfig
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.frames import frame_seconds, read_at
-from dit_lora.data.chat.shapes import write_conversations
-from dit_lora.data.media import MediaFile
-from dit_lora.data.shapes import COLOURS
-from dit_lora.data.video import read_header, write_sample
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.video import read_header, write_sample
+from dit_lora.data.synthetic.clips import COLOURS
+from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.recipe import load_recipe
-from dit_lora.training.chat.answering import Answerer
+from dit_lora.training.tasks.chat.answerer import Answerer
 
 Main = Callable[[list[str]], None]
 CLIPS = (

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dit_lora.config import Recipe
-from dit_lora.data.quarantine import Quarantine
-from dit_lora.data.reading import Reading
-from dit_lora.data.sampler import PositionSampler
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.loading.quarantine import Quarantine
+from dit_lora.data.loading.reading import Reading
+from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.recipe import parse_recipe
-from dit_lora.training.chat.samples import ChatSamples, find_conversations, training_set
-from dit_lora.training.chat.training_set import ChatSet
+from dit_lora.training.tasks.chat.samples import ChatSamples, find_conversations, training_set
+from dit_lora.training.tasks.chat.training_set import ChatSet
 
 WATCH = "Watch the video and answer the question, please."
 

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 from accelerate.state import AcceleratorState
 from launching import ROOT, SCRIPT, launch_command, launch_environment, started
 
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.families import FAMILIES, get_family
 
 torch.set_num_threads(1)

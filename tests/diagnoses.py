@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.numerics.bisect import diagnose
+from dit_lora.guard.diagnose import diagnose
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.switches import Switch
+from dit_lora.guard.verdict import Verdict
 from dit_lora.numerics.labels import IGNORE
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.suspects import Suspects
-from dit_lora.numerics.switches import Switch
-from dit_lora.numerics.verdict import Verdict
-from dit_lora.objectives import LossOutput
+from dit_lora.numerics.objectives import LossOutput
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -15,9 +15,9 @@ from launching import ROOT
 from torch.distributed.run import get_args_parser
 from typer.exceptions import TyperException
 
-from dit_lora.cli import app
-from dit_lora.config import Recipe
-from dit_lora.recipe import load_recipe
+from dit_lora.cli.app import app
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
 

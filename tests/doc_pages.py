@@ -11,10 +11,10 @@ from launching import ROOT, started
 from PIL import Image
 from runs import poison
 
+from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.data.chat import mvbench
-from dit_lora.data.chat.shapes import write_conversations
-from dit_lora.data.shapes import write_shapes
-from dit_lora.recipe import dump_recipe, load_recipe
+from dit_lora.data.synthetic.clips import write_shapes
+from dit_lora.data.synthetic.conversations import write_conversations
 
 PAGES = sorted(
     [

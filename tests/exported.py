@@ -8,9 +8,9 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.adapters.groups import parameter_groups
-from dit_lora.adapters.store import save_adapter
-from dit_lora.config import LoraConfig, ModelConfig
+from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 
 Deltas = dict[str, torch.Tensor]

@@ -10,14 +10,14 @@ import torch
 from tiny_chat_models import mistral
 from torch import nn
 
+from dit_lora.config.data import VideoShape
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.mvbench import Question
 from dit_lora.data.chat.rendered import Piece, Rendered
-from dit_lora.data.media import MediaFile
-from dit_lora.data_config import VideoShape
+from dit_lora.data.media.media import MediaFile
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import Viewing
-from dit_lora.training.chat.answering import Answerer
+from dit_lora.training.tasks.chat.answerer import Answerer
 
 Say = Callable[[nn.Module, str], str]
 HOW = Viewing(frames=4, height=8, width=10)

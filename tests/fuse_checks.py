@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.core import OPS
+from dit_lora.fuse.patches import OPS
 
 Call = Callable[[nn.Module], Any]
 Values = dict[str, torch.Tensor]

@@ -19,9 +19,9 @@ from kernel_checks import saved_bytes
 from torch import nn
 
 from dit_lora.fuse.api import unfuse
-from dit_lora.fuse.core import fusion_of
-from dit_lora.numerics.parity import first_difference
-from dit_lora.numerics.switches import find_switch, model_switches
+from dit_lora.fuse.patches import fusion_of
+from dit_lora.guard.parity import first_difference
+from dit_lora.guard.switches import find_switch, model_switches
 
 Inputs = dict[str, Any]
 

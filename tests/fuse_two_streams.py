@@ -8,9 +8,9 @@ from fuse_checks import adapted, assert_equal, fuse_all
 from fuse_contract import Contract, Inputs
 from torch import nn
 
-from dit_lora.fuse import two_streams
 from dit_lora.fuse.api import unfuse
-from dit_lora.fuse.core import fusion_of
+from dit_lora.fuse.models import two_streams
+from dit_lora.fuse.patches import fusion_of
 
 TARGETS = [
     *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),

@@ -30,10 +30,10 @@ SCRIPT = ROOT / "recipes" / "lora.py"
 _PRELOADED = [
     "pytest",
     "dit_lora.faults.suite",
-    "dit_lora.report.run_report",
-    "dit_lora.training.diffusion",
-    "dit_lora.training.precompute",
-    "dit_lora.families.cogvideox_checkpoint",
+    "dit_lora.report.run.page",
+    "dit_lora.training.tasks.diffusion.task",
+    "dit_lora.training.tasks.diffusion.precompute",
+    "dit_lora.families.cogvideox.checkpoint",
     "dit_lora.fuse.api",
 ]
 _GRACE = 5.0

@@ -11,7 +11,7 @@ from peft.tuners import lora as peft_lora
 from torch import Tensor, nn
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.core import Fusion, patch_forward
+from dit_lora.fuse.patches import Fusion, patch_forward
 from dit_lora.fuse.registry import FORWARDS
 
 PATCH = next(patch for patch in FORWARDS if patch.of == "peft.tuners.lora.layer.Linear")

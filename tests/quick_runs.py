@@ -8,7 +8,7 @@ from unittest import mock
 from torch import nn
 
 from dit_lora.training import choose_checkpointing as choosing
-from dit_lora.training import kernel_parity
+from dit_lora.training.guarding import kernel_parity
 
 PASSES = 4
 """Passes through blocks that ask whether a kernel repeats itself: in a tiny model all of them are two blocks', and

@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.config import GuardConfig
-from dit_lora.data.order import Order
-from dit_lora.data.quarantine import Quarantine
+from dit_lora.config.recipe import GuardConfig
+from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.event import Event
-from dit_lora.numerics.gate import Trip
+from dit_lora.guard.event import Event
+from dit_lora.guard.gate import Trip
+from dit_lora.guard.policy import Policy
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.switches import Switch
+from dit_lora.guard.verdict import Verdict
 from dit_lora.numerics.parameters import trainable_state
-from dit_lora.numerics.policy import Policy
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.snapshot import Snapshots
-from dit_lora.numerics.suspects import Suspects
-from dit_lora.numerics.switches import Switch
-from dit_lora.numerics.verdict import Verdict
-from dit_lora.training import recovery as recovery_module
-from dit_lora.training.optimizer_state import drop_optimizer_state, optimizer_state
+from dit_lora.training.guarding import recovery as recovery_module
+from dit_lora.training.optim.state import drop_optimizer_state, optimizer_state
 
 SAMPLES = [f"{k}.mp4" for k in range(5)]
 

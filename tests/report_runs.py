@@ -9,8 +9,8 @@ import torch
 import yaml
 from html_page import Page
 
-from dit_lora.data.video import write_video
-from dit_lora.report.run_report import write_report
+from dit_lora.data.media.video import write_video
+from dit_lora.report.run.page import write_report
 
 HOSTILE = '<script>alert("x")</script> & a cat'
 

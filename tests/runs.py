@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from dit_lora.data.cache import TensorCache
-from dit_lora.data.shards import Stored
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.cache.shards import Stored
 from dit_lora.faults.samples import overwrite
 
 

@@ -8,18 +8,18 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from dit_lora.data.batch import Batch
-from dit_lora.numerics.gate import Trip
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.data.loading.batch import Batch
+from dit_lora.guard.gate import Trip
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, integers
-from dit_lora.objectives import LossOutput
-from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
-from dit_lora.training.engine import Replicated
+from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
-from dit_lora.training.optimizer import build_optimizer, build_schedule
+from dit_lora.training.optim.build import build_optimizer, build_schedule
 from dit_lora.training.step import StepResult
-from dit_lora.training.watch import StepWatcher
 
 
 def batches(count: int, size: int = 2) -> list[Batch]:

@@ -15,11 +15,11 @@ from huggingface_hub.errors import (
 )
 from typer.testing import CliRunner
 
-from dit_lora.cli import app
-from dit_lora.data.shapes import write_shapes
+from dit_lora.cli.app import app
+from dit_lora.config.catalog import StockRecipe, write_folder
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.stock import StockRecipe, write_folder
 
 RECIPE = "smoke_cogvideox.yaml"
 MADE = "model.path=tiny/made"

@@ -4,15 +4,15 @@ import ast
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 import yaml
 
+from dit_lora.config.load import load_recipe, recipe_schema
 from dit_lora.families import FAMILIES
-from dit_lora.recipe import load_recipe, recipe_schema
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 400, 60, 4
@@ -20,69 +20,37 @@ MAX_KERNEL_FILE = 700
 """An op is one file: reference, kernels, launchers, op."""
 OURS = r"dit_lora(\.\w+)+(:\w+)?"
 
-# Lowest first; a module may import from its own layer's package and from layers below.
-LAYERS = (
-    (
-        "dit_lora.terminal",
-        "dit_lora.errors",
-        "dit_lora.files",
-        "dit_lora.parsing",
-        "dit_lora.run_lock",
-        "dit_lora.redact",
-        "dit_lora.pretrained",
-        "dit_lora.section",
-        "dit_lora.data_config",
-        "dit_lora.chat_config",
-        "dit_lora.optimizers",
-        "dit_lora.train_config",
-        "dit_lora.config",
-        "dit_lora.recipe",
-        "dit_lora.stock",
-        "dit_lora.remedies",
-        "dit_lora.hub_files",
-        "dit_lora.compat",
-    ),
-    ("dit_lora.objectives",),
-    ("dit_lora.numerics",),
-    (
-        "dit_lora.adapters",
-        "dit_lora.fuse",
-        "dit_lora.data",
-        "dit_lora.models",
-        "dit_lora.families.base",
-        "dit_lora.families.refusals",
-    ),
-    ("dit_lora.families",),
-    ("dit_lora.training", "dit_lora.report", "dit_lora.doctor", "dit_lora.hub"),
-    ("dit_lora.faults",),
-    (
-        "dit_lora.cli",
-        "dit_lora.cli_chat",
-        "dit_lora.cli_convert",
-        "dit_lora.cli_plan",
-        "dit_lora.cli_push",
-        "dit_lora.cli_quarantine",
-        "dit_lora.cli_report",
-        "dit_lora.cli_complete",
-        "dit_lora.cli_export",
-        "dit_lora.cli_help",
-        "dit_lora.cli_json",
-        "dit_lora.cli_start",
-        "dit_lora.cli_verify",
-        "dit_lora.__main__",
-    ),
-)
+# Lowest first. A module imports from lower floors and from its own room. The ground floor is one room.
+FLOORS = """
+errors files parsing patching redact terminal version
+config
+environment
+numerics
+guard
+adapters data models
+fuse
+families
+training.trackers
+training.optim training.execution training.session results
+training.distributed
+training.checkpoints results.verify
+training
+training.tasks
+planning results.export report
+hub
+commands
+faults
+cli
+__main__
+"""
+FLOOR_OF = {
+    f"dit_lora.{room}": number
+    for number, rooms in enumerate(FLOORS.strip().split("\n"))
+    for room in rooms.split()
+}
+MAX_ROOMS, MAX_AT_TOP, MAX_IN_FOLDER = 17, 9, 25
 # Classes whose `from_pretrained` takes tensors or an adapter, and `kind`, to which from_configs gives another.
 _NO_CODE = ("PeftModel", "PeftConfig", "Embedding", "kind")
-# Packages of one layer that do not know each other.
-STRANGERS = {
-    ("dit_lora.adapters", "dit_lora.data"),
-    ("dit_lora.data", "dit_lora.adapters"),
-    ("dit_lora.families.base", "dit_lora.adapters"),
-    ("dit_lora.families.base", "dit_lora.data"),
-    ("dit_lora.report", "dit_lora.training"),
-    ("dit_lora.training", "dit_lora.report"),
-}
 
 
 def python_files() -> list[Path]:
@@ -153,39 +121,68 @@ REGISTRY = {"wan": "dit_lora.families.wan:FAMILY"}
     assert "dit_lora.families.wan.FAMILY" in set(imports(ast.parse(source)))
 
 
-def layer_of(module: str) -> tuple[int, str] | None:
-    """The layer's number and the longest member that holds the module."""
-    found = [
-        (len(member), number, member)
-        for number, members in enumerate(LAYERS)
-        for member in members
-        if module == member or module.startswith(f"{member}.")
-    ]
-    return max(found)[1:] if found else None
+def room_of(module: str) -> str:
+    """Return the most specific room that holds a module; the small modules of the ground floor are one."""
+    rooms = [room for room in FLOOR_OF if module == room or module.startswith(f"{room}.")]
+    assert rooms, f"{module} is on no floor; give its folder one in FLOORS"
+    room = max(rooms, key=len)
+    return room if FLOOR_OF[room] else "dit_lora"
+
+
+def edges_up(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the imports that lead to a higher floor, or to another room of the same one."""
+    floor_of = FLOOR_OF | {"dit_lora": 0}
+    wrong = []
+    for module, targets in graph.items():
+        for target in targets:
+            here, there = room_of(module), room_of(target)
+            if here != there and floor_of[there] >= floor_of[here]:
+                wrong.append(f"{module} -> {target}")
+    return sorted(wrong)
+
+
+def library_graph() -> dict[str, set[str]]:
+    graph = import_graph(
+        [path for path in library_files() if path.is_relative_to(ROOT / "dit_lora")]
+    )
+    # It names all that is public, and is imported by nobody inside.
+    del graph["dit_lora"]
+    return graph
 
 
 def test_imports_point_down() -> None:
-    wrong = []
-    for path in library_files():
-        own = layer_of(module_name(path))
-        for target in imports(ast.parse(path.read_text())):
-            other = layer_of(target)
-            if own is None or other is None:
-                continue
-            if other[0] > own[0] or (own[1], other[1]) in STRANGERS:
-                wrong.append(f"{module_name(path)} -> {target}")
-    assert not wrong
+    assert not edges_up(library_graph())
 
 
-def test_every_module_is_in_a_layer() -> None:
-    homeless = [
-        name
-        for path in library_files()
-        if (name := module_name(path)) not in ("dit_lora",)
-        and not name.startswith("dit_lora_kernels")
-        and layer_of(name) is None
-    ]
-    assert not homeless
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if TYPE_CHECKING:\n    from dit_lora.training.run import Run",
+        "def late():\n    import dit_lora.training.fit",
+        "HOME = 'dit_lora.training.run:Run'",
+        "from dit_lora.data.media import media",
+    ],
+)
+def test_an_import_that_points_up_is_found(source: str) -> None:
+    graph = library_graph()
+    planted = set()
+    for target in imports(ast.parse(source)):
+        while target not in graph:
+            target = target.rpartition(".")[0]
+        planted.add(target)
+    graph["dit_lora.guard.gate"] |= planted
+    (found,) = edges_up(graph)
+    assert found.startswith("dit_lora.guard.gate -> dit_lora.")
+
+
+def test_rooms_are_few_and_none_is_crowded() -> None:
+    top = ROOT / "dit_lora"
+    rooms = [path for path in top.iterdir() if (path / "__init__.py").is_file()]
+    assert len(rooms) <= MAX_ROOMS
+    assert len(list(top.glob("*.py"))) <= MAX_AT_TOP
+    folders = {path.parent for path in library_files()}
+    crowded = {str(one): len(list(one.glob("*.py"))) for one in folders}
+    assert {one: count for one, count in crowded.items() if count > MAX_IN_FOLDER} == {}
 
 
 def test_training_knows_no_family() -> None:
@@ -201,7 +198,7 @@ def test_only_fuse_imports_our_kernels_and_they_import_nothing_of_ours() -> None
         in_kernels = module_name(path).startswith("dit_lora_kernels")
         if in_kernels:
             assert not [t for t in targets if t.split(".")[0] == "dit_lora"], path
-        elif not module_name(path).startswith(("dit_lora.fuse", "dit_lora.doctor")):
+        elif not module_name(path).startswith(("dit_lora.fuse", "dit_lora.cli.doctor")):
             assert not [t for t in targets if t.startswith("dit_lora_kernels")], path
 
 
@@ -209,7 +206,7 @@ def test_whatever_a_checkpoint_holds_is_loaded_where_none_of_its_code_can_run() 
     """`from_pretrained` and Auto classes ask on standard input unless they are told; PEFT's read no code."""
     wrong = []
     for path in [*library_files(), *(ROOT / "recipes").rglob("*.py")]:
-        if module_name(path) == "dit_lora.pretrained":
+        if module_name(path) == "dit_lora.environment.pretrained":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config"):

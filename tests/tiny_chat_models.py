@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.objectives import IGNORE
+from dit_lora.numerics.objectives import IGNORE
 
 IMAGE, VIDEO = 62, 63
 FRAMES, SIDE = 2, 8

@@ -13,8 +13,8 @@ from family_cases import CASES
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.config import LoraConfig, ModelConfig
-from dit_lora.data.cache import Spec
+from dit_lora.config.recipe import LoraConfig, ModelConfig
+from dit_lora.data.cache.cache import Spec
 from dit_lora.families import get_family
 from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.families.base import Checkpoint, Tensors

@@ -18,7 +18,7 @@ from launching import SCRIPT
 from quick_runs import quick_runs
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.shards import local
+from dit_lora.numerics.dtensors import local
 from dit_lora.training import fit as running
 from dit_lora.training.run import Run
 from dit_lora.training.step import StepResult
@@ -144,7 +144,7 @@ def _fault(fault: Fault | None) -> Iterator[None]:
 
     def then(run: Run, bar: Any, result: StepResult) -> None:
         is_now = result.step == fault.after and bool(pending)
-        is_own = run.setup.runtime.accelerator.process_index == fault.rank
+        is_own = run.setup.session.accelerator.process_index == fault.rank
         if is_now:
             pending.clear()
         if is_now and is_own and fault.kept:

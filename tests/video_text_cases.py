@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from dit_lora.config import ModelConfig
+from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.tensors import to_tensors
 from dit_lora.families.chat import FAMILY
+from dit_lora.families.chat.checkpoint import VideoTextCheckpoint
 from dit_lora.families.chat_base import Viewing
-from dit_lora.families.chat_checkpoint import VideoTextCheckpoint
 
 VARIANTS = FAMILY.tiny_variants
 KINDS: tuple[Kind, ...] = ("video", "image", "text")

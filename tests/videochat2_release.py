@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config
 
-from dit_lora.families.tiny_videochat2 import bert_tokenizer, llm_tokenizer
+from dit_lora.families.videochat2.tiny import bert_tokenizer, llm_tokenizer
 from dit_lora.models.videochat2.convert import Conversion, convert_videochat2
 
 VISION, BLOCKS, PATCH = 24, 2, 8  # three blocks in the original, of which the last is not read

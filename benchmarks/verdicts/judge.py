@@ -12,11 +12,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file
 
 from benchmarks.verdicts.cases import Case, Right
-from dit_lora.data.quarantine import LeftOut, Quarantine
+from dit_lora.commands.verify import find_target
+from dit_lora.data.loading.quarantine import LeftOut, Quarantine
 from dit_lora.faults.fault import equal
 from dit_lora.faults.world import Observation, Overrides, Stage, Tensors, World
-from dit_lora.training.output_record import compare_output
-from dit_lora.training.verify_target import find_target
+from dit_lora.results.verify.output import compare_output
 
 QUESTIONS = {
     "lost": "is a sample left out for good that the fault did not touch?",
@@ -44,16 +44,16 @@ class Tally:
 
     def arm(self, stage: Stage) -> None:
         self.stage = stage
-        recover = stage.run.guard.recover
+        recover = stage.run.recovery.recover
 
         def counted(*args: Any) -> int:
             self.recoveries += 1
             if self.recoveries > RECOVERIES:
-                skips = stage.run.guard.policy.skips
+                skips = stage.run.recovery.policy.skips
                 raise EndlessError(f"{RECOVERIES} recoveries, of which {skips} were counted")
             return recover(*args)
 
-        stage.patch(stage.run.guard, "recover", counted)
+        stage.patch(stage.run.recovery, "recover", counted)
 
     def acted(self) -> bool:
         """Whether the fault acted on any rank, as far as it waits for a moment that may not come. Collective."""
@@ -62,7 +62,7 @@ class Tally:
 
     @property
     def switched_off(self) -> set[str]:
-        return set(self.stage.run.guard.state.switched_off) if self.stage else set()
+        return set(self.stage.run.recovery.state.switched_off) if self.stage else set()
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) ->
         return folder
 
     def leave_out(stage: Stage) -> None:
-        stage.run.guard.quarantine.add(records)
-        stage.run.guard.order.forget()
+        stage.run.recovery.quarantine.add(records)
+        stage.run.recovery.order.forget()
 
     name = f"clean_{key}_{_unique(world)}"
     seen = world.observe(name, leave_out, overrides)

@@ -11,8 +11,8 @@ import torch
 from diffusers.training_utils import cast_training_params
 from torch import nn
 
-from dit_lora.adapters.loader import adaptable
-from dit_lora.config import LoraConfig
+from dit_lora.adapters.lora_mixins import adaptable
+from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.streams import fold
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
+from dit_lora.config.optim import GroupConfig, GroupsConfig
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.train_config import GroupConfig, GroupsConfig
 
 Patterns = Mapping[str, Sequence[str]]
 

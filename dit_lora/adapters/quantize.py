@@ -9,7 +9,7 @@ from torch import nn
 from dit_lora.adapters.attach import tied_layers
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.finite import not_finite
-from dit_lora.numerics.narrow import Kind, NarrowLinear, narrowed_bytes
+from dit_lora.numerics.quantized_linear import Kind, NarrowLinear, narrowed_bytes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dit_lora.errors import DitLoraError
-from dit_lora.objectives import next_token_losses
+from dit_lora.numerics.objectives import next_token_losses
 
 CHUNK = 512
 """Rows of logits at a time: 0.1 GiB of fp32 at 32,000 tokens of vocabulary, 0.3 GiB at 150,000."""

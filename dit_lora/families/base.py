@@ -20,16 +20,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from dit_lora.config import ModelConfig, Recipe
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.environment.hub_files import model_folder
+from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.refusals import refuse_options
-from dit_lora.hub_files import model_folder
-from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams
-from dit_lora.objectives import LossOutput
 from dit_lora.parsing import parse_json
-from dit_lora.pretrained import load_pretrained
 
 Tensors = dict[str, torch.Tensor]
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]

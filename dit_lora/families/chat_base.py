@@ -15,15 +15,15 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import nn
 
-from dit_lora.chat_config import ChatConfig
-from dit_lora.config import Recipe
+from dit_lora.config.chat import ChatConfig
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
 from dit_lora.data.chat.conversation import Conversation, Kind
 from dit_lora.data.chat.rendered import Rendered
-from dit_lora.data_config import VideoShape
+from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams
-from dit_lora.objectives import LossOutput
-from dit_lora.pretrained import load_pretrained
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The kinds of media, in the order that losses are told apart by."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from dit_lora.config import Recipe, ValidationConfig
+from dit_lora.config.recipe import Recipe, ValidationConfig
 from dit_lora.errors import DitLoraError, listed
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dit_lora.config import ModelConfig, Recipe
+    from dit_lora.config.recipe import ModelConfig, Recipe
     from dit_lora.families.base import Checkpoint
     from dit_lora.families.chat_base import ChatCheckpoint
 

@@ -11,13 +11,13 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler
 from torch import nn
 
-from dit_lora.config import ModelConfig, Recipe
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder
-from dit_lora.models.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Streams, integers, moved, normal
-from dit_lora.objectives import EpsilonPrediction, LossOutput, mean_squared_error
-from dit_lora.pretrained import load_pretrained
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from dit_lora.config import Recipe
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 
 

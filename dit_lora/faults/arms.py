@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from dit_lora.faults.samples import overwrite
 from dit_lora.faults.triggers import ALL_RANKS, Change, Fires, When, here, write
 from dit_lora.faults.world import Arm, Stage, Tensors
+from dit_lora.guard.switches import Switch
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams
-from dit_lora.numerics.switches import Switch
-from dit_lora.objectives import LossOutput
 
 ADAPTED = "{attention}.{key}.lora_B.default.weight"
 OUTPUT = "{attention}.{out}"
@@ -97,7 +97,7 @@ def sample_tensor(name: str, change: Change, when: When) -> Arm:
 
 def cached_latent(value: float, sample: str) -> Callable[[Any], None]:
     """Write a value into a sample's latent in the cache, keeping its entry's header."""
-    from dit_lora.data.cache import TensorCache
+    from dit_lora.data.cache.cache import TensorCache
 
     def change(cache: Any) -> None:
         for entry in TensorCache(cache / "videos").entries():
@@ -247,7 +247,7 @@ def add_switch(stage: Stage, name: str) -> dict[str, bool]:
             state["on"] = before
 
     switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
-    stage.run.guard.suspects.switches.append(switch)
+    stage.run.recovery.suspects.switches.append(switch)
     return state
 
 
@@ -321,7 +321,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
     def arm(stage: Stage) -> None:
         # A recovery may meet another trip, and so recover within itself.
         depth = [0]
-        inner = stage.run.guard.recover
+        inner = stage.run.recovery.recover
 
         def recover(*args: Any) -> int:
             depth[0] += 1
@@ -335,7 +335,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return batch
 
-        stage.patch(stage.run.guard, "recover", recover)
+        stage.patch(stage.run.recovery, "recover", recover)
         stage.checkpoint.before.append(read)
 
     return arm

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dit_lora.data.quarantine import Quarantine
+from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.families.family import Site
 from dit_lora.faults.world import (
     ENGINES,

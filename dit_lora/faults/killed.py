@@ -8,10 +8,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from dit_lora.config.load import load_recipe
 from dit_lora.families import get_family
 from dit_lora.faults.world import Engine, engine_of, prepared_run
-from dit_lora.recipe import load_recipe
-from dit_lora.training import checkpoint as checkpoints
+from dit_lora.training.checkpoints import files as checkpoints
 from dit_lora.training.fit import fit
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dit_lora.config import LadderConfig
+from dit_lora.config.recipe import LadderConfig
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.loops import Toy, ToyLoop, played
 

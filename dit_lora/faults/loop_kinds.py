@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dit_lora.config import LadderConfig
+from dit_lora.config.recipe import LadderConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.loops import forget
 from dit_lora.faults.world import Observation, World
-from dit_lora.numerics.guard import Guard
+from dit_lora.guard.plugin.guard import Guard
 
 _WIDTH = 6
 

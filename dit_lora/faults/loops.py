@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from dit_lora.config import LadderConfig
+from dit_lora.config.recipe import LadderConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import Observation, World
-from dit_lora.numerics.guard import Guard
+from dit_lora.guard.plugin.guard import Guard
 
 _STEPS, _WIDTH = 6, 16
 
@@ -281,7 +281,7 @@ def _trainer(fault: Fault, world: World) -> Observation:
     """Run a Trainer of Transformers on a tiny language model, one sample without a label to learn from."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    from dit_lora.numerics.callback import GuardCallback
+    from dit_lora.guard.plugin.trainer_callback import GuardCallback
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -13,8 +13,8 @@ from torch.backends import cuda
 
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import Arm, Stage, Tensors
+from dit_lora.guard.switches import Switch
 from dit_lora.numerics.streams import Streams
-from dit_lora.numerics.switches import Switch
 
 _PLACE = "{attention}.{out}"
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -81,7 +81,7 @@ def _add_switch(stage: Stage, name: str, state: dict[str, bool]) -> None:
             state["on"] = before
 
     switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
-    stage.run.guard.suspects.switches.append(switch)
+    stage.run.recovery.suspects.switches.append(switch)
 
 
 def _wrong_rows(stage: Stage) -> None:

@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 
+from dit_lora.config.load import dump_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.site import data_of
 from dit_lora.faults.world import Arm, Observation, Stage, Tensors, World
 from dit_lora.files import write_whole
-from dit_lora.numerics.shards import local
-from dit_lora.recipe import dump_recipe
+from dit_lora.numerics.dtensors import local
 
 
 def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
@@ -115,7 +115,7 @@ def _before_adapter(stage: Stage) -> None:
 
 
 def _disk_full(stage: Stage) -> None:
-    from dit_lora.training import checkpoint as module
+    from dit_lora.training.checkpoints import files as module
 
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -124,7 +124,7 @@ def _disk_full(stage: Stage) -> None:
         stage.run.checkpoints.saver.wait()  # the checkpoint of step 3, which is written beside the loop
         stage.patch(module, "_write_synced", refuse)
 
-    if stage.run.setup.runtime.is_main:
+    if stage.run.setup.session.is_main:
         stage.before_step(4, fill)
 
 

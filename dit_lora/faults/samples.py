@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.data.batch import draw_number
-from dit_lora.data.cache import TensorCache
-from dit_lora.data.shards import Stored
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.cache.shards import Stored
+from dit_lora.data.loading.batch import draw_number
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.world import TARGET, Arm, Stage, Tensors
 from dit_lora.numerics import streams
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, fold
-from dit_lora.objectives import LossOutput
 
 
 def _poison(value: float, tensor_name: str, folder: str, count: int = 1) -> Any:

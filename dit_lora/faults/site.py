@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dit_lora.data.chat.shapes import write_conversations
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.synthetic.clips import write_shapes
+from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.errors import DitLoraError
 from dit_lora.families import every_family
 from dit_lora.families.family import Site

@@ -9,10 +9,10 @@ from torch import nn
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.triggers import Change
 from dit_lora.faults.world import Arm, Stage, Tensors
-from dit_lora.fuse.norms import Norms
-from dit_lora.numerics.shards import is_sharded, local
+from dit_lora.fuse.gradient_norms import Norms
+from dit_lora.numerics.dtensors import is_sharded, local
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams
-from dit_lora.objectives import LossOutput
 
 _WHERE = "{attention}.{key}.lora_B.default.weight"
 _LAYER = "{key}.lora_B.default"
@@ -82,13 +82,13 @@ def _gradient(
         stage.before_step(3, lambda: set_armed(True))
         if once:
             # Disarmed by the first replay or by the step's second attempt, whichever comes first.
-            recover = stage.run.guard.recover
+            recover = stage.run.recovery.recover
 
             def disarmed(*args: Any) -> int:
                 set_armed(False)
                 return recover(*args)
 
-            stage.patch(stage.run.guard, "recover", disarmed)
+            stage.patch(stage.run.recovery, "recover", disarmed)
 
     return arm
 

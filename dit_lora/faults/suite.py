@@ -25,10 +25,7 @@ from dit_lora.families.family import Site
 from dit_lora.faults import (
     altered,
     blame,
-    chat_data,
-    chat_loops,
-    chat_steps,
-    data_faults,
+    data,
     late,
     loop_damage,
     loop_kinds,
@@ -38,6 +35,9 @@ from dit_lora.faults import (
     samples,
     state,
 )
+from dit_lora.faults.chat import data as chat_data
+from dit_lora.faults.chat import loops as chat_loops
+from dit_lora.faults.chat import steps as chat_steps
 from dit_lora.faults.fault import Fault, Judged
 from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.world import Engine, World, engine_of
@@ -52,7 +52,7 @@ def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
     every = [
         *samples.cached(),
         *samples.DRAWN,
-        *data_faults.FAULTS,
+        *data.FAULTS,
         *state.FAULTS,
         *altered.FAULTS,
         *blame.FAULTS,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from dit_lora.faults.world import Arm, Stage
-from dit_lora.numerics.shards import local
+from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.streams import fold
 
 ALL_RANKS = -1

@@ -16,27 +16,27 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from dit_lora.config import Recipe
-from dit_lora.data.cache import TensorCache
-from dit_lora.data.shards import tombstone
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.cache.shards import tombstone
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
 from dit_lora.families.base import Trained
 from dit_lora.families.family import ChatFamily, DiffusionFamily, Site
 from dit_lora.faults.site import data_of, drop_sample, write_samples
+from dit_lora.guard.switches import kept_attention
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.streams import Streams
-from dit_lora.numerics.switches import kept_attention
-from dit_lora.objectives import LossOutput
-from dit_lora.recipe import parse_recipe
-from dit_lora.training.checkpoint import find_checkpoint, is_whole
+from dit_lora.training.checkpoints.files import find_checkpoint, is_whole
 from dit_lora.training.finish import finish, require_verified
 from dit_lora.training.fit import fit
-from dit_lora.training.launch import Sharding
 from dit_lora.training.prepare import prepare
 from dit_lora.training.run import Run
-from dit_lora.training.runtime import Runtime, quiet_libraries, require_free_folder
-from dit_lora.training.tasks import task_of
+from dit_lora.training.session.launch import Sharding
+from dit_lora.training.session.session import Session, quiet_libraries, require_free_folder
+from dit_lora.training.tasks.registry import task_of
 
 STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
@@ -104,11 +104,11 @@ class Stage:
 
     @property
     def rank(self) -> int:
-        return self.run.setup.runtime.accelerator.process_index
+        return self.run.setup.session.accelerator.process_index
 
     @property
     def ranks(self) -> int:
-        return self.run.setup.runtime.accelerator.num_processes
+        return self.run.setup.session.accelerator.num_processes
 
     @property
     def transformer(self) -> nn.Module:
@@ -298,7 +298,7 @@ class World:
             if arm is not None:
                 arm(stage)
             fit(run)
-            require_verified(run.setup.runtime, finish(run).verification)
+            require_verified(run.setup.session, finish(run).verification)
 
     def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
         """Return a copy of the good data, changed; written by one rank, once."""
@@ -327,16 +327,16 @@ def prepared_run(
     several = accelerator.num_processes > 1
     sharding = Sharding() if several and engine == "fsdp2" else None
     zero = 2 if several and engine == "zero2" else None
-    runtime = Runtime(recipe, accelerator, precision, sharding=sharding, zero=zero)
-    require_free_folder(runtime)
-    runtime.lock.release()  # the runs of this process come one after another
-    resume_from = find_checkpoint(recipe.train.resume, runtime.dir)
+    session = Session(recipe, accelerator, precision, sharding=sharding, zero=zero)
+    require_free_folder(session)
+    session.lock.release()  # the runs of this process come one after another
+    resume_from = find_checkpoint(recipe.train.resume, session.dir)
     task = task_of(recipe.model.family)
-    data = task.prepare_data(runtime, checkpoint)
+    data = task.prepare_data(session, checkpoint)
     transformer, groups, _ = task.load_trainable(recipe, family, checkpoint, precision.dtype)
     # Counting activations is a third of a tiny run; checkpointing is none as it was loaded.
     return prepare(
-        runtime,
+        session,
         task,
         checkpoint,
         data,

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse import liger
 from dit_lora.fuse.attention import require_backend
-from dit_lora.fuse.check import FirstForwards
-from dit_lora.fuse.core import (
+from dit_lora.fuse.first_forward import FirstForwards
+from dit_lora.fuse.lora import has_lora
+from dit_lora.fuse.patches import (
     ATTENTION,
     KERNELS,
     OPS,
@@ -26,10 +27,9 @@ from dit_lora.fuse.core import (
     restore,
     stock_processor,
 )
-from dit_lora.fuse.lora import has_lora
 from dit_lora.fuse.registry import FORWARDS, PROCESSORS, WITHOUT_TRITON
 from dit_lora.fuse.transformers_attention import AttentionChoice, require_implementation
-from dit_lora.numerics.switches import Switch, set_model_switches
+from dit_lora.guard.switches import Switch, set_model_switches
 from dit_lora_kernels import triton_support
 
 Mode = Literal["auto", "on", "off"]

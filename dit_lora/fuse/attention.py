@@ -17,9 +17,9 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch.backends import cuda
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.fuse.core import ATTENTION, Fusion, ProcessorPatch
 from dit_lora.fuse.lora import project
-from dit_lora.numerics.whole import ONLY_COUNTS
+from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
+from dit_lora.numerics.opaque import ONLY_COUNTS
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope, recoverable
 
 Rotary = tuple[torch.Tensor, torch.Tensor]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dit_lora.fuse.core import Forward, ForwardPatch
+from dit_lora.fuse.patches import Forward, ForwardPatch
 
 OP = "liger"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.fuse.core import ForwardPatch, class_name, fusion_of, runs_patch
+from dit_lora.fuse.patches import ForwardPatch, class_name, fusion_of, runs_patch
 from dit_lora_kernels.lora_linear import (
     COMPUTE_DTYPES,
     Adapter,
@@ -31,7 +31,7 @@ OP = "lora_linear"
 _LINEAR = "torch.nn.modules.linear.Linear"
 _INT4 = "bitsandbytes.nn.modules.Linear4bit"
 _INT8 = "bitsandbytes.nn.modules.Linear8bitLt"
-_NARROW = "dit_lora.numerics.narrow.NarrowLinear"
+_NARROW = "dit_lora.numerics.quantized_linear.NarrowLinear"
 BASES = {
     "peft.tuners.lora.layer.Linear": (_LINEAR, _NARROW),
     "peft.tuners.lora.bnb.Linear4bit": (_INT4,),

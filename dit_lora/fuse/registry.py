@@ -3,14 +3,12 @@
 Classes are told by name, so that no two patches may be of one class; within that, order does not matter.
 """
 
-from dit_lora.fuse import (
-    attention,
+from dit_lora.fuse import attention, liger, lora
+from dit_lora.fuse.models import (
     basic,
     cogvideox,
     flux,
     hunyuan_video,
-    liger,
-    lora,
     ltx,
     mochi,
     sana,
@@ -19,7 +17,7 @@ from dit_lora.fuse import (
     video_dit,
     wan,
 )
-from dit_lora.fuse.core import ForwardPatch, ProcessorPatch
+from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
 FORWARDS: tuple[ForwardPatch, ...] = (
     *lora.FORWARDS,

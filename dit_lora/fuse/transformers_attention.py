@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.switches import Switch
+from dit_lora.guard.switches import Switch
 
 STOCK = "sdpa"
 """PyTorch's `scaled_dot_product_attention`, whose backends the guard can switch off one by one."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from dit_lora.config.remedies import HUB
 from dit_lora.redact import redacted
-from dit_lora.remedies import HUB
 
 
 def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) -> str:

@@ -8,21 +8,21 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from dit_lora.adapters.chat_store import CHAT_ADAPTER_FILE
-from dit_lora.adapters.own_files import INDEX, own_files, require_inside
-from dit_lora.adapters.store import (
+from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
     PROVENANCE_FILE,
     read_provenance,
     require_sound,
 )
+from dit_lora.adapters.own_files import INDEX, own_files, require_inside
+from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.hub.cleaning import clean_config, clean_json
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.redact import redacted, redacted_words
-from dit_lora.report.run_files import RunFiles, RunReader
-from dit_lora.training.facts import FACTS_FILE
+from dit_lora.report.run.files import RunFiles, RunReader
+from dit_lora.training.tasks.facts import FACTS_FILE
 
 CARD = "README.md"
 SAMPLES = "samples/"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dit_lora.adapters.store import BASE_FILE
+from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
 

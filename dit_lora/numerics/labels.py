@@ -2,7 +2,7 @@
 
 import torch
 
-from dit_lora.objectives import IGNORE
+from dit_lora.numerics.objectives import IGNORE
 
 
 def label_faults(

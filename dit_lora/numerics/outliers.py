@@ -12,9 +12,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from dit_lora.config.optimizers import of_all
+from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.finite import has_values
-from dit_lora.numerics.shards import local
-from dit_lora.optimizers import of_all
 
 _FAR = 1e3
 """Factor beyond the largest of the others. Moments of gradients differ by less between elements of a tensor."""

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from dit_lora.data.chat.mvbench import Question, letter, read_facts, read_frames_at
-from dit_lora.data.video import ClipError
+from dit_lora.data.media.video import ClipError
 from dit_lora.report.pages import Pictures, clipped, render, write_page
 
 CARDS = 48

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dit_lora.numerics.shards import local
+from dit_lora.numerics.dtensors import local
 
 Tensors = Mapping[str, torch.Tensor]
 _BEYOND = 10.0

@@ -20,14 +20,14 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
-from dit_lora.fuse.check import refusal
-from dit_lora.numerics.event import Event, kernel_event
-from dit_lora.numerics.shards import local
-from dit_lora.numerics.switches import COMPILE, Switch, attention_switches, model_switches
+from dit_lora.fuse.first_forward import refusal
+from dit_lora.guard.event import Event, kernel_event
+from dit_lora.guard.switches import COMPILE, Switch, attention_switches, model_switches
+from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.tolerances import KERNEL, LATER
 from dit_lora.parsing import read_json
-from dit_lora.training.choose_checkpointing import choose_checkpointing
-from dit_lora.training.output_record import (
+from dit_lora.results.verify.checks import percent
+from dit_lora.results.verify.output import (
     NOT_RECORDED,
     adapters_off,
     distance,
@@ -37,10 +37,10 @@ from dit_lora.training.output_record import (
     tolerance,
     without_kernels,
 )
-from dit_lora.training.reference_model import Inputs, sharing_weights, why_apart
-from dit_lora.training.runtime import agree
+from dit_lora.results.verify.reference_model import Inputs, sharing_weights, why_apart
+from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.session.session import agree
 from dit_lora.training.task import AnySetup
-from dit_lora.training.verify_checks import percent
 
 BASE_OUTPUT = "base_output.json"
 _TRAINED_ON_IT = (
@@ -68,13 +68,13 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
 
     Collective. Raises `DitLoraError` on every rank if the base is another on one of them, or than at the first start.
     """
-    model, main = setup.transformer, setup.runtime.is_main
+    model, main = setup.transformer, setup.session.is_main
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseOutput(None)
     # Base weights that train are no base at the end: the record is of their values at loading.
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
-    records: list[Any] = [_first_record(setup.runtime.dir, resume_from) if main else None]
+    records: list[Any] = [_first_record(setup.session.dir, resume_from) if main else None]
     broadcast_object_list(records)
     first = records[0]
     base = BaseOutput(None, loaded)
@@ -84,7 +84,7 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     broadcast_object_list(agreed)  # the main process'
     base.noted = agreed[0]
     agree(
-        setup.runtime.accelerator,
+        setup.session.accelerator,
         _unlike(setup, base.noted or {}, today, resumed=first is not None),
     )
     return base
@@ -92,19 +92,19 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
 
 def keep_base(setup: AnySetup, base: BaseOutput, start_step: int) -> None:
     """Write the record where it is new, into a folder that is open now; say what it cannot tell."""
-    file = setup.runtime.dir / BASE_OUTPUT
+    file = setup.session.dir / BASE_OUTPUT
     if base.noted is None:
         return
     base.since = base.noted.setdefault("since", start_step)
     if NOT_RECORDED in base.noted:
         why = base.noted[NOT_RECORDED]
-        setup.runtime.say(f"warning: the result of this run will not pass its verification: {why}")
+        setup.session.say(f"warning: the result of this run will not pass its verification: {why}")
     elif base.since and base.since == start_step:
-        setup.runtime.say(
+        setup.session.say(
             f"guard: the first start of this run has no record of its base's output; it is compared with today's, "
             f"and what the base was before step {base.since} is not known"
         )
-    if setup.runtime.is_main:
+    if setup.session.is_main:
         write_whole(file, json.dumps(base.noted, indent=2) + "\n")
 
 
@@ -122,13 +122,13 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
         # An output that cannot be had counts as infinitely far.
         now = {**base.noted, "norm": math.nan}
     limit = tolerance(base.noted, setup.transformer, setup.dtype)
-    rank = setup.runtime.accelerator.process_index
+    rank = setup.session.accelerator.process_index
     distances = gather_object([(distance(now, base.noted), -rank, socket.gethostname())])
     # The furthest rank; of several, the lowest.
     away, worst, host = max(distances)
     if away <= limit:
         return None
-    where = f" on rank {-worst} ({host})" if setup.runtime.accelerator.num_processes > 1 else ""
+    where = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
     is_away = f"{percent(away)} from then" if math.isfinite(away) else "not finite"
     start = "the run's start" if not base.since else f"step {base.since}, where its record begins"
     words = (
@@ -173,7 +173,7 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
     Names are added to `switched_off`. The same inputs and the same scale as at the end: what passes here fails there
     only if it changes. Raises `DitLoraError` on every rank if the recipe insists on one of them.
     """
-    noted, accelerator = base.noted, setup.runtime.accelerator
+    noted, accelerator = base.noted, setup.session.accelerator
     if noted is not None and NOT_RECORDED in noted:
         return []
     inputs = noted["inputs"] if noted else made_up_inputs(setup)
@@ -260,7 +260,7 @@ def _unlike(
     away = distance(own, noted)
     if away <= limit:
         return None
-    where = f"rank {setup.runtime.accelerator.process_index} ({socket.gethostname()})"
+    where = f"rank {setup.session.accelerator.process_index} ({socket.gethostname()})"
     measured = f"{percent(away)} away, where up to {percent(limit)} is rounding"
     if not resumed:
         return DitLoraError(
@@ -290,7 +290,7 @@ def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | 
 def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
     """Return true if a fresh stock model with this run's weights gives the start's output; main process only."""
     live, dtype, noted = setup.transformer, setup.dtype, base.noted
-    if not setup.runtime.is_main or setup.engine.lockstep or why_apart(live) is not None:
+    if not setup.session.is_main or setup.engine.lockstep or why_apart(live) is not None:
         return False
     assert noted is not None
     stock = setup.task.stock(setup.checkpoint)

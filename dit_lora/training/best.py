@@ -6,9 +6,9 @@ from typing import Any
 
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
-from dit_lora.training.checkpoint import checkpoint_steps, prune
+from dit_lora.training.checkpoints.files import checkpoint_steps, prune
+from dit_lora.training.checkpoints.writer import Saver
 from dit_lora.training.journal import held_out_losses
-from dit_lora.training.saving import Saver
 from dit_lora.training.task import AnySetup
 
 BEST = "best.json"
@@ -16,7 +16,7 @@ BEST = "best.json"
 
 def note_best(setup: AnySetup, saver: Saver, step: int) -> None:
     """Write best.json after a held-out loss or after going back, and drop checkpoints that need not stay."""
-    folder, train = setup.runtime.dir, setup.recipe.train
+    folder, train = setup.session.dir, setup.recipe.train
 
     def note() -> None:
         best = best_checkpoints(folder, train.keep_best)
@@ -26,7 +26,7 @@ def note_best(setup: AnySetup, saver: Saver, step: int) -> None:
         except OSError as error:
             raise DitLoraError(f"cannot write {folder / 'checkpoints' / BEST}: {error}") from error
 
-    if train.keep_best and setup.runtime.is_main:
+    if train.keep_best and setup.session.is_main:
         # In the saver's thread: the checkpoint under way is whole by then, and counted.
         saver.then(note)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dit_lora.compat import probe_environment
-from dit_lora.config import Recipe
-from dit_lora.numerics.bundle import write_bundle
+from dit_lora.config.recipe import Recipe
+from dit_lora.environment.versions import probe_environment
+from dit_lora.guard.bundle import write_bundle
+from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.precision import DTYPES, Precision
-from dit_lora.numerics.replay import MicroBatch
 
 
 def keep_bundle(

@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 import torch
 from accelerate.utils import gather_object
 
+from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS
+from dit_lora.numerics.dtensors import local
 from dit_lora.numerics.memory import available_bytes
-from dit_lora.numerics.shards import local
 from dit_lora.numerics.streams import Streams
-from dit_lora.optimizers import DEFAULT, OPTIMIZERS
-from dit_lora.training.checkpointing import (
+from dit_lora.training.execution.activation_checkpointing import (
     MODES,
     least_memory,
     require_checkpointing,
     set_checkpointing,
 )
-from dit_lora.training.memory import Advice, advise, measure
+from dit_lora.training.execution.activations import Advice, advise, measure
 from dit_lora.training.task import AnySetup
 
 
@@ -33,9 +33,9 @@ def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None
     # One mode for all: a rank with less memory free would be the one to fail.
     agreed = most_saving(gather_object([_own(setup, free or free_bytes)]))
     set_checkpointing(setup.transformer, agreed.mode)
-    setup.runtime.say(f"checkpointing: {agreed.words}")
+    setup.session.say(f"checkpointing: {agreed.words}")
     if not agreed.fits:
-        setup.runtime.say(
+        setup.session.say(
             "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
             "less"
             + ("" if asked == "auto" else ", and train.checkpointing=auto takes what fits best")
@@ -58,7 +58,7 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
             setup.transformer.train(),
             lambda model, tensors: setup.checkpoint.losses(model, tensors, streams),
             batch,
-            setup.runtime.accelerator.device,
+            setup.session.accelerator.device,
             known={
                 name: tensor.expand(size, *tensor.shape)
                 for name, tensor in setup.data.clips.known().items()
@@ -81,7 +81,7 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
 
 def free_bytes(setup: AnySetup) -> int:
     """Return the bytes that activations find free on this rank's device once the optimizer has all its state."""
-    accelerator = setup.runtime.accelerator
+    accelerator = setup.session.accelerator
     return max(
         0,
         available_bytes(accelerator.device, accelerator.num_processes)

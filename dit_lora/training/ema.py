@@ -9,7 +9,7 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.numerics.shards import as_part_of, local
+from dit_lora.numerics.dtensors import as_part_of, local
 
 
 class TrainedEMA:

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dit_lora.compat import probe_environment
-from dit_lora.config import Recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.config.remedies import HUB
+from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import write_whole
 from dit_lora.redact import redacted
-from dit_lora.remedies import HUB
-from dit_lora.training.base_output import BaseOutput, base_fault, kernel_fault, made_up_inputs
-from dit_lora.training.fit import averaged, validate
-from dit_lora.training.output_record import NOT_RECORDED, WRONG, note_output
-from dit_lora.training.reference_model import sharing_weights, why_apart
-from dit_lora.training.run import Run
-from dit_lora.training.runtime import Runtime, agree
-from dit_lora.training.task import AnySetup, Setup
-from dit_lora.training.verify import (
+from dit_lora.results.verify.output import NOT_RECORDED, WRONG, note_output
+from dit_lora.results.verify.pipeline import pipeline_checks
+from dit_lora.results.verify.reference_model import sharing_weights, why_apart
+from dit_lora.results.verify.verify import (
     VERIFICATION_FILE,
     Result,
     Verification,
     check_adapter,
     check_pipeline,
 )
-from dit_lora.training.verify_pipeline import pipeline_checks
+from dit_lora.training.base_output import BaseOutput, base_fault, kernel_fault, made_up_inputs
+from dit_lora.training.fit import averaged, validate
+from dit_lora.training.run import Run
+from dit_lora.training.session.session import Session, agree
+from dit_lora.training.task import AnySetup, Setup
 from dit_lora.version import __version__
 
 
@@ -52,18 +52,18 @@ def finish(run: Run) -> Written:
         # On the weights that are saved, averages included, and before the file is written: its header has it.
         output = noted_output(setup, run.base)
         try:
-            if setup.runtime.is_main:
+            if setup.session.is_main:
                 made = {**provenance(setup), "output": output}
                 path = setup.task.save(setup, made, weights)
                 written = Written(path, verify_result(setup, path, made, weights))
         except (OSError, SafetensorError) as problem:
             error = DitLoraError(
-                f"cannot write the result to {setup.runtime.dir}: {problem}; the checkpoint "
+                f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint "
                 f"of step {steps} is whole: free space and run again with train.resume=auto"
             )
         except DitLoraError as problem:
             error = problem
-    agree(setup.runtime.accelerator, error)
+    agree(setup.session.accelerator, error)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
     # The run may only end once its last checkpoint is on the disk.
@@ -113,7 +113,7 @@ def verify_result(
     # The run's own frozen tensors, not a copy: a second base may not fit beside the first.
     if apart is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
-    later = f"{apart}; dit-lora verify {setup.runtime.dir.name} does" if apart else None
+    later = f"{apart}; dit-lora verify {setup.session.dir.name} does" if apart else None
     allow = setup.recipe.guard.allow_extreme_update
     result = Result(
         path, made, made["base_model"], stock, dtype, made["output"], later, allow, own=True
@@ -125,7 +125,7 @@ def verify_result(
     else:
         verification = check_adapter(result, fresh)
     text = json.dumps(verification.record(), indent=2) + "\n"
-    write_whole(setup.runtime.dir / VERIFICATION_FILE, text)
+    write_whole(setup.session.dir / VERIFICATION_FILE, text)
     return verification
 
 
@@ -135,7 +135,7 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
     Where a forward pass needs one rank, the main process alone notes it, and others return an empty dict.
     """
     fault = base_fault(setup, base)
-    if not (setup.runtime.is_main or setup.engine.lockstep):
+    if not (setup.session.is_main or setup.engine.lockstep):
         return {}
     stock = setup.task.stock(setup.checkpoint)
     try:
@@ -147,7 +147,7 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
     return {**noted, WRONG: fault} if fault else noted
 
 
-def require_verified(runtime: Runtime, verification: Verification | None) -> None:
+def require_verified(session: Session, verification: Verification | None) -> None:
     """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
     error = None
     if verification is not None and not verification.passed:
@@ -157,4 +157,4 @@ def require_verified(runtime: Runtime, verification: Verification | None) -> Non
                 verification.wrong,
             )
         )
-    agree(runtime.accelerator, error)
+    agree(session.accelerator, error)

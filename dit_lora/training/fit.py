@@ -6,35 +6,35 @@ from contextlib import AbstractContextManager, nullcontext
 
 from tqdm import tqdm
 
-from dit_lora.data.batch import Batch
-from dit_lora.data.reading import Reading
-from dit_lora.data.sampler import PositionSampler
+from dit_lora.data.loading.batch import Batch
+from dit_lora.data.loading.reading import Reading
+from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.errors import InterruptedRunError
-from dit_lora.numerics.event import Event
-from dit_lora.training.agreement import note_averages, require_agreement
+from dit_lora.guard.event import Event
 from dit_lora.training.base_output import check_kernels
 from dit_lora.training.best import note_best
-from dit_lora.training.guarding import chosen_norms
+from dit_lora.training.guarding.agreement import note_averages, require_agreement
+from dit_lora.training.guarding.preflight import preflight
+from dit_lora.training.guarding.setup import chosen_norms
+from dit_lora.training.guarding.state_checks import (
+    own_state,
+    require_finite_everywhere,
+    require_not_lost,
+    require_unaltered,
+)
 from dit_lora.training.journal import held_out_losses, metrics_line
 from dit_lora.training.last_step import end_unread, kept_at
 from dit_lora.training.loop import Loop, train
+from dit_lora.training.micro_batch import sample_losses
 from dit_lora.training.observed import (
     held_out_event,
     hidden_events,
     idle_group_events,
     spike_events,
 )
-from dit_lora.training.optimizer import build_schedule
-from dit_lora.training.preflight import preflight
-from dit_lora.training.replay import sample_losses
+from dit_lora.training.optim.build import build_schedule
 from dit_lora.training.run import Run
-from dit_lora.training.runtime import stop_signals
-from dit_lora.training.state_checks import (
-    own_state,
-    require_finite_everywhere,
-    require_not_lost,
-    require_unaltered,
-)
+from dit_lora.training.session.session import stop_signals
 from dit_lora.training.step import StepResult
 
 
@@ -44,17 +44,17 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     `on_checkpoint` is called at the start, and after each step that is saved or validated.
     """
     setup = run.setup
-    recipe, runtime = setup.recipe, setup.runtime
+    recipe, session = setup.recipe, setup.session
     # Before training, for the end to be compared with: "held-out loss: 0.8 before, 0.7 after".
     if run.start_step == 0 or _was_not_measured(run):
         validate(run, step=run.start_step)
     if recipe.guard.preflight:
-        _tell(run, preflight(setup, run.guard, run.parity))
+        _tell(run, preflight(setup, run.recovery, run.parity))
     # Preflight's comparison is the first that passed: a late fault goes back to this state.
     run.parity.start(compared=recipe.guard.preflight)
-    _tell(run, check_kernels(setup, run.base, run.guard.state.switched_off))
+    _tell(run, check_kernels(setup, run.base, run.recovery.state.switched_off))
     note_averages(run)
-    run.guard.snapshots.take(run.start_step)
+    run.recovery.snapshots.take(run.start_step)
     on_checkpoint()
     shown = [recipe.train.save_every, recipe.validation.every]
     bar = tqdm(
@@ -62,10 +62,10 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
         initial=run.start_step,
         desc="training",
         unit="step",
-        disable=not runtime.is_main,
+        disable=not session.is_main,
         dynamic_ncols=True,
     )
-    with bar, stop_signals(runtime.launcher) as stop_asked:
+    with bar, stop_signals(session.launcher) as stop_asked:
 
         def on_step(result: StepResult) -> None:
             # The step is taken: what fails from here on must not lose it.
@@ -89,7 +89,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
 def _tell(run: Run, events: Iterable[Event]) -> None:
     """Say and write down the events from before the first step."""
     for event in events:
-        run.setup.runtime.say(f"guard: {event.words}")
+        run.setup.session.say(f"guard: {event.words}")
         if run.journal is not None:
             run.journal.event(event)
 
@@ -98,7 +98,7 @@ def _was_not_measured(run: Run) -> bool:
     """Return true if the run was stopped between a checkpoint and the held-out loss of its step."""
     recipe, step = run.setup.recipe, run.start_step
     every = recipe.validation.every
-    losses = held_out_losses(run.setup.runtime.dir)
+    losses = held_out_losses(run.setup.session.dir)
     due = every is not None and step % every == 0 and step < recipe.train.steps
     return due and bool(losses) and step not in losses
 
@@ -110,12 +110,12 @@ def _loop(run: Run) -> Loop:
         engine=setup.engine,
         losses=sample_losses(setup.checkpoint),
         # Read at every step: a rollback may have lowered the rates.
-        schedule=lambda group, step: schedule(group, step) * run.guard.state.lr_scale,
+        schedule=lambda group, step: schedule(group, step) * run.recovery.state.lr_scale,
         optim=recipe.optim,
         accumulate=recipe.train.accumulate,
         copies=recipe.train.context_parallel,
         seed=recipe.train.seed,
-        recovery=run.guard,
+        recovery=run.recovery,
         watcher=run.watcher,
         norms=chosen_norms(setup),
         unreadable=lambda step, why: end_unread(run, step, why),
@@ -124,30 +124,30 @@ def _loop(run: Run) -> Loop:
 
 def _batches(run: Run, start_step: int) -> Iterable[Batch]:
     """Return this rank's micro-batches after a step, in the order that the quarantine leaves."""
-    runtime, recipe = run.setup.runtime, run.setup.recipe
+    session, recipe = run.setup.session, run.setup.recipe
     sampler = PositionSampler(
         start_step=start_step,
         steps=recipe.train.steps,
         batch_size=recipe.train.batch_size,
         accumulate=recipe.train.accumulate,
-        rank=runtime.data_rank,
-        ranks=runtime.data_ranks,
+        rank=session.data_rank,
+        ranks=session.data_ranks,
     )
     how = Reading(
         sampler,
         seed=recipe.train.seed,
         caption_dropout=recipe.data.caption_dropout,
-        quarantine=run.guard.quarantine,
+        quarantine=run.recovery.quarantine,
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
-        pin_memory=runtime.accelerator.device.type == "cuda",
+        pin_memory=session.accelerator.device.type == "cuda",
     )
     return run.parity.noting(run.setup.data.clips.loader(how), start_step)
 
 
 def _after_step(run: Run, bar: tqdm, result: StepResult) -> None:
-    setup, recovery, step = run.setup, run.guard, result.step
-    train, accelerator = setup.recipe.train, setup.runtime.accelerator
+    setup, recovery, step = run.setup, run.recovery, result.step
+    train, accelerator = setup.recipe.train, setup.session.accelerator
     if run.ema is not None:
         # Only healthy steps come here: the average never sees one that tripped.
         run.ema.step(step)
@@ -189,13 +189,13 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     run.journal.step(line, modules)
     starving = run.journal.starving(line, setup.recipe.data.workers)
     if starving is not None:
-        setup.runtime.say(f"warning: step {step}: {starving}")
+        setup.session.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     bar.update(step - bar.n)
     idle = idle_group_events(step, run.journal.idle_groups(line))
     for event in [*spike_events(step, spikes), *hidden_events(step, hidden), *idle]:
         run.journal.event(event)
-        setup.runtime.say(f"guard: step {step}: {event.words}")
+        setup.session.say(f"guard: step {step}: {event.words}")
 
 
 def validate(run: Run, step: int) -> None:
@@ -220,6 +220,6 @@ def _validate(run: Run, step: int) -> None:
         else:
             event = held_out_event(step)
             run.journal.event(event)
-            setup.runtime.say(f"guard: step {step}: {event.words}")
+            setup.session.say(f"guard: step {step}: {event.words}")
     setup.task.show(setup, step)
-    setup.runtime.trackers.samples(step, setup.recipe.validation.prompts)
+    setup.session.trackers.samples(step, setup.recipe.validation.prompts)

@@ -2,25 +2,25 @@
 
 from typing import Any
 
-from dit_lora.optimizers import DEFAULT
-from dit_lora.training.place import SAMPLES
+from dit_lora.config.optimizers import DEFAULT
+from dit_lora.training.checkpoints.compatibility import SAMPLES
 from dit_lora.training.task import AnySetup
 
 
 def run_identity(setup: AnySetup) -> dict[str, Any]:
     """Return the values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
-    runtime, recipe = setup.runtime, setup.recipe
+    session, recipe = setup.session, setup.recipe
     values = recipe.model_dump(mode="json")
     flat = {
         "model.family": recipe.model.family,
-        "model.dtype": str(runtime.precision.dtype),
+        "model.dtype": str(session.precision.dtype),
         "model.quantize": recipe.model.quantize,
         "model (digest of the transformer's files)": setup.data.transformer_digest,
         "data (digest of clips, captions and shape)": setup.data.data_digest,
         "train.mode": recipe.train.mode,
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
-        SAMPLES: runtime.samples_per_step,
+        SAMPLES: session.samples_per_step,
         **setup.task.identity(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}

@@ -12,9 +12,9 @@ import torch
 
 from dit_lora.errors import DitLoraError, unwritable
 from dit_lora.files import append_line, read_lines, write_whole
-from dit_lora.numerics.event import Event
+from dit_lora.guard.event import Event
 from dit_lora.training.step import StepResult
-from dit_lora.training.trackers import Trackers
+from dit_lora.training.trackers.trackers import Trackers
 
 STARVED, WINDOW = 0.2, 50
 """The share of the last steps' time that is too much to wait for data; `WINDOW` is how many steps they are."""

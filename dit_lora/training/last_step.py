@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from dit_lora.errors import DitLoraError, InterruptedRunError, unwritable
-from dit_lora.numerics.gate import NonFiniteError, PoisonedStateError
-from dit_lora.training.checkpoint import checkpoint_path, newest_checkpoint
+from dit_lora.guard.gate import NonFiniteError, PoisonedStateError
+from dit_lora.training.checkpoints.files import checkpoint_path, newest_checkpoint
 from dit_lora.training.run import Run
-from dit_lora.training.runtime import agree
+from dit_lora.training.session.session import agree
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def kept_at(run: Run, step: int) -> Iterator[None]:
 
     On several ranks only errors that all agreed on are handled: after any other, the launcher ends the rest.
     """
-    alone = run.setup.runtime.accelerator.num_processes == 1
+    alone = run.setup.session.accelerator.num_processes == 1
     try:
         yield
     except (NonFiniteError, PoisonedStateError, InterruptedRunError):
@@ -35,7 +35,7 @@ def kept_at(run: Run, step: int) -> Iterator[None]:
 
 def end_unread(run: Run, step: int, why: str) -> NoReturn:
     """End the run, whose state is that of `step`, because some rank cannot read its data: `why`. Collective."""
-    accelerator = run.setup.runtime.accelerator
+    accelerator = run.setup.session.accelerator
     with kept_at(run, step):
         agree(accelerator, DitLoraError(f"step {step + 1}: {why}") if why else None)
     raise AssertionError("no rank says why")
@@ -49,16 +49,16 @@ def _ended(run: Run, step: int, error: DitLoraError) -> DitLoraError:
 
 def _last_effort(run: Run, step: int) -> str:
     """Save a step though something failed, and say how that went. Collective."""
-    runtime = run.setup.runtime
+    session = run.setup.session
     # This process has taken no step: what it started from is on the disk already.
     if step <= run.start_step:
         return ""
-    if runtime.lock.lost() is None:  # else the saver, on the main process, refuses
+    if session.lock.lost() is None:  # else the saver, on the main process, refuses
         run.checkpoints.saver.forget()
     try:
-        run.checkpoints.save(step, run.guard.record(), wait=True)
+        run.checkpoints.save(step, run.recovery.record(), wait=True)
     except DitLoraError:
-        checkpoint = newest_checkpoint(runtime.dir) if runtime.is_main else None
+        checkpoint = newest_checkpoint(session.dir) if session.is_main else None
         resort = (
             f"train.resume=auto goes on from {checkpoint}"
             if checkpoint
@@ -68,5 +68,5 @@ def _last_effort(run: Run, step: int) -> str:
     # Lines that the disk did not take before: a resume does not take their steps again.
     if run.journal is not None:
         run.journal.flush()
-    place = checkpoint_path(runtime.dir, step)
+    place = checkpoint_path(session.dir, step)
     return f"\nstep {step} is saved in {place}: continue with train.resume=auto"

@@ -13,16 +13,16 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from dit_lora.data.batch import Batch
-from dit_lora.data.media import UnreadableError
-from dit_lora.data.reading import Reader
-from dit_lora.fuse.norms import Norms
-from dit_lora.numerics.gate import Gate, PoisonedStateError, Trip
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.train_config import OptimConfig
-from dit_lora.training.engine import Engine
-from dit_lora.training.optimizer import Schedule, apply_schedule
-from dit_lora.training.replay import LossFunction, Place, forward, replayable
+from dit_lora.config.optim import OptimConfig
+from dit_lora.data.loading.batch import Batch
+from dit_lora.data.loading.reading import Reader
+from dit_lora.data.media.media import UnreadableError
+from dit_lora.fuse.gradient_norms import Norms
+from dit_lora.guard.gate import Gate, PoisonedStateError, Trip
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.micro_batch import LossFunction, Place, forward, replayable
+from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.step import StepResult
 from dit_lora.training.step_rows import StepRows, own_row
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from dit_lora.numerics.event import Event
-from dit_lora.numerics.spikes import Spike
+from dit_lora.guard.event import Event
+from dit_lora.guard.spikes import Spike
 from dit_lora.training.journal import IDLE
 
 

@@ -6,35 +6,35 @@ from typing import Any
 
 from torch import nn
 
-from dit_lora.data.training_set import Prepared
+from dit_lora.data.loading.training_set import Prepared
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Trained
-from dit_lora.numerics.snapshot import Snapshots
+from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.averages import AverageBounds
 from dit_lora.training.base_output import keep_base, note_base
-from dit_lora.training.build_engine import build_engine
 from dit_lora.training.choose_checkpointing import choose_checkpointing
-from dit_lora.training.compiled import compile_blocks
-from dit_lora.training.context import share_context
+from dit_lora.training.distributed.build import build_engine
+from dit_lora.training.distributed.context_parallel import share_context
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.guard_files import GuardFiles
-from dit_lora.training.guarding import build_recovery, build_watcher, start_of_guard
+from dit_lora.training.execution.compiled import compile_blocks
+from dit_lora.training.execution.offload import offload_base
+from dit_lora.training.guarding.files import GuardFiles
+from dit_lora.training.guarding.parity_watch import ParityWatch
+from dit_lora.training.guarding.setup import build_recovery, build_watcher, start_of_guard
+from dit_lora.training.guarding.state_checks import own_state
+from dit_lora.training.guarding.watch import prime_spikes
 from dit_lora.training.identity import run_identity
 from dit_lora.training.journal import Journal
-from dit_lora.training.keeping import Checkpoints, require_own, resume
-from dit_lora.training.offload import offload_base
-from dit_lora.training.optimizer import build_optimizer
-from dit_lora.training.parity_watch import ParityWatch
+from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.run import Run
-from dit_lora.training.runtime import Runtime, open_run_folder
-from dit_lora.training.state_checks import own_state
+from dit_lora.training.saved_state import Checkpoints, require_own, resume
+from dit_lora.training.session.session import Session, open_run_folder
+from dit_lora.training.status import told_to_trackers
 from dit_lora.training.task import Setup, Task
-from dit_lora.training.told import told_to_trackers
-from dit_lora.training.watch import prime_spikes
 
 
 def prepare(
-    runtime: Runtime,
+    session: Session,
     task: Task,
     checkpoint: Trained,
     data: Prepared,
@@ -45,8 +45,8 @@ def prepare(
     checkpoint_blocks: Callable[[Setup[Any, Any]], None] = choose_checkpointing,
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
-    setup = _set_up(runtime, task, checkpoint, data, transformer, groups)
-    recipe = runtime.recipe
+    setup = _set_up(session, task, checkpoint, data, transformer, groups)
+    recipe = session.recipe
     # Over this rank's own tensors, so after the engine has spread them.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = run_identity(setup)
@@ -60,9 +60,9 @@ def prepare(
     checkpoint_blocks(setup)
 
     # Nothing is written before this line: what is refused above leaves no folder behind.
-    open_run_folder(runtime)
+    open_run_folder(session)
     keep_base(setup, base, start_step)
-    if runtime.is_main and start.quarantine.records:
+    if session.is_main and start.quarantine.records:
         start.quarantine.save()
     checkpoints = Checkpoints(setup, ema, identity)
     journal = _journal(setup, checkpoints, start_step)
@@ -78,7 +78,7 @@ def prepare(
     recovery = build_recovery(setup, ema, start, snapshots, files)
     for group in groups:
         count = sum(p.numel() for p in group["params"])
-        runtime.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
+        session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
     return Run(
         setup,
         start_step,
@@ -94,7 +94,7 @@ def prepare(
 
 
 def _set_up(
-    runtime: Runtime,
+    session: Session,
     task: Task,
     checkpoint: Trained,
     data: Prepared,
@@ -102,13 +102,13 @@ def _set_up(
     groups: list[dict[str, Any]],
 ) -> Setup[Any, Any]:
     """Spread the model over devices and ranks, with an optimizer of its groups."""
-    recipe = runtime.recipe
+    recipe = session.recipe
     # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
-    share_context(runtime, checkpoint, data, transformer)
-    offload_base(recipe, transformer, runtime.accelerator)
-    compile_blocks(recipe, transformer, runtime.accelerator)
-    engine = build_engine(runtime, transformer, build_optimizer(groups, recipe.optim))
-    return Setup(runtime, task, checkpoint, data, engine)
+    share_context(session, checkpoint, data, transformer)
+    offload_base(recipe, transformer, session.accelerator)
+    compile_blocks(recipe, transformer, session.accelerator)
+    engine = build_engine(session, transformer, build_optimizer(groups, recipe.optim))
+    return Setup(session, task, checkpoint, data, engine)
 
 
 def _resumed(
@@ -118,10 +118,10 @@ def _resumed(
     resume_from: Path | None,
 ) -> tuple[int, dict[str, Any]]:
     """Return the step to go on from, and what the guard had changed of the run until then."""
-    train, runtime = setup.recipe.train, setup.runtime
+    train, session = setup.recipe.train, setup.session
     if resume_from is None:
         if train.resume == "auto":
-            runtime.say(f"no checkpoint in {runtime.dir} yet: starting at step 0")
+            session.say(f"no checkpoint in {session.dir} yet: starting at step 0")
         return 0, {}
     step, record = resume(setup, ema, identity, resume_from)
     if step > train.steps:
@@ -134,15 +134,15 @@ def _resumed(
 
 def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
     """Open the journal and start the trackers, on the main process."""
-    runtime = setup.runtime
-    if not runtime.is_main:
+    session = setup.session
+    if not session.is_main:
         return None
-    runtime.trackers.start(told_to_trackers(runtime), start_step)
+    session.trackers.start(told_to_trackers(session), start_step)
     journal = Journal(
-        runtime.dir,
+        session.dir,
         start_step=start_step,
-        trackers=runtime.trackers,
-        say=runtime.say,
+        trackers=session.trackers,
+        say=session.say,
         fail=checkpoints.saver.fail,
     )
     journal.rejected(setup.data.rejected, start_step)

@@ -6,12 +6,12 @@ from typing import Any
 from dit_lora.training.averages import AverageBounds
 from dit_lora.training.base_output import BaseOutput
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.guarding.parity_watch import ParityWatch
+from dit_lora.training.guarding.recovery import RunRecovery
+from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.journal import Journal
-from dit_lora.training.keeping import Checkpoints
-from dit_lora.training.parity_watch import ParityWatch
-from dit_lora.training.recovery import RunRecovery
+from dit_lora.training.saved_state import Checkpoints
 from dit_lora.training.task import Setup
-from dit_lora.training.watch import StepWatcher
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Run:
     ema: TrainedEMA | None
     bounds: AverageBounds
     base: BaseOutput
-    guard: RunRecovery
+    recovery: RunRecovery
     watcher: StepWatcher
     parity: ParityWatch
     checkpoints: Checkpoints

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
-from dit_lora.numerics.shards import local
+from dit_lora.numerics.dtensors import local
 
 
 class StepRows(NamedTuple):

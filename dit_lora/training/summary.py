@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-from dit_lora.adapters.store import BASE_FILE
+from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.files import read_lines
+from dit_lora.results.verify.verify import Verification
 from dit_lora.training.journal import held_out_losses
-from dit_lora.training.runtime import Runtime
-from dit_lora.training.verify import Verification
+from dit_lora.training.session.session import Session
 
 
 def summary(
-    runtime: Runtime, adapter: Path, verification: Verification | None, report: Path | None
+    session: Session, adapter: Path, verification: Verification | None, report: Path | None
 ) -> str:
     """Return lines on what the run made, where, and by how much the held-out loss fell."""
-    losses = held_out_losses(runtime.dir)
-    kind = "model" if runtime.recipe.train.mode == "full" else "adapter"
+    losses = held_out_losses(session.dir)
+    kind = "model" if session.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
@@ -27,7 +27,7 @@ def summary(
         lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
     # Of the whole run, resumes included: the file has a line for each step taken.
     waited, spent = (
-        sum(line[name] for line in read_lines(runtime.dir / "metrics.jsonl")[0])
+        sum(line[name] for line in read_lines(session.dir / "metrics.jsonl")[0])
         for name in ("data_seconds", "seconds")
     )
     if spent:

@@ -12,13 +12,13 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from dit_lora.config import Recipe
-from dit_lora.data.digest import Digests
-from dit_lora.data.training_set import Prepared
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.digests import Digests
+from dit_lora.data.loading.training_set import Prepared
 from dit_lora.families.base import Trained
-from dit_lora.training.engine import Engine
-from dit_lora.training.reference_model import ReferenceModel
-from dit_lora.training.runtime import Runtime
+from dit_lora.results.verify.reference_model import ReferenceModel
+from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 
 CheckpointT = TypeVar("CheckpointT", bound=Trained, covariant=True)
@@ -29,7 +29,7 @@ PreparedT = TypeVar("PreparedT", bound=Prepared, covariant=True)
 class Setup(Generic[PreparedT, CheckpointT]):
     """The objects that a run was set up with, the same from before its first step to its end."""
 
-    runtime: Runtime
+    session: Session
     task: "Task"
     checkpoint: CheckpointT
     data: PreparedT
@@ -37,12 +37,12 @@ class Setup(Generic[PreparedT, CheckpointT]):
 
     @property
     def recipe(self) -> Recipe:
-        return self.runtime.recipe
+        return self.session.recipe
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
-        return self.runtime.precision.dtype
+        return self.session.precision.dtype
 
     @property
     def model(self) -> nn.Module:
@@ -66,7 +66,7 @@ AnySetup: TypeAlias = Setup[Prepared, Trained]
 class Task(Protocol):
     """One kind of model."""
 
-    def prepare_data(self, runtime: Runtime, checkpoint: Any) -> Prepared:
+    def prepare_data(self, session: Session, checkpoint: Any) -> Prepared:
         """Read, check and, for diffusion, encode what the recipe trains on. Collective."""
 
     def load_trainable(

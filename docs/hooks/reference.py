@@ -10,8 +10,8 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 import dit_lora
-from dit_lora.cli import app
-from dit_lora.recipe import recipe_schema
+from dit_lora.cli.app import app
+from dit_lora.config.load import recipe_schema
 
 Schema = dict[str, Any]
 _NUMBERS = {

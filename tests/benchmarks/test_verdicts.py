@@ -16,7 +16,7 @@ from benchmarks.verdicts.judge import Judgement, Tally
 from benchmarks.verdicts.places import PLACES
 from benchmarks.verdicts.sweep import Sweep
 from benchmarks.verdicts.table import failures, table
-from dit_lora.data.quarantine import LeftOut
+from dit_lora.data.loading.quarantine import LeftOut
 from dit_lora.errors import DitLoraError
 from dit_lora.faults import arms
 from dit_lora.faults.site import SITES

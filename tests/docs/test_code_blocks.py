@@ -19,8 +19,8 @@ from doc_pages import Shared
 from doc_shell import Shell
 from launching import ROOT
 
-from dit_lora.config import Recipe
-from dit_lora.recipe import load_recipe, parse_recipe
+from dit_lora.config.load import load_recipe, parse_recipe
+from dit_lora.config.recipe import Recipe
 
 PAGES = [page for page in doc_pages.PAGES if "```" in page.read_text()]
 

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model_state_dict
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from dit_lora.cli import app
-from dit_lora.config import Recipe
+from dit_lora.cli.app import app
+from dit_lora.config.recipe import Recipe
 
 DOCS = ROOT / "docs"
 

@@ -21,8 +21,8 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
 import dit_lora
-from dit_lora.cli import app
-from dit_lora.recipe import recipe_schema
+from dit_lora.cli.app import app
+from dit_lora.config.load import recipe_schema
 
 DOCS = ROOT / "docs"
 _FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}

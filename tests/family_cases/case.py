@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
 
 Call = dict[str, Any]
 """The arguments with which a pipeline called its transformer, by name."""

@@ -12,14 +12,14 @@ from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import parameter_groups
-from dit_lora.config import LoraConfig, ModelConfig
+from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.data.chat.tensors import to_tensors
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.family import ChatFamily
-from dit_lora.training.chat.task import default_targets
+from dit_lora.training.tasks.chat.task import default_targets
 
 FAMILY_OF = {variant: name for name in CHAT_FAMILIES for variant in get_family(name).tiny_variants}
 """Every tiny variant."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
 from family_cases.case import Call, Case
 
 LATENTS = 4  # channels

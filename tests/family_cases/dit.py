@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
 from family_cases.case import Case
 
 

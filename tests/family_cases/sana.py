@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
 from dit_lora.families import get_family
 from family_cases.case import Case
 

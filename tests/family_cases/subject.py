@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.config import LoraConfig, ModelConfig
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily

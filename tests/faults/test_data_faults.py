@@ -8,9 +8,9 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from dit_lora.faults.data_faults import FAULTS, DataFault, SoundOddity
+from dit_lora.faults.data import FAULTS, DataFault, SoundOddity
 from dit_lora.faults.fault import Expected
-from dit_lora.faults.kind import write_good
+from dit_lora.faults.media.kind import write_good
 from dit_lora.faults.site import DEFAULT, SITES, site_of
 from dit_lora.faults.suite import catalog, judge_all
 from dit_lora.faults.world import World

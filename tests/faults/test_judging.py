@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dit_lora.data.quarantine import LeftOut
+from dit_lora.data.loading.quarantine import LeftOut
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault, judged
 from dit_lora.faults.site import DEFAULT, site_of

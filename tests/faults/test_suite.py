@@ -18,7 +18,7 @@ from launching import forked
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from dit_lora.cli import app
+from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
 from dit_lora.faults import phases, suite
 from dit_lora.faults.fault import Expected, Fault, judged

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from dit_lora.data.cache import TensorCache
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
-from dit_lora.run_lock import LOCK, Holder
+from dit_lora.training.session.run_lock import LOCK, Holder
 
 Main = Callable[[list[str]], None]
 
@@ -221,7 +221,7 @@ def test_a_run_folder_that_another_process_trains_in(
 def test_a_full_disk_while_saving(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dit_lora.training import checkpoint
+    from dit_lora.training.checkpoints import files as checkpoint
 
     write = checkpoint._write_synced
 

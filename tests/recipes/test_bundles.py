@@ -12,9 +12,9 @@ from launching import ROOT
 from runs import lines
 from safetensors.torch import load_file, save_file
 
+from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
-from dit_lora.training import guard_files
-from dit_lora.training.replay_bundle import replay_bundle
+from dit_lora.training.guarding import files
 
 Main = Callable[[list[str]], None]
 
@@ -84,7 +84,7 @@ def test_a_bundle_that_cannot_be_written_costs_no_run(
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(guard_files, "keep_bundle", full)
+    monkeypatch.setattr(files, "keep_bundle", full)
     run = tmp_path / "run"
     lora_main([*poisoned, f"run.dir={run}"])
     (event,) = lines(run, "events.jsonl")

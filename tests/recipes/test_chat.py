@@ -26,13 +26,13 @@ from runs import lines
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from dit_lora.cli import app
-from dit_lora.data.video import ClipError
+from dit_lora.cli.app import app
+from dit_lora.config.load import load_recipe
+from dit_lora.data.media.video import ClipError
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.recipe import load_recipe
-from dit_lora.training.chat import training_set
-from dit_lora.training.chat.answering import load_answerer
+from dit_lora.training.tasks.chat import training_set
+from dit_lora.training.tasks.chat.answerer import load_answerer
 
 VARIANTS = {
     "videochat2": "videochat2-mistral",
@@ -112,7 +112,7 @@ def _the_merged_checkpoint_is_the_trained_model(
     run: Path, merged: Path, base: Path, clip: Path
 ) -> None:
     from dit_lora.data.chat.conversation import Conversation, Turn
-    from dit_lora.data.media import MediaFile
+    from dit_lora.data.media.media import MediaFile
 
     logits = []
     for target in (run, merged, base):

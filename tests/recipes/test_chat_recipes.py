@@ -14,13 +14,14 @@ from launching import ROOT
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import Recipe
-from dit_lora.data_config import VideoShape
-from dit_lora.families import CHAT_FAMILIES, chat_checkpoint, get_family
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import load_recipe
+from dit_lora.config.optim import GroupConfig, GroupsConfig
+from dit_lora.config.recipe import Recipe
+from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.families.chat import checkpoint as chat_checkpoint
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
-from dit_lora.recipe import load_recipe
-from dit_lora.train_config import GroupConfig, GroupsConfig
-from dit_lora.training.chat.task import ChatTask
+from dit_lora.training.tasks.chat.task import ChatTask
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 RECIPES = {
@@ -39,7 +40,7 @@ BLOCKS = {
     "SmolVLM2-2.2B-Instruct": (24, 2048, 2048, 8192),
 }
 BLOCKS["VideoChat2-HD-Mistral-7B"] = BLOCKS["VideoChat2-Mistral-7B"]
-# Mistral-7B-Instruct-v0.2, and VideoChat2's own parts: tests/dit_lora/models/test_published_videochat2.py.
+# Mistral-7B-Instruct-v0.2, and VideoChat2's own parts: tests/dit_lora/models/videochat2/test_published_videochat2.py.
 MISTRAL = 7_241_732_096
 PROJECTION_AND_QUERIES = 768 * 4096 + 4096 + 96 * 768
 FROZEN = {

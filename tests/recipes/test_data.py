@@ -11,8 +11,8 @@ import pytest
 import torch
 from runs import adapter, lines, same_adapter, trajectory
 
-from dit_lora.data.cache import TensorCache
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 
 Main = Callable[[list[str]], None]
@@ -172,7 +172,7 @@ def test_the_largest_bucket_runs_before_the_first_step_and_says_if_it_does_not_f
     lora_main: Main, mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever bucket the first step takes."""
-    from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
+    from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 
     stock = CogVideoXCheckpoint.losses
     ran: list[tuple[int, ...]] = []

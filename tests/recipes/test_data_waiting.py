@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from runs import lines
 
-from dit_lora.data.loader import EncodedClips
+from dit_lora.data.loading.encoded import EncodedClips
 from dit_lora.training import journal
 
 Main = Callable[[list[str]], None]

@@ -9,7 +9,7 @@ import torch
 from launching import ROOT
 from runs import poison
 
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.synthetic.clips import write_shapes
 
 pytestmark = pytest.mark.slow
 

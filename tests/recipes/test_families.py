@@ -13,12 +13,12 @@ from PIL import Image
 from runs import lines, poison
 from safetensors.torch import load_file
 
-from dit_lora.data.shapes import write_class_folders, write_shapes
+from dit_lora.commands.replay import replay_bundle
+from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.config.load import load_recipe
+from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES
-from dit_lora.recipe import load_recipe
-from dit_lora.training.replay_bundle import replay_bundle
-from dit_lora.training.sample import SampleRequest, sample
 
 Main = Callable[[list[str]], None]
 

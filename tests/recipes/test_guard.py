@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dit_lora.data.cache import TensorCache
+from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.samples import overwrite
-from dit_lora.numerics.gate import NonFiniteError
+from dit_lora.guard.gate import NonFiniteError
 from dit_lora.numerics.streams import fold
 
 Main = Callable[[list[str]], None]
@@ -44,7 +44,7 @@ def test_a_nan_gradient_under_a_finite_loss_stops_before_clipping_and_the_optimi
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An op that fails only in backward: no loss shows it; clipping would spread it to every weight (N16)."""
-    from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
+    from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 
     predict, armed = CogVideoXCheckpoint.predict, [fold(42, "dropout", 3, 0, 0)]
 

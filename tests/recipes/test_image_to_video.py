@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_lora.config import ModelConfig
-from dit_lora.data.cache import TensorCache
-from dit_lora.data.video import read_frames
+from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.training.sample import SampleRequest, sample
 
 Main = Callable[[list[str]], None]
 

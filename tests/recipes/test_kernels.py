@@ -10,9 +10,10 @@ import torch
 from fuse_checks import by
 from runs import lines
 
+from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse import api, attention, cogvideox
-from dit_lora.training.replay_bundle import replay_bundle
+from dit_lora.fuse import api, attention
+from dit_lora.fuse.models import cogvideox
 
 Main = Callable[[list[str]], None]
 ON = ["kernels.ada_norm=on", "kernels.qk_norm_rope=on", "kernels.finite_norm=on"]

@@ -13,10 +13,10 @@ from launching import ROOT
 from runs import adapter, lines, same_adapter, trajectory
 from safetensors.torch import load_file
 
-from dit_lora.data.media import MediaFile
-from dit_lora.training import compiled, offload
+from dit_lora.data.media.media import MediaFile
 from dit_lora.training import finish as running
-from dit_lora.training.chat.answering import load_answerer
+from dit_lora.training.execution import compiled, offload
+from dit_lora.training.tasks.chat.answerer import load_answerer
 
 Main = Callable[[list[str]], None]
 COMPILED, OFFLOADED = "train.compile=true", "train.offload=group"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dit_lora.report import live, run_report
+from dit_lora.report.run import background, page
 
 
 def test_reports_come_at_the_start_at_checkpoints_and_at_validation_and_may_fail(
@@ -24,11 +24,11 @@ def test_reports_come_at_the_start_at_checkpoints_and_at_validation_and_may_fail
         seen.append((how.get("state"), files.done, files.status["state"]))
         if how.get("state") == "running":
             raise ZeroDivisionError("a chart")
-        return run_report.write_run_page(reader, **how)
+        return page.write_run_page(reader, **how)
 
-    monkeypatch.setattr(live, "write_run_page", write_run_page)
+    monkeypatch.setattr(background, "write_run_page", write_run_page)
     # One at a time, each at its step: a run of milliseconds would be over before the first.
-    monkeypatch.setattr(live.Reporting, "update", _and_wait(live.Reporting.update))
+    monkeypatch.setattr(background.Reporting, "update", _and_wait(background.Reporting.update))
     every = ["train.steps=6", "train.save_every=4", "validation.every=3", "guard.preflight=false"]
     lora_main([*smoke, *every, f"run.dir={run}"])
     assert seen == [("running", step, "running") for step in (0, 3, 4, 6)] + [(None, 6, "finished")]

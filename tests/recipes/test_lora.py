@@ -16,8 +16,8 @@ from launching import launch_environment, started
 from safetensors.torch import load_file
 
 from benchmarks import kill_nine
+from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.recipe import load_recipe
 
 Main = Callable[[list[str]], None]
 
@@ -65,7 +65,7 @@ def test_a_plain_diffusers_script_reproduces_the_trained_transformer(
     from diffusers import CogVideoXPipeline
 
     from dit_lora.adapters.attach import attach_lora
-    from dit_lora.config import ModelConfig
+    from dit_lora.config.recipe import ModelConfig
     from dit_lora.families import get_family
 
     path, run = tiny_checkpoints[variant], tmp_path / "run"
@@ -259,11 +259,11 @@ def test_an_untested_environment_is_refused_before_anything_is_written(
 ) -> None:
     import dataclasses
 
-    from dit_lora.training import runtime
+    from dit_lora.training.session import session
 
-    found = runtime.probe_environment()
+    found = session.probe_environment()
     newer = dataclasses.replace(found, versions={**found.versions, "peft": "1.0.0"})
-    monkeypatch.setattr(runtime, "probe_environment", lambda: newer)
+    monkeypatch.setattr(session, "probe_environment", lambda: newer)
     args = [*smoke, f"run.dir={tmp_path / 'run'}", "train.steps=1"]
     with pytest.raises(
         DitLoraError, match=r"peft>=0\.20,<1 is needed; got 1\.0\.0; pip install"

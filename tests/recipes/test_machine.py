@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from runs import lines, same_adapter, trajectory
 
-from dit_lora.data.cache import TensorCache
+from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.training import journal
 

@@ -13,16 +13,16 @@ from launching import ROOT
 from runs import adapter, lines, same_adapter
 from safetensors.torch import load_file
 
-from dit_lora.compat import TESTED
-from dit_lora.config import Recipe
+from dit_lora.config.load import load_recipe
+from dit_lora.config.optimizers import OPTIMIZERS, OptimizerRecord
+from dit_lora.config.recipe import Recipe
+from dit_lora.environment.versions import TESTED
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.gate import gates_on_device
-from dit_lora.numerics.state import bad_state
-from dit_lora.numerics.suspects import Suspects
-from dit_lora.optimizers import OPTIMIZERS, OptimizerRecord
-from dit_lora.recipe import load_recipe
-from dit_lora.training.launch import require_for_zero, require_shardable
-from dit_lora.training.optimizer import require_optimizer
+from dit_lora.guard.gate import gates_on_device
+from dit_lora.guard.state import bad_state
+from dit_lora.guard.suspects import Suspects
+from dit_lora.training.optim.build import require_optimizer
+from dit_lora.training.session.launch import require_for_zero, require_shardable
 
 CPU = torch.device("cpu")
 SMOKE = ROOT / "recipes" / "smoke" / "cogvideox.yaml"

@@ -12,9 +12,9 @@ from launching import ROOT
 from runs import lines
 from safetensors.torch import load_file
 
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
-from dit_lora.objectives import LossOutput
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.training import loop
 
 pytest.importorskip("bitsandbytes")

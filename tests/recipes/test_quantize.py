@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from dit_lora.adapters.groups import base_members
 from dit_lora.adapters.quantize import quantized_bytes
-from dit_lora.config import ModelConfig
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.numerics.narrow import Kind
-from dit_lora.recipe import load_recipe
+from dit_lora.numerics.quantized_linear import Kind
 
 Main = Callable[[list[str]], None]
 VARIANTS = {

@@ -10,14 +10,14 @@ import torch
 from runs import lines, same_adapter, trajectory
 from safetensors.torch import load_file
 
-from dit_lora.data.cache import TensorCache
-from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
+from dit_lora.commands.replay import replay_bundle
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.faults.samples import overwrite
-from dit_lora.numerics.gate import NonFiniteError
-from dit_lora.numerics.switches import kept_attention
-from dit_lora.objectives import LossOutput
-from dit_lora.training.replay_bundle import replay_bundle
-from dit_lora.training.watch import StepWatcher
+from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.switches import kept_attention
+from dit_lora.numerics.objectives import LossOutput
+from dit_lora.training.guarding.watch import StepWatcher
 
 Main = Callable[[list[str]], None]
 WEIGHT = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.data.batch import draw_number
-from dit_lora.data.cache import TensorCache
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.loading.batch import draw_number
 from dit_lora.errors import DitLoraError
-from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
+from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.faults.samples import overwrite
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, fold
-from dit_lora.objectives import LossOutput
-from dit_lora.training.output_record import SEED
+from dit_lora.results.verify.output import SEED
 
 Main = Callable[[list[str]], None]
 UNCOMPARED = ["guard.preflight=false", "guard.parity_every=0"]

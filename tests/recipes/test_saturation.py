@@ -7,7 +7,7 @@ import pytest
 from family_cases.sana import saturating
 from launching import ROOT
 
-from dit_lora.data.shapes import write_shapes
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 
 Main = Callable[[list[str]], None]
@@ -34,7 +34,7 @@ def test_a_saturating_sana_trains_and_says_so_and_without_its_limit_is_refused(
     assert "saturation: attention is clamped at +-65504 as in fp16" in said
     assert "warning:" not in said
 
-    keep = "dit_lora.families.sana_checkpoint.keep_linear_attention_fp32"
+    keep = "dit_lora.families.sana.checkpoint.keep_linear_attention_fp32"
     monkeypatch.setattr(keep, lambda transformer, saturates: None)
     with pytest.raises((DitLoraError, SystemExit)) as refused:
         lora_main([*recipe, f"run.dir={tmp_path / 'other'}"])

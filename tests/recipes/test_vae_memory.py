@@ -9,8 +9,8 @@ import pytest
 from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline
 from transformers import T5EncoderModel
 
-from dit_lora.data.cache import TensorCache
-from dit_lora.families.cogvideox_text import CogVideoXCheckpoint
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 
 Main = Callable[[list[str]], None]
 

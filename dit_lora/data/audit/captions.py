@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.caption_text import caption_fault, short
-from dit_lora.data.clips import Clip
-from dit_lora.data.folders import class_name
+from dit_lora.data.sources.caption_text import caption_fault, short
+from dit_lora.data.sources.clips import Clip
+from dit_lora.data.sources.folders import class_name
 
 # Special tokens of T5, BERT, CLIP, Llama and Gemma, which captioning models leave behind.
 WELL_KNOWN = re.compile(

@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from dit_lora.data.media import sniffed_suffix
+from dit_lora.data.media.media import sniffed_suffix
 
 HEAD = 1024
 """Number of bytes that tell a file's kind."""

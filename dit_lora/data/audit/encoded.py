@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.cache import MAX_ABS
+from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.finite import describe_bad, has_values
 

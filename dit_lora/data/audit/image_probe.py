@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.audit.measure import SIDE, Pictures
-from dit_lora.data.media import Media
-from dit_lora.data.opened import MOST_PIXELS, open_picture
-from dit_lora.data.pictures import DAMAGED, image_size, read_image
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.opened import MOST_PIXELS, open_picture
+from dit_lora.data.media.pictures import DAMAGED, image_size, read_image
 
 THUMBNAIL = 320
 """Width of a thumbnail in pixels."""

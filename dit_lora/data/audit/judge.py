@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.container import is_other_kind
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import odd_mode
 from dit_lora.data.audit.measure import SIDE, Pictures
 from dit_lora.data.audit.probe import Probe
-from dit_lora.data.buckets import Dropped, buckets_of, place
-from dit_lora.data.media import Media, is_image, suffix
-from dit_lora.data.video import VideoHeader
-from dit_lora.data_config import DataConfig, VideoShape
+from dit_lora.data.buckets.buckets import Dropped, buckets_of, place
+from dit_lora.data.media.media import Media, is_image, suffix
+from dit_lora.data.media.video import VideoHeader
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.clips import Clip
+from dit_lora.data.sources.clips import Clip
 
 IMBALANCE = 10
 """Factor to the median class within which a class may have more or fewer samples.

@@ -9,7 +9,7 @@ from typing import Any
 
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import Probe
-from dit_lora.data.media import Media, is_image
+from dit_lora.data.media.media import Media, is_image
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 

@@ -14,7 +14,7 @@ from dit_lora.data.audit.container import HEAD, foreign_kind, has_end, is_known,
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import measure_image
 from dit_lora.data.audit.video_probe import measure_video
-from dit_lora.data.media import VIDEO_SUFFIXES, Media, is_image, sniffed_suffix
+from dit_lora.data.media.media import VIDEO_SUFFIXES, Media, is_image, sniffed_suffix
 
 _NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 _GONE = ("there is no such file", "correct its name, or remove the entry")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.duplicates import exact_duplicates, near_duplicates
 from dit_lora.data.audit.finding import Judged
 from dit_lora.data.audit.judge import Wanted, judge
@@ -17,10 +18,9 @@ from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.probe import Probe
 from dit_lora.data.audit.signature import Signature
 from dit_lora.data.audit.workers import probe_all
-from dit_lora.data.clips import Clip
-from dit_lora.data.digest import Digests
-from dit_lora.data.media import Media
-from dit_lora.data_config import DataConfig, VideoShape
+from dit_lora.data.cache.digests import Digests
+from dit_lora.data.media.media import Media
+from dit_lora.data.sources.clips import Clip
 
 # A killed audit loses the work of so many seconds at most.
 _SAVED_EVERY = 20.0

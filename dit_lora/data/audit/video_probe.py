@@ -11,8 +11,8 @@ from av.video.reformatter import Interpolation, VideoReformatter
 
 from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
 from dit_lora.data.audit.measure import SIDE, Pictures
-from dit_lora.data.media import Media
-from dit_lora.data.opened import FrameLimit, open_media, oversize
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.opened import FrameLimit, open_media, oversize
 
 _SAMPLES = 8
 """The most frames whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""

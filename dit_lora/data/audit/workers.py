@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.probe import ANEW, Probe, probe
-from dit_lora.data.media import Media
+from dit_lora.data.media.media import Media
 from dit_lora.errors import DitLoraError
 
 PATIENCE = 60.0

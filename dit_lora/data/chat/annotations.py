@@ -5,14 +5,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from dit_lora.config import DataConfig
+from dit_lora.config.data import SourceConfig
+from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.conversation import Conversation, Conversations, Turn
 from dit_lora.data.chat.json_records import Record, read_records
 from dit_lora.data.chat.records import Sample, parse_record
-from dit_lora.data.clips import Problem
-from dit_lora.data.media import IMAGE_SUFFIXES, MediaFile, below
-from dit_lora.data.sources import names_of, read_sources, times_of
-from dit_lora.data_config import SourceConfig
+from dit_lora.data.media.media import IMAGE_SUFFIXES, MediaFile, below
+from dit_lora.data.sources.clips import Problem
+from dit_lora.data.sources.scan import names_of, read_sources, times_of
 from dit_lora.errors import DitLoraError
 
 _REMOTE = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dit_lora.data.clips import Problem
-from dit_lora.data.media import Media
+from dit_lora.data.media.media import Media
+from dit_lora.data.sources.clips import Problem
 
 Kind = Literal["image", "video", "text"]
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dit_lora.data.decode import Instants, nearest_frames
-from dit_lora.data.media import Media, as_media, is_image, require_readable
-from dit_lora.data.pictures import DAMAGED, cover, open_image, planes, upright
-from dit_lora.data.video import ClipError, reason
+from dit_lora.data.media.decode import Instants, nearest_frames
+from dit_lora.data.media.media import Media, as_media, is_image, require_readable
+from dit_lora.data.media.pictures import DAMAGED, cover, open_image, planes, upright
+from dit_lora.data.media.video import ClipError, reason
 
 _RATIOS = (3 / 4, 4 / 3)
 _TRIES = 10

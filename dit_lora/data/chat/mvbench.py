@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeGuard
 import torch
 
 from dit_lora.data.chat.frames import read_at
-from dit_lora.data.clips import Problem
-from dit_lora.data.media import IMAGE_SUFFIXES, Media, MediaFile
-from dit_lora.data.video import ClipError, VideoHeader, read_header
+from dit_lora.data.media.media import IMAGE_SUFFIXES, Media, MediaFile
+from dit_lora.data.media.video import ClipError, VideoHeader, read_header
+from dit_lora.data.sources.clips import Problem
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 

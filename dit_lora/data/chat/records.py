@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.data.caption_text import MOST_CHARACTERS, has_lone_surrogate, is_blank
 from dit_lora.data.chat.conversation import Kind, Turn
-from dit_lora.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from dit_lora.data.sources.caption_text import MOST_CHARACTERS, has_lone_surrogate, is_blank
 
 _PLACEHOLDER = re.compile("<(?:image|video)>")
 _RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")

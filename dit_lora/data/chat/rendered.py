@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dit_lora.objectives import IGNORE
+from dit_lora.numerics.objectives import IGNORE
 
 Part = Literal["fixed", "media", "question", "answer"]
 

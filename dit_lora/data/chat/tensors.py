@@ -3,7 +3,7 @@
 import torch
 
 from dit_lora.data.chat.rendered import Rendered
-from dit_lora.objectives import IGNORE
+from dit_lora.numerics.objectives import IGNORE
 
 
 def bucket_length(tokens: int, step: int) -> int:

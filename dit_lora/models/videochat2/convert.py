@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
+from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.gather import Sources, Stored, check, collect
@@ -40,7 +41,6 @@ from dit_lora.models.videochat2.released import (
     read_released,
 )
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
-from dit_lora.pretrained import load_pretrained
 
 EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"

@@ -20,11 +20,11 @@ from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from dit_lora.environment.pretrained import built_from
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.qformer import VideoChat2QFormer
 from dit_lora.models.videochat2.vision import VideoChat2Vision, VideoChat2VisionAttention
-from dit_lora.pretrained import built_from
 
 # blip2.py: BERT's initializer_range; the original leaves the extra queries at zero.
 QUERY_STD = 0.02

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dit_lora.pretrained import load_pretrained
+from dit_lora.environment.pretrained import load_pretrained
 
 # Spaces, line breaks and special tokens, which the two ways of reading a folder treat differently.
 _PROBE = (

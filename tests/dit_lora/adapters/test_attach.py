@@ -8,7 +8,7 @@ import torch
 from chat_adapter_checks import chat_model, inputs
 
 from dit_lora.adapters.attach import adapter_config, attach_lora, is_lora_b
-from dit_lora.config import LoraConfig
+from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 

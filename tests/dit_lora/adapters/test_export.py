@@ -12,12 +12,17 @@ from exported import Deltas, Trained, assert_same, deltas, product, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dit_lora.adapters import forms
-from dit_lora.adapters.key_maps import comfyui_layout
-from dit_lora.adapters.loader import with_lora
-from dit_lora.adapters.store import ADAPTER_FILE, BASE_FILE, load_adapter, read_provenance
+from dit_lora.adapters.diffusers_format import (
+    ADAPTER_FILE,
+    BASE_FILE,
+    load_adapter,
+    read_provenance,
+)
+from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError
-from dit_lora.training.export import ExportRequest, Form, export
+from dit_lora.results.export import formats
+from dit_lora.results.export.export import ExportRequest, Form, export
+from dit_lora.results.export.key_maps import comfyui_layout
 
 MODELS = (
     ("cogvideox", "cogvideox-2b"),
@@ -301,7 +306,7 @@ def test_what_reads_back_otherwise_is_not_kept(
     """A writer that changes one matrix by a thousandth."""
     one = make()
     for writer in ("save_adapter", "save_chat_adapter", "save_file"):
-        monkeypatch.setattr(forms, writer, wrong(getattr(forms, writer)))
+        monkeypatch.setattr(formats, writer, wrong(getattr(formats, writer)))
     with pytest.raises(
         CheckFailedError, match=r"read back, is not the adapter.*\n  - .*differs by"
     ):

@@ -6,8 +6,8 @@ from torch import nn
 
 import dit_lora
 from dit_lora.adapters.groups import base_parameters
+from dit_lora.config.optim import GroupConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.train_config import GroupConfig
 
 PATTERNS = {"connector": ("embed.*", "out.*"), "backbone": ("blocks.*",)}
 

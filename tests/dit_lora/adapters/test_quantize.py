@@ -11,19 +11,19 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import base_members
 from dit_lora.adapters.quantize import quantizable, quantize_base, quantized_bytes, stored_bytes
-from dit_lora.config import LoraConfig, ModelConfig
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.optim import GroupConfig, GroupsConfig
+from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.lora import why_not
-from dit_lora.numerics.narrow import Kind, NarrowLinear
-from dit_lora.numerics.preflight import check_base_weights
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.state import bad_state
-from dit_lora.numerics.suspects import Suspects
-from dit_lora.recipe import parse_recipe
-from dit_lora.train_config import GroupConfig, GroupsConfig
-from dit_lora.training.trainable import require_quantization
+from dit_lora.guard.checks import check_base_weights
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.state import bad_state
+from dit_lora.guard.suspects import Suspects
+from dit_lora.numerics.quantized_linear import Kind, NarrowLinear
+from dit_lora.training.tasks.diffusion.model import require_quantization
 
 pytest.importorskip("bitsandbytes")
 KINDS: tuple[Kind, ...] = ("nf4", "int8", "fp8")

@@ -23,14 +23,14 @@ from video_text_cases import (
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import parameter_groups
-from dit_lora.config import LoraConfig, ModelConfig
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat import FAMILY
+from dit_lora.families.chat.checkpoint import LAYOUTS
+from dit_lora.families.chat.tiny import VARIANTS as TINY
 from dit_lora.families.chat_base import Viewing
-from dit_lora.families.chat_checkpoint import LAYOUTS
-from dit_lora.families.tiny_chat import VARIANTS as TINY
 from dit_lora.numerics.streams import Streams
-from dit_lora.recipe import parse_recipe
 
 STREAMS = Streams(0, ())
 

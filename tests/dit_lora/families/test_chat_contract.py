@@ -19,13 +19,13 @@ from peft import PeftModel
 from torch import nn
 
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
-from dit_lora.adapters.chat_store import load_chat_adapter, save_chat_adapter
+from dit_lora.adapters.peft_format import load_chat_adapter, save_chat_adapter
 from dit_lora.data.chat.rendered import IGNORE
 from dit_lora.families.chat_base import KINDS, greedy_answer
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.core import OPS, fusion_of
+from dit_lora.fuse.patches import OPS, fusion_of
 from dit_lora.numerics.streams import Streams
-from dit_lora.training.checkpointing import MODES, set_checkpointing
+from dit_lora.training.execution.activation_checkpointing import MODES, set_checkpointing
 
 STREAMS = Streams(0, (0, 1, 2))
 # No answer depends on what the Q-Former's last layer makes of text, nor on layers after the one that is read.

@@ -17,9 +17,9 @@ from video_text_cases import VARIANTS, conversation, frame_times, opened, pictur
 
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.errors import DitLoraError
+from dit_lora.families.chat.layouts import in_words
+from dit_lora.families.chat.views import patches
 from dit_lora.families.chat_base import Viewing
-from dit_lora.families.chat_layouts import in_words
-from dit_lora.families.chat_views import patches
 
 # Height and width as stored: even, odd, narrow, wide, smaller than a tile, large.
 SIZES = ((90, 151), (201, 60), (57, 300), (31, 33), (720, 1280), (640, 480))

@@ -9,9 +9,9 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler
 from torch import nn
 
-from dit_lora.config import ModelConfig
-from dit_lora.data.digest import Digests
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.data.cache.digests import Digests
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams, generator

@@ -12,7 +12,7 @@ from family_cases.subject import CPU, Subject, adapted, encoded_batch, pixels_of
 from PIL import Image
 
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
-from dit_lora.adapters.store import ADAPTER_FILE, load_adapter, save_adapter
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, save_adapter
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Sampling

@@ -12,15 +12,15 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.adapters.store import load_adapter, save_adapter, save_pipeline
-from dit_lora.config import LoraConfig, ModelConfig
-from dit_lora.data.shapes import write_class_folders
-from dit_lora.data_config import VideoShape
+from dit_lora.adapters.diffusers_format import load_adapter, save_adapter, save_pipeline
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import LoraConfig, ModelConfig
+from dit_lora.data.synthetic.clips import write_class_folders
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.streams import Streams, generator
-from dit_lora.recipe import parse_recipe
 
 CPU = torch.device("cpu")
 SEED, POSITIONS = 11, [3, 400, 21]

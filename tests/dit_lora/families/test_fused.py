@@ -11,13 +11,13 @@ from fuse_checks import Values, assert_equal, by, fuse_all
 from kernel_checks import saved_bytes
 from torch import nn
 
-from dit_lora.adapters.store import load_adapter, save_adapter
+from dit_lora.adapters.diffusers_format import load_adapter, save_adapter
 from dit_lora.fuse.api import unfuse
-from dit_lora.fuse.core import fusion_of
-from dit_lora.numerics.parity import How, first_difference
+from dit_lora.fuse.patches import fusion_of
+from dit_lora.guard.parity import How, first_difference
+from dit_lora.guard.switches import model_switches
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.streams import Streams
-from dit_lora.numerics.switches import model_switches
 
 
 @pytest.fixture(autouse=True)

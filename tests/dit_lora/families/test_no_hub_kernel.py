@@ -43,7 +43,7 @@ def run_with(tmp_path: Path, first: str) -> subprocess.CompletedProcess[str]:
 def test_nothing_is_asked_of_the_hub_and_nothing_is_said(tmp_path: Path) -> None:
     for first in (
         "import dit_lora.families",
-        "import dit_lora.cli",
+        "import dit_lora.cli.app",
         "import kernels, dit_lora.families",
     ):
         done = run_with(tmp_path, first)

@@ -8,9 +8,9 @@ from launching import ROOT
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.config import LoraConfig
+from dit_lora.config.recipe import LoraConfig
 from dit_lora.families.chat import FAMILY
-from dit_lora.families.chat_checkpoint import LAYOUTS
+from dit_lora.families.chat.checkpoint import LAYOUTS
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 # Parameters of the model; tokens of 8 frames of 720p and of one such image, where a frame has this side squared.

@@ -12,11 +12,11 @@ from launching import ROOT
 from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.config import LoraConfig
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.recipe import load_recipe
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 # Of the transformer, and of LoRA at rank 128 on q, k, v and out. finetrainers documents 132,120,576 for 5B;

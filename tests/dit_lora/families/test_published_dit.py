@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import LoraConfig
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import LoraConfig
 from dit_lora.families import get_family
-from dit_lora.recipe import load_recipe
 
 FIXTURE = ROOT / "tests" / "fixtures" / "configs" / "DiT-XL-2-256"
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

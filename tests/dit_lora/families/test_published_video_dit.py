@@ -12,12 +12,12 @@ from launching import ROOT
 from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.config import LoraConfig
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
-from dit_lora.recipe import load_recipe
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 # facebookresearch/DiT's README gives 675 M for DiT-XL/2; its state dict has 675,129,632 numbers, of which

@@ -13,15 +13,15 @@ from diffusers import SanaPipeline
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_a
-from dit_lora.adapters.store import load_adapter, save_adapter
-from dit_lora.config import LoraConfig, ModelConfig
-from dit_lora.data_config import VideoShape
+from dit_lora.adapters.diffusers_format import load_adapter, save_adapter
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
+from dit_lora.numerics.objectives import FlowMatching
 from dit_lora.numerics.streams import Streams, generator
-from dit_lora.objectives import FlowMatching
-from dit_lora.recipe import parse_recipe
 
 CPU = torch.device("cpu")
 SEED, POSITIONS = 11, [3, 400, 21]

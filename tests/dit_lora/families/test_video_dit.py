@@ -12,17 +12,17 @@ import av
 import pytest
 import torch
 
-from dit_lora.config import DataConfig, ModelConfig, Recipe
-from dit_lora.data.cache import TensorCache
-from dit_lora.data.shapes import write_class_folders
-from dit_lora.data.sources import read_clips
-from dit_lora.data_config import VideoShape
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.recipe import DataConfig, ModelConfig, Recipe
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.sources.scan import read_clips
+from dit_lora.data.synthetic.clips import write_class_folders
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.tiny_video_dit import CLASSES
+from dit_lora.families.video_dit.tiny import CLASSES
 from dit_lora.numerics.streams import Streams, integers, normal
-from dit_lora.recipe import parse_recipe
 
 CPU = torch.device("cpu")
 VARIANTS = {"video-dit-class": "video_dit", "video-dit-text": "video_dit", "latte": "latte"}

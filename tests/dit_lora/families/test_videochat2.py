@@ -9,12 +9,12 @@ import pytest
 import torch
 from chat_tokenizers import llama_tokenizer
 
-from dit_lora.config import ModelConfig
+from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.errors import DitLoraError
-from dit_lora.families.tiny_videochat2 import VARIANTS, build_tiny
 from dit_lora.families.videochat2 import FAMILY
-from dit_lora.families.videochat2_checkpoint import VideoChat2Checkpoint
+from dit_lora.families.videochat2.checkpoint import VideoChat2Checkpoint
+from dit_lora.families.videochat2.tiny import VARIANTS, build_tiny
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
 from dit_lora.models.videochat2.vision import VideoChat2VisionEncoder, position_table

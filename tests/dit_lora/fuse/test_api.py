@@ -10,11 +10,11 @@ from torch import nn
 
 import dit_lora
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse import streams
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.fuse.core import OPS, fusion_of
+from dit_lora.fuse.models import streams
+from dit_lora.fuse.patches import OPS, fusion_of
+from dit_lora.guard.switches import find_switch, model_switches
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
-from dit_lora.numerics.switches import find_switch, model_switches
 
 ON = {"lora_linear": "on", "ada_norm": "on"}
 

@@ -18,8 +18,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.fuse import api, liger
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.fuse.core import OPS, fusion_of
-from dit_lora.numerics.switches import find_switch, model_switches
+from dit_lora.fuse.patches import OPS, fusion_of
+from dit_lora.guard.switches import find_switch, model_switches
 from dit_lora_kernels import triton_support
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")

@@ -13,7 +13,7 @@ from lora_layers import BF16, PATCH, Attention, assert_close, build, counted, fu
 from torch import Tensor, nn
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.core import Fusion, patch_forward
+from dit_lora.fuse.patches import Fusion, patch_forward
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.core import Fusion, patch_forward
+from dit_lora.fuse.patches import Fusion, patch_forward
 from dit_lora.fuse.registry import FORWARDS
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.core import fusion_of
+from dit_lora.fuse.patches import fusion_of
 
 
 def test_checkpointing_recomputes_the_same() -> None:

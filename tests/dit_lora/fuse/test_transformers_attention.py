@@ -17,10 +17,10 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.fuse import transformers_attention
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.fuse.core import OPS
+from dit_lora.fuse.patches import OPS
 from dit_lora.fuse.transformers_attention import implementations
-from dit_lora.numerics.attention import only, parity, recorded_calls
-from dit_lora.numerics.switches import attention_switches, find_switch, model_switches
+from dit_lora.guard.attention_backends import only, parity, recorded_calls
+from dit_lora.guard.switches import attention_switches, find_switch, model_switches
 
 OFF = dict.fromkeys(OPS, "off")
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"

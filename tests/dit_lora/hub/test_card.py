@@ -12,11 +12,11 @@ from card_rules import card_problems, metadata
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
+from dit_lora.config.load import load_recipe
 from dit_lora.families import get_family
 from dit_lora.hub.card import plain, write_card
 from dit_lora.hub.contents import Contents, Shown, collect
-from dit_lora.recipe import load_recipe
-from dit_lora.training.facts import common_prefix
+from dit_lora.training.tasks.facts import common_prefix
 
 REPO = "me/kitten-lora"
 ODD = (

@@ -7,15 +7,15 @@ import pytest
 from fake_hub import FakeHub
 from typer.testing import CliRunner
 
-from dit_lora.cli import app
-from dit_lora.config import ModelConfig
-from dit_lora.data.sources import scan
-from dit_lora.data_config import DataConfig
+from dit_lora.cli.app import app
+from dit_lora.config.data import DataConfig
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.config.remedies import hub_name, looks_local
+from dit_lora.data.sources.scan import scan
+from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import local_checkpoint
-from dit_lora.hub_files import result_folder
-from dit_lora.remedies import hub_name, looks_local
-from dit_lora.training.chat.answering import find_origin
+from dit_lora.training.tasks.chat.answerer import find_origin
 
 MISTYPED = ("clips/kitten", "runs/kiten", "models/base", "here/kitten", "Data/cats", "me/cats.tar")
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import dit_lora
-from dit_lora.cli import app
+from dit_lora.cli.app import app
+from dit_lora.config.load import load_recipe
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.hub.push import prepare, push
-from dit_lora.recipe import load_recipe
 
 REPO = "me/kitten-lora"
 ADAPTER = "pytorch_lora_weights.safetensors"

@@ -12,10 +12,10 @@ from fake_hub import FakeHub
 from safetensors import safe_open
 from seeded_secrets import DRAWN, PATHS, REVISION, TOKENS, found_in
 
+from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.hub.push import prepare, push
-from dit_lora.recipe import load_recipe
-from dit_lora.report.run_report import write_report
+from dit_lora.report.run.page import write_report
 
 REPO = "me/kitten-lora"
 SEEDS = [*TOKENS.values(), *PATHS.values()]

@@ -13,7 +13,7 @@ from html_page import Page
 from PIL import Image, ImageChops
 
 from dit_lora.data.chat.mvbench import Question
-from dit_lora.data.media import MediaFile
+from dit_lora.data.media.media import MediaFile
 from dit_lora.errors import DitLoraError
 from dit_lora.report.evaluation_page import CARDS, write_evaluation_page
 

@@ -14,17 +14,17 @@ from runs import same_adapter
 from typer.testing import CliRunner
 from verified import SMOKES, failing, quick
 
-from dit_lora.cli import app
+from dit_lora.cli.app import app
+from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.tolerances import BLOCK
+from dit_lora.results.verify.verify import VERIFICATION_FILE
 from dit_lora.training import base_output
 from dit_lora.training import fit as running
 from dit_lora.training import prepare as preparing
 from dit_lora.training.base_output import BASE_OUTPUT
 from dit_lora.training.run import Run
 from dit_lora.training.task import Setup
-from dit_lora.training.verify import VERIFICATION_FILE
-from dit_lora.training.verify_target import verify_adapter
 from dit_lora_kernels import ada_norm
 
 Main = Callable[[list[str]], None]

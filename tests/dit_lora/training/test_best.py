@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.recipe import parse_recipe
 from dit_lora.training import fit as fitting
 from dit_lora.training.best import BEST, best_checkpoints
-from dit_lora.training.checkpoint import checkpoint_steps
+from dit_lora.training.checkpoints.files import checkpoint_steps
 from dit_lora.training.run import Run
 
 Main = Callable[[list[str]], None]
@@ -68,7 +68,7 @@ def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
         return losses[measured[-1]]
 
     monkeypatch.setattr(
-        "dit_lora.training.diffusion.DiffusionTask.held_out_loss", staticmethod(held_out)
+        "dit_lora.training.tasks.diffusion.task.DiffusionTask.held_out_loss", staticmethod(held_out)
     )
     folder = tmp_path / "run"
     args = [

@@ -16,24 +16,24 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import recipe_groups
-from dit_lora.config import LoraConfig, ModelConfig
-from dit_lora.data.batch import Batch, collate
+from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.config.recipe import LoraConfig, ModelConfig
+from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.families import get_family
-from dit_lora.numerics.gate import Trip, local
+from dit_lora.guard.gate import Trip, local
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.switches import in_fp32
+from dit_lora.numerics.dtensors import whole
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.parameters import trainable_state
-from dit_lora.numerics.replay import MicroBatch
-from dit_lora.numerics.shards import whole
-from dit_lora.numerics.snapshot import Snapshots
 from dit_lora.numerics.streams import Streams
-from dit_lora.numerics.switches import in_fp32
-from dit_lora.objectives import LossOutput
-from dit_lora.train_config import GroupConfig, GroupsConfig, OptimConfig
-from dit_lora.training.engine import Replicated
+from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
-from dit_lora.training.optimizer import build_optimizer, build_schedule
-from dit_lora.training.optimizer_state import optimizer_state
+from dit_lora.training.optim.build import build_optimizer, build_schedule
+from dit_lora.training.optim.state import optimizer_state
 from dit_lora.training.step import StepResult
-from dit_lora.training.watch import StepWatcher
 
 STEPS, RANKS, ACCUMULATE = 4, 2, 2
 UNREAD, SPOILED = 2, 3  # the steps in which rank 1 reads bad data, and meets a NaN loss; each once

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.event import Event
-from dit_lora.training.diffusion import by_timestep
+from dit_lora.guard.event import Event
 from dit_lora.training.journal import IDLE, Journal, held_out_losses, metrics_line, tracker_values
 from dit_lora.training.step import StepResult
+from dit_lora.training.tasks.diffusion.task import by_timestep
 
 
 def spike(step: int) -> Event:

@@ -14,10 +14,10 @@ from launching import on_ranks
 from small_loop import FakeRecovery, TrippedError, batches, build, losses_of, run
 from torch import distributed, nn
 
-from dit_lora.data.batch import Batch
-from dit_lora.numerics.gate import PoisonedStateError, Trip
+from dit_lora.data.loading.batch import Batch
+from dit_lora.guard.gate import PoisonedStateError, Trip
+from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, integers
-from dit_lora.objectives import LossOutput
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.step import StepResult
 

@@ -14,7 +14,7 @@ from launching import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.data.batch import Batch
+from dit_lora.data.loading.batch import Batch
 from dit_lora.training import loop
 from dit_lora.training.step import StepResult
 

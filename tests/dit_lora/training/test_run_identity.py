@@ -8,12 +8,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from dit_lora.config.load import parse_recipe
 from dit_lora.numerics.precision import Precision
-from dit_lora.recipe import parse_recipe
 from dit_lora.training.identity import run_identity
-from dit_lora.training.runtime import Runtime
+from dit_lora.training.session.session import Session
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks import task_of
+from dit_lora.training.tasks.registry import task_of
 
 VALUES: dict[str, Any] = {
     "model": {"family": "dit", "path": "x"},
@@ -30,11 +30,11 @@ def identity(**changes: Any) -> dict[str, Any]:
         section, name = key.split("__")
         values[section][name] = value
     ranks, precision = SimpleNamespace(num_processes=2), Precision(torch.float32, "test")
-    runtime = Runtime(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
+    session = Session(parse_recipe(values, "test"), cast(Accelerator, ranks), precision)
     data: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
-    task = task_of(runtime.recipe.model.family)
+    task = task_of(session.recipe.model.family)
     nothing: Any = None
-    return run_identity(Setup(runtime, task, nothing, data, nothing))
+    return run_identity(Setup(session, task, nothing, data, nothing))
 
 
 @pytest.mark.parametrize(

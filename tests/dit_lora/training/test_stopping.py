@@ -8,8 +8,8 @@ import torch
 from recovering import Guarded, equal, verdict
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.gate import NonFiniteError
-from dit_lora.numerics.verdict import Verdict
+from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.verdict import Verdict
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import pytest
 
 from dit_lora.data.audit.captions import check_captions, token_lengths
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.clips import Clip
-from dit_lora.data.media import MediaFile
-from dit_lora.families.tiny import t5_tokenizer
-from dit_lora.families.tiny_sana import gemma_tokenizer
-from dit_lora.families.tiny_video_dit import clip_tokenizer
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.sources.clips import Clip
+from dit_lora.families.sana.tiny import gemma_tokenizer
+from dit_lora.families.tiny_text import t5_tokenizer
+from dit_lora.families.video_dit.tiny import clip_tokenizer
 
 TOKENIZERS = {"t5": t5_tokenizer, "gemma": gemma_tokenizer, "clip": clip_tokenizer}
 

@@ -8,7 +8,7 @@ import torch
 
 from dit_lora.data.audit.encoded import LEAST_SAMPLES, check_encoded
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.cache import MAX_ABS
+from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.errors import DitLoraError
 
 Sample = tuple[str, dict[str, torch.Tensor]]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dit_lora.data.audit.labels import check_labels
-from dit_lora.data.clips import Clip
-from dit_lora.data.media import MediaFile
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.sources.clips import Clip
 
 
 def clips(counts: Mapping[str, int], times: float = 1.0) -> list[Clip]:

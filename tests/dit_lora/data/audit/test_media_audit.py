@@ -18,20 +18,20 @@ import pytest
 import torch
 from PIL import Image
 
+from dit_lora.config.data import DataConfig
 from dit_lora.data.audit import runner, workers
 from dit_lora.data.audit.finding import Judged
 from dit_lora.data.audit.judge import Wanted, judge, judge_frames
 from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.probe import Probe, probe
 from dit_lora.data.audit.runner import audit_media, remembered
-from dit_lora.data.clips import Clip
-from dit_lora.data.digest import Digests
-from dit_lora.data.media import MediaFile
-from dit_lora.data.shapes import write_shapes
-from dit_lora.data.video import ClipError, read_frames
-from dit_lora.data_config import DataConfig
+from dit_lora.data.cache.digests import Digests
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.video import ClipError, read_frames
+from dit_lora.data.sources.clips import Clip
+from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
-from dit_lora.faults.pictures import FRAMES, HEIGHT, WIDTH, encode, flat, moving
+from dit_lora.faults.media.encode import FRAMES, HEIGHT, WIDTH, encode, flat, moving
 
 DATA = DataConfig(path="clips", frames=9, height=HEIGHT, width=WIDTH, fps=8)
 

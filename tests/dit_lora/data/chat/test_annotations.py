@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dit_lora.config import DataConfig
+from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.annotations import read_conversations
 from dit_lora.data.chat.conversation import Conversation, Turn
-from dit_lora.data.media import MediaFile
+from dit_lora.data.media.media import MediaFile
 from dit_lora.errors import DitLoraError
 
 QA = [{"q": "What is it?", "a": "A disc."}]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_lora.data import decode
 from dit_lora.data.chat.frames import Box, frame_seconds, latest_seconds, random_box, read_at
-from dit_lora.data.decode import Instants, nearest_frames
-from dit_lora.data.media import MediaFile, TarMember
-from dit_lora.data.video import ClipError, read_frames, read_header
+from dit_lora.data.media import decode
+from dit_lora.data.media.decode import Instants, nearest_frames
+from dit_lora.data.media.media import MediaFile, TarMember
+from dit_lora.data.media.video import ClipError, read_frames, read_header
 
 HEIGHT, WIDTH, COUNT, FPS = 32, 40, 120, 25
 

@@ -23,8 +23,8 @@ from dit_lora.data.chat.mvbench import (
     read_frames_at,
     read_questions,
 )
-from dit_lora.data.media import MediaFile
-from dit_lora.data.video import ClipError, VideoHeader
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.video import ClipError, VideoHeader
 from dit_lora.errors import DitLoraError
 
 GOOD: dict[str, Any] = {

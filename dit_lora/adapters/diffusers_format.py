@@ -1,0 +1,200 @@
+"""Adapters on disk, in Diffusers' own format, with rank and alpha in their metadata.
+
+Without them a loader takes alpha = rank, and an adapter trained at alpha 64, rank 128 works at twice the
+strength it was trained with.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config, is_lora_b
+from dit_lora.adapters.groups import base_parameters
+from dit_lora.adapters.lora_mixins import lora_pipeline_class, with_lora
+from dit_lora.adapters.own_files import copy_own
+from dit_lora.environment.hub_files import result_folder
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.numerics.dtensors import stock_class
+from dit_lora.parsing import parse_json, read_json
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
+BASE_FILE = "base_weights.safetensors"
+PROVENANCE_KEY = "dit_lora"
+# The file of a whole pipeline; an adapter has its provenance in the header.
+PROVENANCE_FILE = "dit_lora.json"
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def save_adapter(
+    transformer: nn.Module,
+    pipeline_class: Any,
+    out: Path,
+    provenance: Mapping[str, Any],
+    weights: Tensors | None = None,
+) -> Path:
+    """Write `out/pytorch_lora_weights.safetensors`, and `base_weights.safetensors` if base weights trained.
+
+    The pipeline's own `save_lora_weights` decides names and metadata; provenance is added to the header.
+    `weights` are the trained weights by name, whole, where the model's own are spread over ranks. Raises
+    `CheckFailedError`, before anything is written, for an adapter that is not finite or has no effect.
+    """
+    lora = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
+    base = base_weights(transformer, weights)
+    require_sound(lora, base)
+    out.mkdir(parents=True, exist_ok=True)
+    # Everything is written aside first, so that a failure leaves an earlier adapter whole.
+    staged = out / ".staged"
+    config = {key: _plain(value) for key, value in adapter_config(transformer).items()}
+    # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
+    config["lora_dropout"] = 0.0
+    lora_pipeline_class(pipeline_class).save_lora_weights(
+        staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
+    )
+    with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
+        metadata = dict(file.metadata())
+    # Diffusers has written rank and alpha into the metadata.
+    metadata[PROVENANCE_KEY] = json.dumps(dict(provenance), sort_keys=True)
+    tensors = load_file(staged / ADAPTER_FILE)
+    save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
+    if base:
+        host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
+        save_file(host, staged / BASE_FILE, metadata=metadata)
+    for name in (BASE_FILE, ADAPTER_FILE):
+        if (staged / name).exists():
+            (staged / name).replace(out / name)
+        else:
+            # The file is an earlier run's.
+            (out / name).unlink(missing_ok=True)
+    staged.rmdir()
+    return out / ADAPTER_FILE
+
+
+def save_pipeline(
+    transformer: Any,
+    base: Path,
+    out: Path,
+    provenance: Mapping[str, Any],
+    index: Mapping[str, Any],
+    weights: Tensors | None = None,
+) -> Path:
+    """Write `out` as a whole pipeline: the checkpoint `base` with this transformer in place of its own.
+
+    The components that the base's model_index.json names are copied, and nothing else that lies there;
+    entries of `index` replace the base's. The folder is written aside and renamed. `weights` are those of
+    `save_adapter`. Raises `CheckFailedError` for what is not finite.
+    """
+    if weights is not None:
+        transformer = _holding(transformer, weights)
+    require_sound({}, dict(transformer.named_parameters()))
+    staged = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    copy_own(base, staged, lambda name: not name.startswith("transformer/"))
+    transformer.save_pretrained(staged / "transformer", safe_serialization=True)
+    model_index = read_json(base / "model_index.json")
+    (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
+    (staged / PROVENANCE_FILE).write_text(json.dumps(dict(provenance), indent=2) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+    staged.rename(out)
+    return out
+
+
+def base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
+    """Return the base weights that train, by their names in an unadapted model; those of `weights`, if given."""
+    trained = base_parameters(model)
+    if weights is None:
+        return {name: parameter.detach() for name, parameter in trained.items()}
+    bare = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+    return {name: bare[name] for name in trained}
+
+
+def _holding(model: Any, weights: Tensors) -> nn.Module:
+    """Return a model of the same config that holds `weights`, without a copy of them."""
+    holder: nn.Module = stock_class(model).from_config(model.config)  # type: ignore[attr-defined]
+    # Tables are buffers that the model computes and saves; `weights` has parameters only.
+    tables = {name: table for name, table in model.named_buffers() if name in holder.state_dict()}
+    holder.load_state_dict({**weights, **tables}, assign=True)
+    return holder
+
+
+def require_sound(
+    lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Raise `CheckFailedError` if any tensor is not finite, or if every B matrix is zero."""
+    bad = [
+        name
+        for name, tensor in {**lora, **(base or {})}.items()
+        if not torch.isfinite(tensor).all()
+    ]
+    if bad:
+        raise CheckFailedError(listed("refused to save: these tensors are not finite", bad))
+    matrices = [tensor for name, tensor in lora.items() if is_lora_b(f"{name}.")]
+    if matrices and not any(tensor.any() for tensor in matrices):
+        raise CheckFailedError(
+            "refused to save: every B matrix is zero, so the adapter has no effect; "
+            "no gradient reached it"
+        )
+
+
+def read_provenance(file: Path) -> dict[str, Any]:
+    """Return what the run wrote into the adapter's header; empty for an adapter that is not ours."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return parse_json((opened.metadata() or {}).get(PROVENANCE_KEY, "{}"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
+
+
+def load_adapter(pipeline: Any, adapter: str | Path) -> None:
+    """Load an adapter from a folder, a file or the Hub as stock pipelines do, with what was trained beside it.
+
+    That is base weights, and classes that are new to a model with a class table, names included. A pipeline
+    without a LoRA loader gets one (`with_lora`). Raises `DitLoraError` if the adapter does not fit.
+    """
+    with_lora(pipeline)
+    adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE))
+    file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
+    if not file.is_file():
+        raise DitLoraError(f"no adapter at {file}")
+    base = file.with_name(BASE_FILE)
+    if base.is_file():
+        # Base weights go first, because PEFT renames the weights of the layers that it wraps.
+        weights = load_file(base)
+        _grow_tables(pipeline.transformer, weights)
+        _, unexpected = pipeline.transformer.load_state_dict(weights, strict=False)
+        if unexpected:
+            raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    labels = (read_provenance(file).get("index") or {}).get("id2label", {})
+    # DiTPipeline splits names in this way: a class may have several.
+    if labels and hasattr(pipeline, "labels"):
+        pipeline.labels = {
+            name.strip(): int(row) for row, names in labels.items() for name in names.split(",")
+        }
+
+
+def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Make room for the rows that training added to embedding tables, for classes new to the model."""
+    for name, module in model.named_modules():
+        weight = weights.get(f"{name}.weight")
+        if not isinstance(module, nn.Embedding) or weight is None:
+            continue
+        if len(weight) > module.num_embeddings:
+            module.num_embeddings = len(weight)
+            module.weight = nn.Parameter(weight.to(module.weight), requires_grad=False)
+            # DiT's pipeline looks there for the null row.
+            if "num_embeds_ada_norm" in model.config:
+                model.register_to_config(num_embeds_ada_norm=len(weight) - 1)
+
+
+def _plain(value: Any) -> Any:
+    """Return a set as a sorted list: JSON has no sets, and equal adapters are to be equal files."""
+    return sorted(value) if isinstance(value, set) else value

@@ -1,0 +1,176 @@
+"""A chat model's adapter on disk, in PEFT's own folder format, with what was trained beside it."""
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from dit_lora.adapters.attach import ADAPTER_NAME, is_lora_a
+from dit_lora.adapters.diffusers_format import (
+    BASE_FILE,
+    PROVENANCE_KEY,
+    Tensors,
+    base_weights,
+    read_provenance,
+    require_sound,
+)
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.numerics.dtensors import stock_class
+
+CHAT_ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME  # adapter_model.safetensors
+# PeftModel.save_pretrained puts this before every name.
+_PREFIX = "base_model.model."
+
+
+def save_chat_adapter(
+    model: nn.Module, out: Path, provenance: Mapping[str, Any], weights: Tensors | None = None
+) -> Path:
+    """Write `out` so that `PeftModel.from_pretrained(base, out)` and `base.load_adapter(out)` take it.
+
+    `base_weights.safetensors` is beside the adapter if base weights trained, and alone, with no
+    `adapter_config.json`, if only they did. Provenance is in the headers; its `base_model` and `revision`
+    are the base that PEFT's config names. `weights` are the trained weights by name, whole, where the
+    model's own are spread over ranks. Returns the adapter's file, or the base weights' if there is no
+    adapter. Raises `CheckFailedError`, before anything is written, for what is not finite or has no effect.
+    """
+    lora, base = _adapter_tensors(model, weights), base_weights(model, weights)
+    if not lora and not base:
+        raise CheckFailedError("refused to save: the model has no adapter and no trained weights")
+    require_sound(lora, base)
+    # Everything is written aside first, so that a failure leaves an earlier adapter whole.
+    staged = out / ".staged"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    metadata = {"format": "pt", PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
+    if lora:
+        _peft_config(model, provenance).save_pretrained(str(staged))
+    for file, tensors in ((CHAT_ADAPTER_FILE, lora), (BASE_FILE, base)):
+        if tensors:
+            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(whole, staged / file, metadata=metadata)
+    for file in (BASE_FILE, CHAT_ADAPTER_FILE, CONFIG_NAME):
+        if (staged / file).exists():
+            (staged / file).replace(out / file)
+        else:
+            # The file is an earlier run's.
+            (out / file).unlink(missing_ok=True)
+    staged.rmdir()
+    return chat_adapter_file(out)
+
+
+def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Put a saved adapter and base weights into a fresh model, frozen and in inference mode.
+
+    LoRA stays fp32; base weights are rounded to the model's own dtype. Raises `DitLoraError` with every
+    tensor that does not fit; the model is then not to be used.
+    """
+    chat_adapter_file(folder)
+    weights, tensors = _read(folder / BASE_FILE), _read(folder / CHAT_ADAPTER_FILE)
+    # The names are taken before PEFT renames those of the layers that it wraps.
+    parameters = dict(model.named_parameters())
+    trained = {name: parameters[name] for name in weights if name in parameters}
+    _require_fit(folder / BASE_FILE, weights, trained)
+    if tensors:
+        _add_adapter(model, folder)
+        added = _adapter_tensors(model)
+        _require_fit(folder / CHAT_ADAPTER_FILE, tensors, added)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
+        for name, tensor in tensors.items():
+            added[name].copy_(tensor)
+    model.requires_grad_(False).eval()
+
+
+def read_chat_provenance(folder: Path) -> dict[str, Any]:
+    """Return what the run wrote into the headers; empty for an adapter that is not ours."""
+    return read_provenance(chat_adapter_file(folder))
+
+
+def chat_adapter_file(folder: Path) -> Path:
+    """Return the adapter's file in a folder, or that of the base weights if they are all there is.
+
+    Raises `DitLoraError` if neither is there.
+    """
+    for name in (CHAT_ADAPTER_FILE, BASE_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise DitLoraError(f"no adapter in {folder}: neither {CHAT_ADAPTER_FILE} nor {BASE_FILE}")
+
+
+def _adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
+    """Return the adapter by PEFT's names, sharing memory with the model or `weights`; empty if there is none."""
+    if not any(is_lora_a(name) for name, _ in model.named_parameters()):
+        return {}
+    # Unless told, PEFT asks the Hub if an adapted head is to bring its frozen weight along.
+    state = peft.get_peft_model_state_dict(
+        model, weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False
+    )
+    return {f"{_PREFIX}{name}": tensor for name, tensor in state.items()}
+
+
+def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
+    config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
+    # The model's own name is a local path.
+    config.base_model_name_or_path = provenance.get("base_model")
+    config.revision = provenance.get("revision")
+    config.inference_mode = True
+    # Not every version of Transformers leaves training mode when it loads an adapter.
+    config.lora_dropout = 0.0
+    # PeftModel.save_pretrained writes this where the task has no type.
+    config.auto_mapping = {
+        "base_model_class": stock_class(model).__name__,
+        "parent_library": stock_class(model).__module__,
+    }
+    # A set has no order of its own, and equal adapters are to be equal files.
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    return config
+
+
+def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        model.add_adapter(config, adapter_name=ADAPTER_NAME)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise DitLoraError(
+            f"{folder / CONFIG_NAME} does not fit {type(model).__name__}: {error}"
+        ) from error
+    # PEFT's matrices follow the base's dtype.
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    if not file.is_file():
+        return {}
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise DitLoraError(f"{file} is not a safetensors file: {error}") from error
+
+
+def _require_fit(
+    file: Path, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `DitLoraError` unless both have the same names and shapes."""
+    faults = [f"{name}: not in the model" for name in stored if name not in wanted]
+    faults += [f"{name}: not in the file" for name in wanted if name not in stored]
+    faults += [
+        f"{name}: {list(stored[name].shape)} in the file, {list(wanted[name].shape)} in the model"
+        for name in stored
+        if name in wanted and stored[name].shape != wanted[name].shape
+    ]
+    if faults:
+        raise DitLoraError(listed(f"{file} is of another model", faults))

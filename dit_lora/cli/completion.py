@@ -1,0 +1,98 @@
+"""Complete words for the shells, from names and files alone; and the arguments that verbs share."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dit_lora.config.catalog import accelerate_configs, recipe_names, stock_files
+from dit_lora.families import FAMILIES, every_family
+from dit_lora.parsing import read_json
+
+
+def recipes_and_families(incomplete: str) -> list[str]:
+    """Return recipes for `init`, and the families that stand for one."""
+    return _starting([*FAMILIES, *recipe_names()], incomplete)
+
+
+def families(incomplete: str) -> list[str]:
+    """Return the families with recipes."""
+    return _starting(FAMILIES, incomplete)
+
+
+def launches(incomplete: str) -> list[str]:
+    """Return the Accelerate configs by name."""
+    return _starting(accelerate_configs(), incomplete)
+
+
+def tiny_variants(incomplete: str) -> list[str]:
+    """Return the names of tiny checkpoints."""
+    names = [name for family in every_family().values() for name in family.tiny_variants]
+    return _starting(names, incomplete)
+
+
+def recipe_files(incomplete: str) -> list[str]:
+    """Return YAML files, and the folders on the way to them; into a folder that is the only choice."""
+    entries = _entries(incomplete)
+    while len(entries) == 1 and entries[0].endswith("/"):
+        entries = _entries(entries[0])
+    return entries
+
+
+def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return `key.path=`; with the values or the default of a key that is the only choice."""
+    if (ctx.params.get("overrides") or [""])[-1] == "=":
+        return []  # bash makes three words of key=value: files, for the value
+    schema = read_json(stock_files() / "recipes" / "schema.json")
+    keys = dict(_keys(schema, schema, ""))
+    matching = _starting([f"{key}=" for key in keys], incomplete)
+    if len(matching) == 1:  # after a single choice bash would add a space
+        matching += [f"{matching[0]}{value}" for value in keys[matching[0][:-1]]]
+    return matching
+
+
+RecipeFile = Annotated[str, typer.Argument(help="A recipe (.yaml).", autocompletion=recipe_files)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="key.path=value, as for training.", show_default=False, autocompletion=overrides
+    ),
+]
+
+
+def _starting(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _entries(incomplete: str) -> list[str]:
+    folder, slash, start = incomplete.rpartition("/")
+    entries = []
+    for path in sorted(Path(folder + slash or ".").glob(f"{start}*")):
+        if path.is_dir() and not path.name.startswith((".", "__")):
+            entries.append(f"{folder}{slash}{path.name}/")
+        elif path.suffix in (".yaml", ".yml"):
+            entries.append(f"{folder}{slash}{path.name}")
+    return entries
+
+
+def _keys(
+    schema: Mapping[str, Any], section: Mapping[str, Any], parent: str
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield every key that holds a value, with the values that the schema names."""
+    for name, entry in section["properties"].items():
+        options = [entry, *entry.get("anyOf", [])]
+        inner = [option["$ref"].split("/")[-1] for option in options if "$ref" in option]
+        for definition in inner:
+            yield from _keys(schema, schema["$defs"][definition], f"{parent}{name}.")
+        if not inner:
+            yield f"{parent}{name}", _values(options)
+
+
+def _values(options: list[dict[str, Any]]) -> list[str]:
+    named = [value for option in options for value in option.get("enum", [])]
+    if any(option.get("type") == "boolean" for option in options):
+        named += [True, False]
+    named = named or [options[0]["default"]] if "default" in options[0] else named
+    return [value if isinstance(value, str) else json.dumps(value) for value in named]

@@ -1,0 +1,89 @@
+"""The verbs of `dit-lora convert`: checkpoints of ours from files that other code released or saved."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.terminal import echo
+
+convert = typer.Typer(help="Make checkpoints of released files.")
+
+
+@convert.command("videochat2")
+def convert_videochat2(
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    llm: Annotated[
+        Path, typer.Option(help="Folder of the language model: Mistral, Vicuna, Phi-3.")
+    ],
+    qformer_tokenizer: Annotated[Path, typer.Option(help="Folder of bert-base-uncased.")],
+    vision: Annotated[Path | None, typer.Option(help="umt_l16_qformer.pth")] = None,
+    stage: Annotated[
+        list[Path] | None,
+        typer.Option(help="videochat2_*_stage2.pth, then _stage3.pth or later; repeatable."),
+    ] = None,
+    legacy: Annotated[
+        bool | None,
+        typer.Option(
+            "--legacy/--no-legacy",
+            help="The released arithmetic: constant BOS, LayerNorm eps 1e-12. Default: with a stage-3 file.",
+        ),
+    ] = None,
+    keep_adapter: Annotated[
+        bool,
+        typer.Option(
+            "--keep-adapter", help="Keep stage 3's LoRA beside, where merging would round it."
+        ),
+    ] = False,
+) -> None:
+    """Make a VideoChat2 checkpoint; every tensor of every file is placed, or said to be unused and why."""
+    from dit_lora.models.videochat2.convert import convert_videochat2 as run
+    from dit_lora.training.session.session import quiet_libraries
+
+    quiet_libraries()
+    done = run(
+        out,
+        llm=llm,
+        vision=vision,
+        stages=stage or [],
+        qformer_tokenizer=qformer_tokenizer,
+        legacy=legacy,
+        keep_adapter=keep_adapter,
+        progress=lambda line: echo(line, err=True),
+    )
+    for line in done.lines():
+        echo(line)
+
+
+@convert.command("opendit")
+def convert_opendit(
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    weights: Annotated[
+        Path,
+        typer.Option(
+            help="ema.pt, a .safetensors file, or the folder model/ with its .bin shards."
+        ),
+    ],
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Attention heads, where the width is none of OpenDiT's own sizes."
+        ),
+    ] = None,
+    vae: Annotated[str | None, typer.Option(help="Folder or Hub id; by default OpenDiT's.")] = None,
+    text_encoder: Annotated[
+        str | None, typer.Option(help="CLIP's folder or Hub id; by default OpenDiT's.")
+    ] = None,
+) -> None:
+    """Make a video DiT's pipeline of an OpenDiT v1.0.0 video checkpoint; its sizes are read from its tensors."""
+    from dit_lora.models.video_dit_base import convert_checkpoint
+    from dit_lora.training.session.session import quiet_libraries
+
+    quiet_libraries()
+    for line in convert_checkpoint(out, weights, heads=heads, vae=vae, text_encoder=text_encoder):
+        echo(line)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    app.add_typer(convert, name="convert", no_args_is_help=True)

@@ -1,0 +1,117 @@
+"""The verbs of a first hour: a list of recipes, and a folder of one's own to train in."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dit_lora.cli.completion import families, launches, recipes_and_families
+from dit_lora.cli.json_output import JsonFlag, print_json
+from dit_lora.config.catalog import StockRecipe, accelerate_configs, recipe_names, write_folder
+from dit_lora.errors import DitLoraError
+from dit_lora.families import FAMILIES, default_recipes
+from dit_lora.terminal import echo
+
+
+def recipes(
+    context: typer.Context,
+    family: Annotated[
+        str | None, typer.Option(help="Those of one family.", autocompletion=families)
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the recipes that come with dit-lora: task, model, memory and time; `smoke/` ones need a CPU alone."""
+    if family is not None and family not in FAMILIES:
+        raise DitLoraError(f"no family {family!r}; it is one of {', '.join(FAMILIES)}")
+    defaults = default_recipes()
+    records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
+    chosen = [record for record in records if family in (None, record["family"])]
+    if as_json:
+        print_json(context, {"recipes": chosen})
+    else:
+        _render(chosen)
+
+
+def init(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="Of `dit-lora recipes`, such as cogvideox/5b_t2v; or a family.",
+            autocompletion=recipes_and_families,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
+    accelerate: Annotated[
+        str | None,
+        typer.Option(
+            help="Its launch: cpu, one_gpu, ddp, fsdp2 ...; by default the recipe's own.",
+            autocompletion=launches,
+        ),
+    ] = None,
+) -> None:
+    """Write a folder to train in: recipe, training script, Accelerate config; and say what to type next."""
+    chosen = StockRecipe.named(recipe, default_recipes())
+    config = accelerate or chosen.accelerate_config
+    if config not in accelerate_configs():
+        names = ", ".join(accelerate_configs())
+        raise DitLoraError(f"no Accelerate config {config!r}; it is one of {names}")
+    written = write_folder(chosen, out, config)
+    echo(f"wrote {', '.join(map(str, written))}")
+    if recipe in FAMILIES:
+        echo(f"It is {chosen.name}; others of the family: dit-lora recipes --family {recipe}")
+    if not chosen.smoke:
+        data = chosen.values["data"]["path"]
+        echo(f"Your data goes where data.path in {chosen.file} says, now {data}.")
+    echo("Next, as it stands:" if chosen.smoke else "Next:")
+    for line in _next(chosen, out, config):
+        echo(f"  {line}")
+
+
+def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
+    """Return what to type in the new folder, a line each."""
+    lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
+    lines += recipe.commands[:-1]
+    if not recipe.smoke:
+        lines += [f"dit-lora audit {recipe.file}", f"dit-lora plan {recipe.file}"]
+    return [*lines, recipe.launch(config)]
+
+
+def _render(records: list[dict[str, Any]]) -> None:
+    """Print a table in 80 columns, where only a model's name is folded."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("recipe", "task", "memory", "time"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("model", overflow="fold")
+    for record in records:
+        memory, time = _amount(record["memory"]), _amount(record["time"])
+        table.add_row(record["name"], record["task"], memory, time, Path(record["model"]).name)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "smoke/: on a CPU, with a tiny random model. +: and activations. -: not measured yet. "
+        "The comment at a recipe's top says more.\n"
+        "Take one: dit-lora init RECIPE DIR",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _amount(words: str) -> str:
+    """Return the first figure of a header's words on memory or time, or `-` if they begin with none."""
+    match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", words)
+    if match is None:
+        return "-"
+    unit = "s" if match[2] == "seconds" else match[2]
+    return f"{match[1]} {unit}{' +' if 'activations' in words.lower() else ''}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    for verb in (recipes, init):
+        app.command()(verb)

@@ -1,0 +1,67 @@
+"""The verb `dit-lora plan`: what a run will take, before anything is downloaded."""
+
+import re
+from typing import Annotated, Literal
+
+import typer
+
+from dit_lora.cli.completion import Overrides, RecipeFile
+from dit_lora.cli.json_output import JsonFlag, print_json
+from dit_lora.errors import CheckFailedError, DitLoraError
+
+_UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
+
+
+def plan(
+    context: typer.Context,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each GPU, such as 24GiB; by default this machine's, if it has one."
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, a GPU each.")] = 1,
+    sharding: Annotated[
+        Literal["ddp", "zero2", "fsdp2"],
+        typer.Option(help="What the launch shares out among them."),
+    ] = "ddp",
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
+    from dit_lora.cli.plan_table import render
+    from dit_lora.planning.budget import Launch
+    from dit_lora.planning.search import plan as run
+    from dit_lora.training.session.session import quiet_libraries
+
+    quiet_libraries()
+    size = _memory_here() if gpu is None else parse_size(gpu)
+    planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
+    if as_json:
+        print_json(context, planned.record())
+    else:
+        render(planned)
+    if not planned.budget.fits:
+        raise typer.Exit(CheckFailedError.exit_code)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of `24GiB`, `24 GB`, `24` (GiB); raises `DitLoraError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _memory_here() -> int | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command()(plan)

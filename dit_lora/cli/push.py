@@ -1,0 +1,44 @@
+"""The verb `dit-lora push`: a run's result on the Hugging Face Hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.errors import DitLoraError
+from dit_lora.terminal import echo
+
+
+def push(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if it is not there.")],
+    public: Annotated[
+        bool,
+        typer.Option(
+            "--public/--private",
+            help="Everybody may see it; without, a repository that is made is private, and a public one is refused.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Send nothing: list the files, and write the card.")
+    ] = False,
+) -> None:
+    """Push a run to the Hub: adapter, model card and samples in one commit; what is there already is not sent again."""
+    from dit_lora.config.recipe import repo_id_problem
+    from dit_lora.hub.push import listing, prepare
+    from dit_lora.hub.push import push as run_push
+
+    problem = repo_id_problem(repo_id)
+    if problem:
+        raise DitLoraError(f"REPO_ID {repo_id!r}: {problem}")
+    if dry_run:
+        for line in listing(prepare(run, repo_id)):
+            echo(line)
+        echo(f"nothing was sent; the card is in {run / 'README.md'}")
+        return
+    echo(run_push(run, repo_id, private=not public, say=lambda line: echo(line, err=True)))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command()(push)

@@ -1,0 +1,48 @@
+"""The verb `dit-lora quarantine`: which samples a run leaves out, on what evidence, and how to take one back."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.cli.json_output import JsonFlag, print_json
+from dit_lora.errors import DitLoraError
+from dit_lora.terminal import echo
+from dit_lora.training.session.run_lock import holder_of, is_live
+
+
+def quarantine(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    release: Annotated[
+        list[str] | None,
+        typer.Option(help="Take this sample back into the run; repeatable.", show_default=False),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the samples that a run leaves out, with why; --release takes them back for the next resume."""
+    from dit_lora.data.loading.quarantine import QUARANTINE, Quarantine
+
+    if not run.is_dir():
+        raise DitLoraError(f"{run} is not a folder; give a run's folder, as its recipe's run.dir")
+    if release and is_live(run):
+        raise DitLoraError(
+            f"{run} is in use by {holder_of(run)}, which writes its list anew; release samples when it has ended"
+        )
+    held = Quarantine.load(run / QUARANTINE)
+    released = held.release(release or [])
+    if released:
+        held.save()
+    if as_json:
+        rows = [asdict(record) for record in held.records]
+        print_json(context, {"left_out": rows, "released": released})
+        return
+    for name in released:
+        echo(f"released {name}: train.resume=auto trains on it again")
+    echo("\n".join(record.told() for record in held.records) or f"{run} leaves no sample out")
+
+
+def register(app: typer.Typer) -> None:
+    """Put the verb into the `dit-lora` command."""
+    app.command()(quarantine)

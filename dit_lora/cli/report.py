@@ -1,0 +1,41 @@
+"""The verb `dit-lora report`: a run as one page, written or served."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.errors import DitLoraError
+from dit_lora.terminal import echo
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show it to this machine's browser, and follow the run.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Of --serve; by default a free one.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Write report.html of a run, finished or not; or serve it live on 127.0.0.1."""
+    if port is not None and not serve:
+        raise DitLoraError(
+            f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}"
+        )
+    if serve:
+        from dit_lora.report.run import serve as served
+
+        served.serve(run, port or 0, echo)
+        return
+    from dit_lora.report.run.page import write_report
+
+    echo(write_report(run))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command()(report)

@@ -1,0 +1,1 @@
+"""Bodies of the verbs that do not train."""

@@ -1,0 +1,195 @@
+"""Implements `dit-lora cache`: fill, check, count and tidy both halves of a cache, of clips and of captions."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache import maintenance
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.numerics.precision import choose_precision
+from dit_lora.training.session.session import quiet_libraries, running
+from dit_lora.training.tasks.diffusion.cache_plan import make_plan
+from dit_lora.training.tasks.diffusion.precompute import precompute
+
+_KINDS = ("videos", "texts")
+_SHOWN = 50  # problems that are listed; JSON has all
+
+Caches = Mapping[str, TensorCache]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of checking, counting or tidying each half of a cache."""
+
+    root: Path
+    results: Mapping[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """True if nothing is bad, or all that was is set aside."""
+        return all(
+            len(getattr(one, "problems", [])) <= getattr(one, "set_aside", 0)
+            for one in self.results.values()
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the result as JSON can hold it; paths are relative to the cache."""
+        halves = {kind: _plain(asdict(one), self.root) for kind, one in self.results.items()}
+        return {"cache": str(self.root), **halves}
+
+    def told(self) -> str:
+        """Return lines for a terminal."""
+        lines = []
+        for kind, values in self.record().items():
+            if isinstance(values, dict):
+                lines.append(f"{kind}: {', '.join(_counts(values))}")
+                lines += [f"  {line}" for line in _details(values)]
+        return "\n".join(lines)
+
+
+def is_recipe(target: str) -> bool:
+    return Path(target).suffix in (".yaml", ".yml")
+
+
+def build(target: str, overrides: Sequence[str]) -> None:
+    """Fill a recipe's cache as training would, by all processes of the launch."""
+    if not is_recipe(target):
+        raise DitLoraError(f"give a recipe (.yaml), whose cache is to be filled; got {target}")
+    recipe = load_recipe(target, overrides)
+    _require_cache(recipe)
+    if not recipe.data.precompute:
+        raise DitLoraError("data.precompute is false: this recipe trains without a cache")
+    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
+    with running(recipe) as session:
+        encoded = precompute(session, checkpoint)
+        count = len(encoded.clips.entries)
+        session.say(f"{recipe.cache_dir} holds what {count} samples need")
+
+
+def verify(target: str, overrides: Sequence[str], *, set_aside: bool) -> Outcome:
+    """Read every entry and check its digest and values."""
+
+    def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.Verified:
+        return maintenance.verify(cache, set_aside=set_aside, on_progress=tell)
+
+    return _each(target, overrides, "checking", work)
+
+
+def stats(target: str, overrides: Sequence[str]) -> Outcome:
+    """Count entries, shards and bytes, from headers alone."""
+    return _each(target, overrides, "counting", lambda cache, _: maintenance.stats(cache))
+
+
+def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> Outcome:
+    """Remove what cannot be used, and what none of the recipes `keep` uses, if any is given."""
+    needed: dict[str, set[str]] | None = None
+    if keep:
+        recipes = [load_recipe(path) for path in keep]
+        # The union over recipes that share the cache: an entry of any stays.
+        needed = {kind: set() for kind in _KINDS}
+        for recipe in recipes:
+            for kind, keys in zip(_KINDS, _keys(recipe), strict=True):
+                needed[kind] |= keys
+
+    def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.Pruned:
+        wanted = needed[cache.root.name] if needed is not None else None
+        return maintenance.prune(cache, wanted, on_progress=tell)
+
+    return _each(target, overrides, "pruning", work)
+
+
+def _require_cache(recipe: Recipe) -> None:
+    if recipe.model.family in CHAT_FAMILIES:
+        raise DitLoraError(
+            f"family {recipe.model.family}: conversations are read as they come; there is nothing to cache"
+        )
+
+
+def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
+    """Return the keys of the entries that a recipe uses on this machine, of clips and of captions."""
+    _require_cache(recipe)
+    quiet_libraries()
+    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = choose_precision(recipe.model.dtype, device).dtype
+    # Keys hold the dtype of encoding, so that they are this machine's.
+    return make_plan(recipe, checkpoint, dtype, group=1, quiet=False).keys
+
+
+def _each(
+    target: str,
+    overrides: Sequence[str],
+    verb: str,
+    work: Callable[[TensorCache, maintenance.OnProgress], Any],
+) -> Outcome:
+    root = _root(target, overrides)
+    results = {}
+    for kind in _KINDS:
+        with _bar(f"{verb} {kind}") as tell:
+            results[kind] = work(TensorCache(root / kind), tell)
+    return Outcome(root, results)
+
+
+def _root(target: str, overrides: Sequence[str]) -> Path:
+    if is_recipe(target):
+        root = load_recipe(target, overrides).cache_dir
+    elif overrides:
+        raise DitLoraError(f"key.path=value changes a recipe, and {target} is none")
+    else:
+        root = Path(target).expanduser()
+    # Before anything is pruned: a wrong path must not be taken for an empty cache.
+    if not any((root / kind).is_dir() for kind in _KINDS):
+        raise DitLoraError(f"{root} is no cache: it has no folder {' and no '.join(_KINDS)}")
+    return root
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[maintenance.OnProgress]:
+    with tqdm(desc=what, unit="shard", delay=1, dynamic_ncols=True) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield tell
+
+
+def _plain(value: Any, root: Path) -> Any:
+    if isinstance(value, Path):
+        return value.relative_to(root).as_posix() if value.is_relative_to(root) else str(value)
+    if isinstance(value, dict):
+        return {key: _plain(one, root) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, root) for one in value]
+    return value
+
+
+def _counts(values: Mapping[str, Any]) -> Iterable[str]:
+    for name, value in values.items():
+        if isinstance(value, list):
+            value = len(value)
+        if isinstance(value, int):
+            shown = f"{value / 2**20:,.1f} MiB" if name in _BYTES else f"{value:,}"
+            yield f"{name.replace('_', ' ')} {shown}"
+
+
+_BYTES = ("bytes", "file_bytes", "freed")
+
+
+def _details(values: Mapping[str, Any]) -> Iterable[str]:
+    for kind, (count, size) in values.get("kinds", {}).items():
+        yield f"{count:,} of {kind}: {size / 2**20:,.1f} MiB"
+    problems = values.get("problems", [])
+    for one in problems[:_SHOWN]:
+        yield f"{one['kind']}: {one['sample'] or one['key'] or ''} in {one['path']}: {one['words']}"
+    if len(problems) > _SHOWN:
+        yield f"and {len(problems) - _SHOWN} more; --json lists all"

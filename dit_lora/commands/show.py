@@ -1,0 +1,76 @@
+"""Shows one training sample as the model gets it: its frames, its tokens, and which of them are learned."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import RenderableType
+
+from dit_lora.config.load import load_recipe
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.view import terminal_view
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.tasks.chat.samples import find_conversations, training_set
+from dit_lora.training.tasks.chat.training_set import ChatEntry, draws_of
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample and what is to be seen of it."""
+
+    entry: ChatEntry
+    checkpoint: ChatCheckpoint
+    rendered: Rendered
+    seconds: Sequence[float]
+    pixels: torch.Tensor | None
+    """Frames, uint8 (F, 3, H, W); None for kind `text`."""
+
+    def in_terminal(self) -> RenderableType:
+        return terminal_view(
+            self.entry.id,
+            self.rendered,
+            self.checkpoint.tokenizer,
+            kind=self.entry.conversation.kind,
+            seconds=self.seconds,
+            instruction=self.entry.conversation.turns[0].instruction,
+        )
+
+
+def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None) -> Shown:
+    """Return the sample of that id or number; drawn as for training if `draw` is given, else whole and in the middle.
+
+    Raises `DitLoraError` if there is no such sample, or with the reason why it cannot be used.
+    """
+    quiet_libraries()
+    recipe = load_recipe(recipe_path, overrides)
+    if recipe.model.family not in CHAT_FAMILIES:
+        raise DitLoraError(
+            f"{recipe_path} trains {recipe.model.family}, which has no conversations to show; see dit-lora audit"
+        )
+    checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
+    samples = find_conversations(recipe, checkpoint, recipe.data, quiet=False)
+    name = (
+        samples.names[int(sample)]
+        if sample.isdecimal() and int(sample) < len(samples.names)
+        else sample
+    )
+    if name in samples.rejected:
+        raise DitLoraError(f"{name}: {samples.rejected[name]}")
+    entry = next((one for one in samples.entries if one.id == name), None)
+    if entry is None:
+        first = [f"{number}: {one}" for number, one in enumerate(samples.names[:20])]
+        raise DitLoraError(
+            listed(f"no sample {sample}; of {len(samples.names)} the first are", first)
+        )
+    # The set of this sample alone: its room is what it needs, without others' padding.
+    clips = training_set([entry], checkpoint, recipe)
+    seed = recipe.train.seed
+    batch = clips.sample(entry, 0) if draw is None else clips.drawn(entry, draw, seed)
+    if batch.faults:
+        raise DitLoraError(batch.faults[entry.id])
+    rendered, seconds = clips.render(entry, None if draw is None else draws_of(seed, draw))
+    pixels = batch.tensors.get("pixels")
+    return Shown(entry, checkpoint, rendered, seconds, None if pixels is None else pixels[0])

@@ -1,0 +1,167 @@
+"""Finds what `dit-lora verify` is pointed at: which file, of which kind of model, on which base checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dit_lora.adapters.diffusers_format import (
+    ADAPTER_FILE,
+    BASE_FILE,
+    PROVENANCE_FILE,
+    PROVENANCE_KEY,
+)
+from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, chat_adapter_file
+from dit_lora.adapters.quantize import quantize_base
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.config.remedies import HUB
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
+from dit_lora.families.chat_base import ChatCheckpoint, Viewing
+from dit_lora.numerics.precision import choose_precision
+from dit_lora.parsing import parse_json, read_json
+from dit_lora.results.origin import base_of, family_of, find_adapter, whole_pipeline
+from dit_lora.results.tensor_file import header_of, tensors_of
+from dit_lora.results.verify.chat_model import ChatStock
+from dit_lora.results.verify.diffusion_model import DiffusionStock
+from dit_lora.results.verify.pipeline import pipeline_checks
+from dit_lora.results.verify.reference_model import ReferenceModel
+from dit_lora.results.verify.verify import Result, Verification, check_adapter, check_pipeline
+from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.tasks.chat.answerer import find_origin
+
+Kind = Literal["diffusion", "chat", "pipeline"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to verify, with its kind and its base."""
+
+    kind: Kind
+    file: Path
+    """The adapter's file (or its base weights', if there is no adapter); for a pipeline its folder."""
+    model: ModelConfig
+    """The base; for a pipeline itself."""
+    made: Mapping[str, Any]
+    """The provenance that the run wrote; empty if it is not ours."""
+
+    @property
+    def base_name(self) -> str:
+        """The base's name without folders, as it may be published."""
+        path = Path(self.model.path).expanduser()
+        return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB)
+
+    def stock(self) -> ReferenceModel:
+        """Open the base. Raises `DitLoraError` if it is not there, or not of the adapter's family."""
+        family = get_family(self.model.family)
+        if self.model.family in CHAT_FAMILIES:
+            viewing = self.made.get("viewing")
+            chat: ChatCheckpoint = family.open(self.model)
+            return ChatStock(chat.viewing(Viewing(**viewing)) if viewing else chat)
+        # What was trained may add classes.
+        index = self.made.get("index") if self.kind == "diffusion" else None
+        return DiffusionStock(family.open(self.model, index=index))
+
+
+def find_target(target: Path, model: str | None) -> Target:
+    """Find a run's folder, an adapter's folder or file, or a whole pipeline's folder; `model` is another base.
+
+    Raises `DitLoraError` if it is none of them, or if nothing says where its base is, and `CheckFailedError` if
+    the file cannot be read.
+    """
+    if not target.exists():
+        raise DitLoraError(
+            f"{target} does not exist; give a run's folder, or an adapter's folder or file"
+        )
+    whole = whole_pipeline(target)
+    if whole is not None:
+        return _pipeline(whole, model)
+    # Before the search for Diffusers' file, which refuses a folder in PEFT's format.
+    chat = _chat_folder(target)
+    if chat is not None:
+        return _chat(chat, model)
+    file = find_adapter(target)
+    made = _made(file)
+    return Target("diffusion", file, base_of(target, file, made, model), made)
+
+
+def _pipeline(folder: Path, model: str | None) -> Target:
+    if model:
+        raise DitLoraError(f"--model does not apply: {folder} is a whole model, not an adapter")
+    # Read now, to say in one line which file is torn; the loader's own error would not name it.
+    for weights in sorted((folder / "transformer").glob("*.safetensors")):
+        header_of(weights)
+    file = folder / PROVENANCE_FILE
+    made = read_json(file) if file.is_file() else {}
+    config = _named(made, str(folder))
+    return Target("pipeline", folder, config, made)
+
+
+def _chat_folder(target: Path) -> Path | None:
+    if target.is_file():
+        is_adapter = target.name in (CHAT_ADAPTER_FILE, BASE_FILE)
+        return _chat_folder(target.parent) if is_adapter else None
+    for folder in (target, target / "adapter"):
+        # Stage 2 of VideoChat2 trains base weights alone; beside a LoRA file they belong to a diffusion adapter.
+        alone = (folder / BASE_FILE).is_file() and not (folder / ADAPTER_FILE).is_file()
+        if (folder / "adapter_config.json").is_file() or alone:
+            return folder
+    return None
+
+
+def _chat(folder: Path, model: str | None) -> Target:
+    file = chat_adapter_file(folder)
+    made = _made(file)
+    if made.get("family") in DIFFUSION_FAMILIES:
+        raise DitLoraError(
+            f"{folder} is a diffusion adapter in PEFT's format; verify reads what pipelines load: "
+            f"dit-lora export {folder} --to diffusers --out OUT, then dit-lora verify OUT"
+        )
+    return Target("chat", file, find_origin(folder, model).model, made)
+
+
+def _made(file: Path) -> dict[str, Any]:
+    try:
+        return parse_json(header_of(file).get(PROVENANCE_KEY, "{}"))
+    except ValueError:
+        return {}
+
+
+def _named(made: Mapping[str, Any], path: str) -> ModelConfig:
+    config = ModelConfig(family=made.get("family") or "", path=path)
+    return config if config.family else config.model_copy(update={"family": family_of(config)})
+
+
+def verify_adapter(
+    target: Path, model: str | None = None, *, allow_extreme_update: bool = False
+) -> Verification:
+    """Check a run's result, an adapter's folder or file, or a whole pipeline's folder, on its base checkpoint.
+
+    `model` is the base, by default the run's own. `allow_extreme_update` makes a note of an update that is a failure
+    otherwise. Raises `DitLoraError` if there is nothing to check or no base, and `CheckFailedError` if a file cannot
+    be read at all.
+    """
+    quiet_libraries()
+    found = find_target(target, model)
+    stock = found.stock()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = choose_precision("auto", device).dtype
+    result = Result(
+        found.file,
+        found.made,
+        found.base_name,
+        stock,
+        dtype,
+        found.made.get("output"),
+        allow_extreme=allow_extreme_update,
+    )
+    if found.kind == "pipeline":
+        expected = stock.without_values(dtype).state_dict()
+        checks = pipeline_checks(stock.weight_files(), expected, stock.name)
+        return check_pipeline(result, checks, lambda: stock.load(dtype).to(device))
+    fresh = stock.load(dtype)
+    if found.made.get("quantize"):  # as it was trained on
+        quantize_base(fresh, found.made["quantize"], set(tensors_of(result.base_file)))
+    return check_adapter(result, fresh.to(device))

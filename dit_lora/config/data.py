@@ -1,0 +1,200 @@
+"""The `data` section of a recipe."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dit_lora.config.section import Count, Positive, Probability, Section
+
+
+@dataclass(frozen=True, order=True)
+class VideoShape:
+    """Height and width in pixels and number of frames of one video; an image is one frame."""
+
+    frames: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, data: "DataConfig") -> "VideoShape":
+        """Return the shape of a recipe without buckets, which is the one that buckets' budget comes from."""
+        return cls(data.frames, data.height, data.width)
+
+    @property
+    def volume(self) -> int:
+        """Number of pixels of all frames."""
+        return self.frames * self.height * self.width
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
+
+class SourceConfig(Section):
+    """One of several places that samples come from."""
+
+    path: str
+    """Place of the samples, as in `data.path`."""
+    caption_column: str | None = None
+    """Column of the caption, as in `data.caption_column`."""
+    image_column: str | None = None
+    """Column of the first image, as in `data.image_column`."""
+    media: str | None = None
+    """Folder of the files that a list names, as in `data.media`."""
+    caption: str | None = None
+    """One caption for all samples of this source, in place of their own."""
+    repeats: Count = 1
+    """Number of times that each sample comes in an epoch."""
+    weight: Positive | None = None
+    """Share of samples from this source, relative to the other weights; all sources have one or none.
+
+    Every sample comes at least once in an epoch.
+    """
+    loss_weight: Positive = 1.0
+    """Factor of the losses of this source's samples."""
+    generate: Count | None = None
+    """Prior preservation (arXiv 2208.12242): the model itself, before training, samples `caption` into the
+    folder `path` until it holds this many.
+    """
+
+    @model_validator(mode="after")
+    def _fits(self) -> "SourceConfig":
+        if self.generate is not None and self.caption is None:
+            raise ValueError("generate needs a caption to generate from")
+        if self.caption is not None and self.caption_column is not None:
+            raise ValueError("caption replaces caption_column; give one of them")
+        if self.weight is not None and self.repeats > 1:
+            raise ValueError("weight replaces repeats; give one of them")
+        return self
+
+
+class BucketsConfig(Section):
+    """Shapes that samples are grouped by.
+
+    There is one for each aspect ratio, resolution and number of frames that fits the budget of data.height
+    x data.width x data.frames.
+    """
+
+    aspect_ratios: tuple[str, ...] = ("16:9", "3:2", "4:3", "1:1", "3:4", "2:3", "9:16")
+    """Ratios of width to height."""
+    resolutions: tuple[Count, ...] | None = None
+    """Sides, in pixels, of squares with as many pixels; by default that of data.height x data.width."""
+    frames: tuple[Count, ...] | None = None
+    """Numbers of frames; by default data.frames. With 1 among them, a data set may mix images and clips."""
+    max_crop: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Largest share of its picture that a clip may lose; others are left out. Null for no limit."""
+    max_upscale: Annotated[float, Field(ge=1)] | None = None
+    """Largest factor by which a clip may be enlarged; others are left out. Null for no limit."""
+
+    @field_validator("aspect_ratios")
+    @classmethod
+    def _ratios(cls, ratios: tuple[str, ...]) -> tuple[str, ...]:
+        malformed = [ratio for ratio in ratios if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", ratio)]
+        if malformed or not ratios:
+            raise ValueError(f"give ratios such as 3:2; got {', '.join(malformed) or 'none'}")
+        return ratios
+
+
+class DataConfig(Section):
+    path: str | None = None
+    """A folder: metadata.jsonl, .csv or .parquet, prompts.txt + videos.txt, clips or images each with a
+    .txt, one folder a class, or tars in WebDataset's layout; one such .tar; or a dataset with a video or
+    image column (`save_to_disk`, or a name on the Hub, with `hub:` before it where it reads as a folder).
+    For chat models: a .json or .jsonl file of conversations.
+    """
+    media: str | None = None
+    """The folder that the files of a list are below: of metadata files, videos.txt or conversations; by
+    default the list's own.
+    """
+    sources: tuple[SourceConfig, ...] = ()
+    """Places that samples come from, in place of `path`."""
+    caption_column: str | None = None
+    """Column of the caption in metadata files and datasets; by default the one present of text, caption,
+    prompt, label."""
+    image_column: str | None = None
+    """Column of each clip's first image in metadata files, for image-to-video; by default the clip's own
+    first frame."""
+    classes: tuple[str, ...] | None = None
+    """Names of the classes, for models with a class table; by default those that the data has."""
+    rejects: Literal["refuse", "skip"] = "refuse"
+    """Treatment of samples that cannot be used, or that `dit-lora audit` rejected: refuse the run and list
+    them, or leave them out and list them."""
+    frames: Count = 1
+    """Frames per clip; 1 trains on images."""
+    height: Count
+    """Height in pixels that clips and images are scaled and cropped to."""
+    width: Count
+    """Width in pixels that clips and images are scaled and cropped to."""
+    fps: Positive | None = None
+    """Frames a second that clips are resampled to by their time stamps. Images have none."""
+    buckets: BucketsConfig | None = None
+    """Several shapes in place of one, `{}` for the defaults; each sample goes to the nearest."""
+    windows: Count | Literal["all"] = 1
+    """Samples that a long clip is cut into, one after the other; `all` for as many as it holds."""
+    window_stride: Positive | None = None
+    """Seconds from the start of one window to the next; by default the window's length."""
+    flip: bool = False
+    """Train on each image's mirror image too, in half of the epochs by chance. For images only."""
+    caption_dropout: Probability = 0.0
+    """Share of samples trained with an empty caption (or the null class), for classifier-free guidance."""
+    image_dropout: Probability = 0.0
+    """Image-to-video: share of samples trained without their first image."""
+    image_noise: bool | None = None
+    """Image-to-video: noise of scale exp(N(-3, 0.5)) on the first image, as CogVideoX was trained with; null
+    for yes."""
+    precompute: bool = True
+    """Encode everything before training and keep it on disk; `false` encodes each batch as it comes, with the
+    encoders kept in memory."""
+    cache: str | None = None
+    """Folder of encoded clips and captions, shared by runs; by default `cache` beside the run's folder."""
+    vae_tiling: bool = False
+    """Encode clips and decode samples in overlapping tiles: the VAE then needs the memory of one tile. Latents of
+    pictures larger than a tile change a little, and are cached apart."""
+    vae_slicing: bool = False
+    """Decode the pictures of a batch one by one, where the VAE takes frames as a batch. No value depends on it."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """Processes that read ahead of the training step."""
+    prefetch: Count = 2
+    """Micro-batches that each of these processes reads ahead."""
+
+    @property
+    def most_frames(self) -> int:
+        """Number of frames of the longest shape."""
+        return max(self.frames, *((self.buckets.frames if self.buckets else None) or (1,)))
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """The `sources`, or the one that `path` and its columns are."""
+        if self.sources:
+            return self.sources
+        return (
+            SourceConfig(
+                path=self.path or "",
+                caption_column=self.caption_column,
+                image_column=self.image_column,
+                media=self.media,
+            ),
+        )
+
+    @model_validator(mode="after")
+    def _rate_of_clips(self) -> "DataConfig":
+        frames = self.most_frames
+        if frames > 1 and self.flip:
+            raise ValueError("flip is for images (frames: 1)")
+        if frames == 1 and self.windows != 1:
+            raise ValueError("windows cut clips of several frames; data.frames is 1")
+        if self.window_stride is not None and self.windows == 1:
+            raise ValueError("window_stride needs windows: all, or a number above 1")
+        return self
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "DataConfig":
+        if bool(self.path) == bool(self.sources):
+            raise ValueError("give data.path or data.sources, one of them")
+        if self.sources and (self.caption_column or self.image_column or self.media):
+            raise ValueError("with data.sources, each source has its own columns")
+        weights = [source.weight is not None for source in self.sources]
+        if any(weights) and not all(weights):
+            raise ValueError("give every source a weight, or none")
+        return self

@@ -1,0 +1,115 @@
+"""Recipes in and out: YAML, `key.path=value` overrides, unknown keys refused by name."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dit_lora.config.recipe import Recipe
+from dit_lora.config.remedies import recipe_remedy
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.parsing import parse_yaml, read_yaml
+
+_SHOWN = 200  # characters of a value in a message
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe in a YAML file with `key.path=value` overrides applied, checked as a whole.
+
+    Every unknown key, missing key and wrong type is listed in one `DitLoraError`.
+    """
+    path = Path(path)
+    try:
+        values = read_yaml(path)
+    except FileNotFoundError as error:
+        raise DitLoraError(f"no recipe {path}; {recipe_remedy(path)}") from error
+    except OSError as error:
+        raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise DitLoraError(f"{path} must hold sections such as model: and data:; got {values!r}")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_recipe(values, source=str(path))
+
+
+def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
+    """Return a checked `Recipe` from plain values; `source` names them in errors."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise DitLoraError(
+            listed(f"{source}: correct these values", list(_problems(error)))
+        ) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return the resolved recipe as YAML that `load_recipe` reads back equal, without what its mode does not have."""
+    values = recipe.model_dump(mode="json")
+    if recipe.train.mode == "full":
+        del values["lora"], values["optim"]["groups"]["adapter"]
+        del values["optim"]["groups"]["adapter_b"]
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return jSON Schema of a recipe, for editors."""
+    return Recipe.model_json_schema()
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise DitLoraError(
+            f"an override reads key.path=value, for instance train.steps=20; got {override!r}"
+        )
+    *parents, leaf = key.split(".")
+    section = values
+    for parent in parents:
+        if not isinstance(section.get(parent), dict):
+            section[parent] = {}  # absent, or null in the YAML
+        section = section[parent]
+    try:
+        section[leaf] = parse_yaml(text)
+    except ValueError as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise DitLoraError(f"the value of {key} is not valid YAML: {shown!r}: {error}") from error
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield f"{name}: unknown key{_suggestion(problem['loc'])}"
+        elif problem["type"] == "missing":
+            yield f"{name}: missing"
+        else:
+            words = problem["msg"].removeprefix("Value error, ")
+            # Of what the whole recipe or a section contradicts, the words say what was given.
+            says_input = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+            words = words if says_input else f"{words}; got {problem['input']!r}"
+            yield f"{name}: {words}" if name else words
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    """Return the same key elsewhere in the recipe, else the nearest one in the same section."""
+    key_paths = list(_key_paths(Recipe))
+    parent = [str(part) for part in location[:-1]]
+    siblings = [path[-1] for path in key_paths if path[:-1] == parent]
+    elsewhere = [".".join(path) for path in key_paths if path[-1] == str(location[-1])]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    near = difflib.get_close_matches(str(location[-1]), siblings, n=1)
+    if near:
+        return f"; did you mean {'.'.join([*parent, near[0]])}?"
+    return f"; known here: {', '.join(siblings)}"
+
+
+def _key_paths(section: type[BaseModel], parent: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    for name, field in section.model_fields.items():
+        yield [*parent, name]
+        for option in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from _key_paths(option, (*parent, name))

@@ -1,0 +1,187 @@
+"""The sections `optim` and `train` of a recipe."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticKnownError
+
+from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS
+from dit_lora.config.section import Count, Decay, NonNegative, Positive, Section
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+_LEAST = 2.0**-126
+"""The least number of fp32 with all its digits."""
+
+
+def _with_a_record(name: object) -> object:
+    if isinstance(name, str) and name in OPTIMIZERS:
+        return name
+    *most, last = map(repr, OPTIMIZERS)
+    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+
+
+OptimizerName = Annotated[
+    str,
+    BeforeValidator(_with_a_record),
+    Field(
+        description="\n".join(f"`{name}`: {one.about}" for name, one in OPTIMIZERS.items()),
+        json_schema_extra={"enum": list(OPTIMIZERS)},
+    ),
+]
+
+
+class GroupConfig(Section):
+    lr: Positive
+    weight_decay: NonNegative | None = None
+    """Weight decay; by default `optim.weight_decay`."""
+    clip: Positive | None = None
+    """Clip this group's gradient norm on its own; by default it shares `optim.clip`."""
+    schedule: Schedule | None = None
+    """Shape of the learning rate; by default `optim.schedule`."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps of warm-up; by default `optim.warmup_steps`."""
+    modules: tuple[str, ...] | None = None
+    """Patterns of parameter names (`patch_embed.*`); only for connector and backbone, by default the family's."""
+
+
+class GroupsConfig(Section):
+    adapter: GroupConfig | None = GroupConfig(lr=1e-4)
+    """LoRA matrices: both, or only A where `adapter_b` is given. Of chat models, null for no adapter: only the
+    base groups train."""
+    adapter_b: GroupConfig | None = None
+    """LoRA's B matrices on their own, as LoRA+ does (arXiv 2402.12354): about 16 times adapter.lr."""
+    connector: GroupConfig | None = None
+    """Base weights between the conditions, the latents and the blocks, trained in full."""
+    backbone: GroupConfig | None = None
+    """Base weights of the blocks, trained in full."""
+
+    @field_validator("adapter", "adapter_b")
+    @classmethod
+    def _no_patterns(cls, group: GroupConfig | None) -> GroupConfig | None:
+        if group is not None and group.modules is not None:
+            raise ValueError("modules does not apply here: lora.targets chooses where adapters go")
+        return group
+
+    def given(self) -> dict[str, GroupConfig]:
+        """Return the groups that the recipe names, in a fixed order."""
+        return {name: group for name in type(self).model_fields if (group := getattr(self, name))}
+
+
+class OptimConfig(Section):
+    name: OptimizerName = DEFAULT
+    groups: GroupsConfig = GroupsConfig()
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of the moments, used as given by every optimizer. Prodigy estimates the learning rate over a
+    horizon of sqrt(beta2)."""
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 1e-4
+    clip: Positive | None = 1.0
+    """Norm that the gradients of all groups without a clip of their own are scaled to; null for none."""
+    schedule: Schedule = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr_rate: Decay = 0.0
+    """Share of the learning rate that `linear` and `cosine` fall to."""
+
+    @field_validator("eps")
+    @classmethod
+    def _eps_in_fp32(cls, eps: float) -> float:
+        if eps < _LEAST:
+            raise ValueError(
+                f"is added in fp32, where {eps:g} is 0 or has lost its digits, and 0 / 0 is NaN; give at least "
+                f"{_LEAST:.3g}, as a rule 1e-8"
+            )
+        return eps
+
+    def rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
+        """Return why the optimizer cannot train these groups: Prodigy finds one learning rate, for all of them."""
+        record = OPTIMIZERS[self.name]
+        if record.multipliers is None:
+            return []
+        low, high = record.multipliers
+        problems = [
+            f"optim.groups.{name}.lr={group.lr:g}: under optim.name={self.name} it multiplies the learning rate "
+            f"that {record.title} finds, and must be {low:g} to {high:g}; give 1"
+            for name, group in groups.items()
+            if not low <= group.lr <= high
+        ]
+        rates = {
+            name: (
+                f"lr {group.lr:g}, {group.schedule or self.schedule}, warmup_steps "
+                f"{self.warmup_steps if group.warmup_steps is None else group.warmup_steps}"
+            )
+            for name, group in groups.items()
+        }
+        if not problems and len(set(rates.values())) > 1:
+            shown = "; ".join(f"{name}: {rate}" for name, rate in rates.items())
+            problems.append(
+                f"optim.name={self.name} has one learning rate: give all groups the same lr, schedule and "
+                f"warmup_steps, or take {DEFAULT}; got {shown}"
+            )
+        return problems
+
+
+class TrainConfig(Section):
+    mode: Literal["lora", "full"] = "lora"
+    """`lora`: an adapter, and what `optim.groups` names of the base. `full`: every weight of the transformer,
+    in fp32, with no adapter; the result is a whole pipeline."""
+    steps: Count
+    """Optimizer steps."""
+    batch_size: Count = 1
+    """Clips per process and micro-step."""
+    accumulate: Count = 1
+    """Micro-steps per optimizer step."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    save_every: Count = 500
+    """Steps between checkpoints; the last step and an interrupt save too."""
+    keep: Count = 2
+    """Checkpoints kept: the newest."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints kept besides: those with the lowest held-out loss at their step, named in
+    checkpoints/best.json. Needs validation.every."""
+    resume: str = "none"
+    """`none`; `auto` for the newest whole checkpoint of run.dir; or a checkpoint's path."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of a moving average of what is trained (Diffusers' EMAModel, at first (1 + step) / (10 + step)), which
+    is then what is validated and saved; null for none."""
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Part of each block that the backward pass computes again, to save memory: `none`; `selective`, all but
+    attention; `full`, all. `auto`: the least that fits the device's free memory. No value depends on it."""
+    context_parallel: Count = 1
+    """Processes that share each sample's tokens, for videos too long for one GPU (CogVideoX); batch_size then counts per
+    that many processes. Divides the number of processes, attention heads, text and video tokens."""
+    offload: Literal["none", "group"] = "none"
+    """`group`: frozen weights of the blocks live in host memory, and each block's come to the device when it is
+    computed; by full checkpointing, in the backward pass again. No value depends on it."""
+    compile: bool = False
+    """torch.compile of the transformer's blocks, for each shape once; kept in the cache's folder. Values change in
+    the last bits."""
+    vlb: bool | None = None
+    """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
+    yes where the checkpoint has one."""
+
+    @property
+    def asked_checkpointing(self) -> Literal["auto", "none", "selective", "full"]:
+        """`checkpointing`, whose `auto` is `full` under `offload`."""
+        return "full" if self.offload == "group" else self.checkpointing
+
+    @model_validator(mode="after")
+    def _weights_come_back(self) -> "TrainConfig":
+        if self.compile and self.checkpointing == "selective":
+            raise ValueError(
+                "a compiled block is one piece, of which checkpointing=selective can keep no attention; use "
+                "full, none or auto"
+            )
+        if self.offload == "none":
+            return self
+        if self.checkpointing not in ("auto", "full"):
+            raise ValueError(
+                f"offload=group needs checkpointing=full (or auto), which brings weights back for the "
+                f"backward pass; got checkpointing={self.checkpointing}"
+            )
+        if self.mode == "full":
+            raise ValueError(
+                "offload=group keeps frozen weights in host memory; mode=full has none"
+            )
+        return self

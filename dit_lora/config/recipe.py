@@ -1,0 +1,318 @@
+"""The sections of a recipe, typed; `dit_lora.config.load` reads them."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dit_lora.config.chat import ChatConfig
+from dit_lora.config.data import DataConfig
+from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
+from dit_lora.config.section import Count, Decay, Positive, Section
+
+
+class ModelConfig(Section):
+    family: str
+    """A name that `dit-lora families` lists, for instance `cogvideox`."""
+    path: str
+    """A local Diffusers folder, or a Hub id such as `THUDM/CogVideoX-5b`; what reads as a folder (`models/x`) is one,
+    and `hub:OWNER/NAME` is always the Hub's."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of frozen weights and compute. `auto`: bf16 where the device computes in it, fp32 on a CPU."""
+    quantize: Literal["nf4", "int8", "fp8"] | None = None
+    """Store the linear layers of the frozen blocks narrower, and compute in `dtype` all the same: `nf4` (4.5 bits a
+    weight, needs bitsandbytes), `int8` or `fp8` (8). What `optim.groups` trains of the base is left as it is."""
+    from_scratch: dict[str, Any] | None = None
+    """Start from random weights: the checkpoint's transformer config with these values changed, `{}` for none
+    changed. Needs `train.mode: full`."""
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _explain_fp16(cls, value: Any) -> Any:
+        if value in ("fp16", "float16"):
+            raise ValueError(
+                "fp16 is not offered: bf16-trained checkpoints (CogVideoX-5B, T5) overflow its range of "
+                "65504, and fp16 adapters (VideoChat2) turn NaN in AdamW, whose eps is 0 in it; use auto, bf16 or fp32"
+            )
+        return value
+
+
+class LoraConfig(Section):
+    rank: Count = 64
+    alpha: Count | None = None
+    """The update is scaled by alpha / rank; by default alpha = rank."""
+    dropout: Decay = 0.0
+    targets: tuple[str, ...] | None = None
+    """Names of linear layers and 2D convolutions, as PEFT matches them; by default the family's."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """Start of A; B starts at zero. `kaiming` is PEFT's default."""
+
+
+KernelMode = Literal["auto", "on", "off"]
+
+
+class KernelsConfig(Section):
+    """Fused kernels: `auto` uses one where the model and the machine can and it equals the stock model on the
+    run's own shapes; `on` insists, also without a GPU, and refuses the run where it cannot be; `off` never."""
+
+    lora_linear: KernelMode = "auto"
+    """Adapters as one autograd function: the input is saved once, in its own dtype."""
+    qk_norm_rope: KernelMode = "auto"
+    """Norm and rotation of q and k in one pass."""
+    ada_norm: KernelMode = "auto"
+    """Gated residual, norm and modulation in one pass."""
+    relu_linear_attention: KernelMode = "auto"
+    """Sana's linear attention, with fp32 state."""
+    silu_dwconv_glu: KernelMode = "auto"
+    """Sana's convolution in the feed-forward, which keeps one activation of three."""
+    liger: KernelMode = "auto"
+    """Liger's RMSNorm, SwiGLU and rotation in language models of Transformers, if liger-kernel is installed."""
+    finite_norm: KernelMode = "auto"
+    """Gradient norms and their finiteness in one pass over all gradients."""
+    attention: str = "auto"
+    """`auto` for PyTorch's choice, or one of Diffusers' backends that train: native, _native_flash, flash,
+    _flash_3, ...; chat models: sdpa, eager, flash_attention_2 or flash_attention_3."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: Any) -> Any:
+        # YAML 1.1 reads a bare on and off as true and false.
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    def ops(self) -> dict[str, KernelMode]:
+        """Return the modes of what replaces parts of a model."""
+        names = set(type(self).model_fields) - {"attention", "finite_norm"}
+        return {name: getattr(self, name) for name in sorted(names)}
+
+
+class ValidationConfig(Section):
+    prompts: tuple[str, ...] = ()
+    """Videos or images are sampled for these at the same seed, before and after training; of a model with
+    classes, their names."""
+    images: tuple[str, ...] = ()
+    """Image-to-video: one file a prompt, its first frame."""
+    media: tuple[str, ...] = ()
+    """Chat models: one image or video a prompt, which is then the question about it."""
+    conversations: str | None = None
+    """Chat models: a file of conversations that are never trained on, whose loss is the held-out loss."""
+    max_answer_tokens: Count = 64
+    """Chat models: tokens after which an answer is cut off."""
+    every: Count | None = None
+    """Steps between samples during training; by default only before and after."""
+    inference_steps: Count = 50
+    guidance_scale: Annotated[float, Field(ge=1)] = 6.0
+    seed: Annotated[int, Field(ge=0)] = 0
+    held_out_draws: Annotated[int, Field(ge=0)] = 4
+    """Noise and timestep draws per clip, never trained on, for the held-out loss; 0 turns it off."""
+    held_out_clips: Count = 16
+    """Clips in the held-out loss."""
+
+
+Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
+
+
+class LadderConfig(Section):
+    """The ladder of answers to a step that tripped, with their budgets."""
+
+    on_nonfinite: tuple[Rung, ...] = ("skip", "quarantine", "fallback", "rollback", "stop")
+    """Answers to a step that tripped, in order of preference; the first that fits its cause and has budget left is
+    taken, and the run stops where none does. `skip`: take the step again, once without the sample. `quarantine`:
+    leave the sample out for good. `fallback`: switch the kernel or attention backend off. `rollback`: go back to a
+    snapshot. `[stop]` never goes on."""
+    max_skips: Annotated[int, Field(ge=0)] = 10
+    """Tripped steps that skip and quarantine may answer in one run; then it stops."""
+    max_rollbacks: Annotated[int, Field(ge=0)] = 2
+    rollback_lr: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Learning rates are multiplied by this when a rollback did not help the first time, or when the
+    verdict is that they are too high."""
+    snapshot_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between snapshots of adapter and optimizer in host memory; the first is of the start. 0 takes none, in
+    loops that are not ours: what only a rollback can mend then stops them, with nothing to go back to."""
+
+    @field_validator("on_nonfinite")
+    @classmethod
+    def _a_ladder(cls, rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
+        if not rungs or len(set(rungs)) != len(rungs):
+            raise ValueError("name each rung once, and at least one; [stop] stops at every fault")
+        return rungs
+
+
+class GuardConfig(LadderConfig):
+    snapshot_every: Count = 50
+    """Steps between snapshots of adapter and optimizer in host memory."""
+    monitor_every: Annotated[int, Field(ge=0)] = 50
+    """Steps between statistics of every module in metrics.jsonl; 0 for none."""
+    spike_threshold: Positive | None = None
+    """Report losses (by timestep) and gradient norms this many MADs above their median; null for none."""
+    spike_window: Annotated[int, Field(ge=20)] = 200
+    """Steps in that median."""
+    adaptive_clip: bool = False
+    """Clip gradient norms at `spike_threshold` too, where that is below `optim.clip`."""
+    preflight: bool = True
+    """Check model, precision, attention and gradient flow before the first step; a result is remembered."""
+    parity_every: Annotated[int, Field(ge=0)] = 500
+    """Steps between comparisons of the fused kernels with the stock model, on the weights and a batch of then, and
+    once more after the last step; 0 for none. What differs is off, and training goes back to the comparison before."""
+    quarantine: str | None = None
+    """A quarantine.jsonl of an earlier run, whose samples are left out from the start."""
+    allow_extreme_update: bool = False
+    """Let a result pass its verification whose update is more than ten times the weight that it is added to."""
+    bundles: Annotated[int, Field(ge=0)] = 5
+    """Events of which a bundle for `dit-lora replay` is kept, per process."""
+    bundle_mib: Positive = 512
+    """Largest size of one bundle; what does not fit is left out, and said."""
+
+    @model_validator(mode="after")
+    def _clip_needs_a_threshold(self) -> "GuardConfig":
+        if self.adaptive_clip and self.spike_threshold is None:
+            raise ValueError("adaptive_clip needs guard.spike_threshold, for instance 8")
+        return self
+
+
+class RunConfig(Section):
+    dir: str
+    """Everything that the run writes goes here."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that Accelerate logs to, beside metrics.jsonl."""
+    allow_untested: bool = False
+    """Run in spite of an untested or known-bad combination of versions."""
+
+
+# As the Hub's own rule (huggingface_hub.utils.validate_repo_id), with the owner always given.
+_REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]{0,95}", re.ASCII)
+
+
+def repo_id_problem(repo_id: str) -> str | None:
+    """Return why this cannot name a repository on the Hub, or None."""
+    parts = repo_id.split("/")
+    ends = any(part.endswith((".", "-", ".git")) for part in parts)
+    if _REPO_ID.fullmatch(repo_id) and not ends and "--" not in repo_id and ".." not in repo_id:
+        return None
+    return "a repository is OWNER/NAME of letters, digits and single . - _, such as me/kitten-lora"
+
+
+class HubConfig(Section):
+    """The result on the Hugging Face Hub: adapter, model card and samples, as `dit-lora push` uploads them."""
+
+    push: bool = False
+    """Push when training has ended. Token and rights are checked before it starts."""
+    repo_id: str | None = None
+    """OWNER/NAME of the repository, which is made if it is not there."""
+    private: bool = True
+    """A repository that is made is private: nobody has looked at the result yet. `false` makes it public."""
+
+    @field_validator("repo_id")
+    @classmethod
+    def _owner_and_name(cls, repo_id: str | None) -> str | None:
+        problem = repo_id_problem(repo_id) if repo_id is not None else None
+        if problem:
+            raise ValueError(problem)
+        return repo_id
+
+    @model_validator(mode="after")
+    def _somewhere_to_push(self) -> "HubConfig":
+        if self.push and self.repo_id is None:
+            raise ValueError(
+                "hub.push needs hub.repo_id: OWNER/NAME on the Hub, such as me/kitten-lora"
+            )
+        return self
+
+
+class Recipe(Section):
+    """One training run, whole."""
+
+    model: ModelConfig
+    data: DataConfig
+    chat: ChatConfig | None = None
+    """Settings of chat models; by default all of their defaults."""
+    lora: LoraConfig = LoraConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig
+    validation: ValidationConfig = ValidationConfig()
+    guard: GuardConfig = GuardConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    run: RunConfig
+    hub: HubConfig = HubConfig()
+
+    @model_validator(mode="after")
+    def _rate_of_clips(self) -> "Recipe":
+        if self.chat is None and self.data.most_frames > 1 and self.data.fps is None:
+            raise ValueError(
+                "data.fps is missing: clips of several frames are resampled to it (chat models: give chat: {})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_medium_a_prompt(self) -> "Recipe":
+        media, prompts = self.validation.media, self.validation.prompts
+        if media and len(media) != len(prompts):
+            raise ValueError(
+                f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_mode(self) -> "Recipe":
+        groups, usual = self.optim.groups, GroupsConfig()
+        if self.train.mode == "lora":
+            if self.model.from_scratch is not None:
+                raise ValueError(
+                    "model.from_scratch needs train.mode: full; a LoRA needs a trained base"
+                )
+            if groups.adapter is None:
+                self._only_base_groups()
+            return self
+        if self.model.quantize is not None:
+            raise ValueError(
+                "model.quantize does not apply to train.mode: full, which trains every weight"
+            )
+        if self.lora != LoraConfig():
+            raise ValueError("lora does not apply to train.mode: full")
+        if groups.adapter != usual.adapter or groups.adapter_b:
+            raise ValueError("optim.groups: train.mode: full has no adapter; give backbone")
+        if groups.backbone is None:
+            raise ValueError("optim.groups.backbone is missing: train.mode: full trains it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_rate_for_prodigy(self) -> "Recipe":
+        groups = self.optim.groups.given()
+        if self.train.mode == "full":
+            groups.pop("adapter", None)  # its default, which trains nothing
+        problems = self.optim.rate_problems(groups)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> "Recipe":
+        save, every = self.train.save_every, self.validation.every
+        if not self.train.keep_best:
+            return self
+        if self.chat is not None and self.validation.conversations is None:
+            raise ValueError("train.keep_best needs a held-out loss: give validation.conversations")
+        if self.chat is None and not self.validation.held_out_draws:
+            raise ValueError(
+                "train.keep_best needs a held-out loss: validation.held_out_draws is 0"
+            )
+        if every is None or (save % every and every % save):
+            raise ValueError(
+                "train.keep_best needs the held-out loss of checkpoints: validation.every must divide "
+                f"train.save_every or be a multiple of it; got {every} and {save}"
+            )
+        return self
+
+    def _only_base_groups(self) -> None:
+        if self.lora != LoraConfig():
+            raise ValueError("lora does not apply: optim.groups.adapter is null")
+        if not self.optim.groups.given():
+            raise ValueError("optim.groups: nothing trains; give adapter, connector or backbone")
+        if self.optim.groups.adapter_b:
+            raise ValueError("optim.groups: adapter_b needs adapter")
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.cache) if self.data.cache else Path(self.run.dir).parent / "cache"

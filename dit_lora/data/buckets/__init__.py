@@ -1,0 +1,1 @@
+"""Shapes that samples are grouped by."""

@@ -1,0 +1,230 @@
+"""Report of the costs of buckets: which clips go where, which are left out, and what to change."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from dit_lora.config.data import DataConfig, VideoShape
+from dit_lora.data.buckets.buckets import ENLARGEMENT, Dropped, Placed
+from dit_lora.data.media.video import VideoHeader
+
+# Shares of the clips from which on advice is given.
+MANY = 0.25
+HEAVY_CROP = 0.25
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """Clips of one bucket. Crops are shares of the picture, `share` one of all samples."""
+
+    shape: VideoShape
+    clips: int
+    samples: int
+    """Number of windows of the bucket's clips."""
+    share: float
+    mean_crop: float
+    worst_crop: float
+    upscaled: int
+    """Number of clips enlarged by more than rounding does."""
+    pixels: int
+    """Pixels of all frames of one sample."""
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """Report of a data set that was placed in buckets."""
+
+    rows: tuple[BucketRow, ...]
+    """One row for each bucket, used or not."""
+    dropped: tuple[tuple[str, Dropped], ...]
+    """Names of clips and why they are left out."""
+    advice: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        clips: Sequence[tuple[str, Placed | Dropped]],
+        buckets: Sequence[VideoShape],
+        data: DataConfig,
+        group: int,
+    ) -> "BucketReport":
+        """Return the report of clips by name; `group` is the number of samples of one optimizer step."""
+        placed = [clip for _, clip in clips if isinstance(clip, Placed)]
+        dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, Dropped))
+        samples = sum(len(clip.starts) for clip in placed)
+        by_shape: dict[VideoShape, list[Placed]] = {shape: [] for shape in sorted(buckets)}
+        for clip in placed:
+            by_shape[clip.shape].append(clip)
+        rows = tuple(_row(shape, in_bucket, samples) for shape, in_bucket in by_shape.items())
+        advice = [
+            *_advice_on_dropped(dropped, len(clips)),
+            *_advice_on_sizes(rows, group),
+            *_advice_on_pictures(placed, buckets),
+            *_advice_on_lengths(placed, data),
+        ]
+        return cls(rows, dropped, tuple(advice))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {
+            "buckets": [asdict(row) for row in self.rows],
+            "dropped": [{"id": name, **asdict(clip)} for name, clip in self.dropped],
+            "advice": list(self.advice),
+        }
+
+    def lines(self) -> list[str]:
+        """Return lines for a terminal: a table of the buckets in use, what is left out, and the advice."""
+        table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
+        table += [
+            (
+                str(row.shape),
+                str(row.clips),
+                str(row.samples),
+                f"{row.share:.1%}",
+                f"{row.mean_crop:.0%} / {row.worst_crop:.0%}",
+                str(row.upscaled),
+            )
+            for row in self.rows
+            if row.clips
+        ]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            for cells in table
+        ]
+        for name, clip in self.dropped:
+            lines.append(f"left out ({clip.code}): {name}: {clip.words}")
+        return lines + [f"advice: {advice}" for advice in self.advice]
+
+
+def _row(shape: VideoShape, clips: Sequence[Placed], samples: int) -> BucketRow:
+    crops = [clip.crop for clip in clips]
+    count = sum(len(clip.starts) for clip in clips)
+    return BucketRow(
+        shape,
+        clips=len(clips),
+        samples=count,
+        share=count / samples if samples else 0.0,
+        mean_crop=sum(crops) / len(crops) if crops else 0.0,
+        worst_crop=max(crops, default=0.0),
+        upscaled=sum(clip.upscale > ENLARGEMENT for clip in clips),
+        pixels=shape.volume,
+    )
+
+
+def _advice_on_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> list[str]:
+    if len(dropped) < MANY * clips or not dropped:
+        return []
+    remedies = {
+        "too_short": "fewer data.frames, or shorter buckets.frames beside them, would keep those too short",
+        "cropped": "more buckets.aspect_ratios would keep those cropped",
+        "upscaled": "lower buckets.resolutions would keep those enlarged",
+    }
+    counts = Counter(clip.code for _, clip in dropped)
+    worst = max(sorted(counts), key=lambda code: counts[code])
+    return [f"{_part(len(dropped), clips)} are left out: {remedies[worst]}"]
+
+
+def _advice_on_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
+    used = [row for row in rows if row.samples]
+    small = [row for row in used if row.samples < group]
+    advice = []
+    if small and len(used) > 1:
+        shown = [
+            f"{row.shape} ({_counted(row.samples, 'sample')}, every {_epochs(group / row.samples)})"
+            for row in small
+        ]
+        advice.append(
+            f"buckets with fewer samples than a step takes ({group}) do not come in every epoch: "
+            f"{_few(shown)}; a smaller train.accumulate or fewer buckets make them more even"
+        )
+    unused = [str(row.shape) for row in rows if not row.samples]
+    if unused and used:
+        advice.append(
+            f"buckets that no clip goes to: {_few(unused)}; leaving them out changes nothing"
+        )
+    return advice
+
+
+def _advice_on_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape]) -> list[str]:
+    total, advice = len(placed), []
+    enlarged = sum(clip.upscale > ENLARGEMENT for clip in placed)
+    if enlarged and enlarged >= MANY * total:
+        worst = max(clip.upscale for clip in placed)
+        advice.append(
+            f"{_part(enlarged, total)} are enlarged, up to {worst:.1f} times: lower "
+            "data.height and data.width, or add a lower one to buckets.resolutions"
+        )
+    portrait = sum(clip.source.height > clip.source.width for clip in placed)
+    landscape = sum(clip.source.height < clip.source.width for clip in placed)
+    for count, word, missing in (
+        (portrait, "portrait", all(shape.height <= shape.width for shape in buckets)),
+        (landscape, "landscape", all(shape.height >= shape.width for shape in buckets)),
+    ):
+        if missing and count and count >= MANY * total:
+            advice.append(
+                f"{_part(count, total)} are {word} and no bucket is: add {word} "
+                "buckets.aspect_ratios"
+            )
+    cut = [clip for clip in placed if clip.crop > HEAVY_CROP]
+    if cut and len(cut) >= MANY * total:
+        common = Counter(_ratio(clip.source) for clip in cut)
+        (ratio, count), *_ = sorted(common.items(), key=lambda item: (-item[1], item[0]))
+        advice.append(
+            f"{_part(len(cut), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
+            f"{count} of them are about {ratio}: add such a ratio to buckets.aspect_ratios"
+        )
+    return advice
+
+
+def _advice_on_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
+    """Return advice if many clips are so long that less than half of them is ever seen."""
+    if data.fps is None:
+        return []
+    held = used = long = 0
+    for clip in placed:
+        if clip.source.seconds is None or clip.shape.frames == 1:
+            continue
+        # The small addend keeps a whole number of windows whole in float arithmetic.
+        holds = int(clip.source.seconds * data.fps / clip.shape.frames + 1e-6)
+        long += holds >= 2 * len(clip.starts)
+        held, used = held + max(holds, len(clip.starts)), used + len(clip.starts)
+    if not long or long < MANY * len(placed):
+        return []
+    return [
+        f"{_part(long, len(placed))} are more than twice as long as what is used of them: "
+        f"data.windows: all makes about {held} samples of them in place of {used}"
+    ]
+
+
+def _ratio(source: VideoHeader) -> str:
+    """Return the nearest ratio of width to height in small numbers, as in 16:9."""
+    short, long = sorted((source.width, source.height))
+    # Denominators of usual ratios go up to 9, as in 16:9.
+    near = Fraction(long, short).limit_denominator(9)
+    is_wide = source.width == long
+    return (
+        f"{near.numerator}:{near.denominator}"
+        if is_wide
+        else f"{near.denominator}:{near.numerator}"
+    )
+
+
+def _part(count: int, total: int) -> str:
+    return f"{count} of {total} clips ({count / total:.0%})"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _epochs(number: float) -> str:
+    return f"{number:.1f} epochs" if number < 10 else f"{number:.0f} epochs"
+
+
+def _few(texts: Sequence[str]) -> str:
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

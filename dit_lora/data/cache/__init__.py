@@ -1,0 +1,1 @@
+"""Encoded clips and captions on disk."""

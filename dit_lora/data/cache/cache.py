@@ -1,0 +1,274 @@
+"""Encoded clips and captions on disk: keyed by the content of what made them, checked, written whole.
+
+An entry's key is the digest of everything that its tensors depend on, so a changed video, caption,
+checkpoint, dtype or shape is another entry and nothing is ever stale. Entries lie in shards
+(`dit_lora.data.cache.shards`). Values are checked finite and in range when written; when read, a digest shows
+that they are what was written.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_lora.data.cache.index import Index
+from dit_lora.data.cache.shards import (
+    SUFFIX,
+    Encoded,
+    OpenShard,
+    ShardError,
+    Spec,
+    Stored,
+    in_range,
+    read_header,
+    shards_in,
+    tombstone,
+    write_shard,
+)
+from dit_lora.data.media.media import blame_machine
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.finite import describe_all
+
+__all__ = ["MAX_ABS", "CacheError", "Spec", "TensorCache", "encoded", "entry_key"]
+
+# Far above a VAE posterior or a normalised text embedding, and below where fp16 ends (65504).
+MAX_ABS = 1e4
+
+# Limits of the shards that a process keeps mapped: each takes two file descriptors, and what was
+# read of them is resident until the system takes it back.
+_OPEN = 64
+_OPEN_BYTES = 2**31
+
+
+class CacheError(DitLoraError):
+    """Error of an encoder that gave a value that must not be cached; the message names sample and tensor."""
+
+
+def entry_key(facts: Mapping[str, Any]) -> str:
+    """Return the hex digest of facts that JSON can hold; equal facts have equal keys."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def encoded(
+    key: str, tensors: Mapping[str, torch.Tensor], *, sample: str, facts: Mapping[str, Any]
+) -> Encoded:
+    """Return an entry to be written, checked finite and in range; raises `CacheError` naming `sample`."""
+    entry = Encoded.of(key, tensors, sample, facts)
+    host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
+        bad = describe_all(host, MAX_ABS)
+        raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
+    return entry
+
+
+class TensorCache:
+    """Entries of one kind in a folder; safe for several processes that write, read and set aside at once.
+
+    The first use reads the headers of all shards. What others add is seen when a key is asked for that was
+    not there, and after `refresh`. Copies in forked workers are safe, and pickled ones carry the index.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._known: Index | None = None
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._checked: set[tuple[int, int]] = set()
+        """Shard and start of entries whose digest was right; a shard that changed has a new number."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Maps of files cannot be pickled; a worker opens its own.
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    @property
+    def _index(self) -> Index:
+        if self._known is None:
+            self._known = Index(self.root)
+            self._known.refresh()
+        return self._known
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def refresh(self) -> None:
+        """See what other processes wrote, set aside or removed."""
+        for shard in self._index.refresh():
+            self._open.pop(shard, None)
+
+    def path(self, key: str) -> Path:
+        """Return the file that holds the entry; if none does, a path at which there is no file."""
+        row = self._row(key)
+        if row < 0:
+            return self.root / f"{key}{SUFFIX}"
+        return Path(self._index.path(self._index.row(row)[0]))
+
+    def is_whole(self, key: str) -> bool:
+        """Return True if the entry is there with all its bytes; contents are checked by `read`."""
+        return self._current_row(key) >= 0
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys whose entry is not there, after a `refresh`."""
+        self.refresh()
+        rows = self._index.find(keys)
+        return [key for key, row in zip(keys, rows, strict=True) if row < 0]
+
+    def spec(self, key: str) -> Spec:
+        """Return shapes and dtypes of an entry's tensors, from its header; raises `DitLoraError` if there is none."""
+        row = self._row(key)
+        if row < 0:
+            raise DitLoraError(f"no entry {key} of the cache in {self.root} can be read")
+        return dict(self._index.row(row)[2].spec)
+
+    def first_spec(self, keys: Sequence[str]) -> Spec:
+        """Return the spec of the first of these entries that can be read; raises `DitLoraError` if none can."""
+        for key in keys:
+            if self.is_whole(key):
+                return self.spec(key)
+        raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
+
+    def write(
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        sample: str,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Check the tensors and write them as a shard of one entry; raises `CacheError` naming `sample`."""
+        self.write_all([encoded(key, tensors, sample=sample, facts=facts)])
+
+    def write_all(self, entries: Sequence[Encoded]) -> None:
+        """Write entries as one shard; raises a `DitLoraError` if the disk refuses."""
+        try:
+            path = write_shard(self.root, entries)
+        except OSError as error:
+            others = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+            raise DitLoraError(
+                f"cannot write the cache entry of {entries[0].sample}{others} in {self.root}: "
+                f"{error.strerror}; free space or set data.cache; entries already written are whole"
+            ) from error
+        if self._known is not None:
+            self._reread(path.name)
+
+    def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
+        """Return the tensors and what is wrong with them, in words, or None.
+
+        They lie in a map of the file, which lives as long as they do: copy what is to stay, so that it does
+        not keep a whole shard mapped. Writing into them changes no file.
+
+        A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
+        together, which the gate sees to. An entry that cannot be read is given as NaN of shape `spec`.
+        Raises `UnreadableError` where that is the disk's fault and not the entry's.
+        """
+        try:
+            tensors, is_as_written = self._load(key)
+        except (OSError, ShardError) as error:
+            if isinstance(error, OSError):
+                blame_machine(error, f"the cache entry {self._place(key)}")
+            # Integers have no NaN, so zeros stand in for them.
+            lost = {
+                name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
+                for name, (shape, d) in spec.items()
+            }
+            return lost, f"its cache entry {self._place(key)} cannot be read: {error}"
+        if is_as_written:
+            return tensors, None
+        bad = describe_all(tensors, MAX_ABS)
+        if bad:
+            return tensors, f"in its cache entry {self._place(key)}, {bad}"
+        return (
+            tensors,
+            f"its cache entry {self._place(key)} is not what was written (digest differs)",
+        )
+
+    def set_aside(self, key: str) -> Path:
+        """Mark a bad entry as not to be used, so that the next start builds it anew; returns the mark's file.
+
+        The shard stays as it is: others may be reading it.
+        """
+        path = self.path(key)
+        aside = tombstone(path, key)
+        if path.exists():
+            aside.touch()
+            self.refresh()
+        return aside
+
+    def entries(self) -> Iterator[Stored]:
+        """Yield every entry that `read` would give, with its sample and facts, from the headers."""
+        index = self._index
+        self.refresh()
+        for path in shards_in(self.root):
+            try:
+                header = read_header(path)
+            except (OSError, ShardError):
+                continue
+            rows = index.find([entry.key for entry in header.entries])
+            for entry, row in zip(header.entries, rows, strict=True):
+                # Another shard may hold the copy of this key that is read.
+                if row >= 0 and index.path(index.row(row)[0]) == str(path):
+                    yield entry
+
+    def _place(self, key: str) -> str:
+        return f"{key[:16]} of {self.path(key)}" if self._row(key) >= 0 else f"{key} in {self.root}"
+
+    def _row(self, key: str) -> int:
+        """Return the entry's number in the index; -1 if it is not there."""
+        row = self._index.find_one(key)
+        # Another process may have written the entry since the last look.
+        if row < 0 and self._index.may_have_changed():
+            self.refresh()
+            row = self._index.find_one(key)
+        return row
+
+    def _current_row(self, key: str) -> int:
+        """Return the entry's number after a look at its shard's file, which may have been replaced or removed."""
+        row = self._row(key)
+        if row >= 0 and not self._index.is_as_read(self._index.row(row)[0]):
+            self._reread(self.path(key).name)
+            row = self._row(key)
+        return row
+
+    def _reread(self, name: str) -> None:
+        for number in self._index.refresh([name]):
+            self._open.pop(number, None)
+
+    def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
+        """Return the tensors, and True if they are what was written; raises `OSError` or `ShardError`."""
+        row = self._row(key)
+        # A second try, for a shard that another process replaced or removed.
+        for _ in range(2):
+            if row < 0:
+                break
+            shard, start, layout, expected = self._index.row(row)
+            source = self._opened(shard)
+            if source is not None:
+                # Digests are checked once a process: entries are read in every epoch.
+                if (shard, start) in self._checked:
+                    return layout.split(source.view(start, layout)), True
+                data, digest = source.read(start, layout)
+                if digest == expected:
+                    self._checked.add((shard, start))
+                return layout.split(data), digest == expected
+            row = self._current_row(key)
+        raise ShardError("it is not there, or not all of it")
+
+    def _opened(self, shard: int) -> OpenShard | None:
+        """Return the shard's file; None if it is not the one of the index any more."""
+        opened = self._open.pop(shard, None)
+        if opened is None:
+            try:
+                opened = OpenShard(self._index.path(shard))
+            except (FileNotFoundError, ShardError):
+                return None
+        if opened.stamp() != self._index.stamps[shard]:
+            return None
+        self._open[shard] = opened
+        # The shard just opened stays whatever its size.
+        while len(self._open) > 1 and (
+            len(self._open) > _OPEN or sum(map(len, self._open.values())) > _OPEN_BYTES
+        ):
+            self._open.popitem(last=False)
+        return opened

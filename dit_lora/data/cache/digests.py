@@ -1,0 +1,56 @@
+"""SHA-256 of files and folders, remembered by path, size and time of change."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from dit_lora.data.media.media import Media, MediaFile
+from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
+
+# Files of a checkpoint's component that decide what it computes; a README does not.
+_COMPONENT_SUFFIXES = {".json", ".safetensors", ".model", ".txt"}
+
+
+class Digests:
+    """Digests of file contents; a file is read again only if its size or time of change differs."""
+
+    def __init__(self, memo: Path) -> None:
+        self._memo = memo
+        self._known: dict[str, list] = {}
+        self._changed = False
+        if memo.is_file():
+            try:
+                self._known = parse_json(memo.read_text(encoding="utf-8"))
+            except ValueError:
+                # A killed run tore the memo; digests are computed anew.
+                self._known = {}
+
+    def media(self, media: Media) -> str:
+        """Return the hex SHA-256 of the bytes of a video or image; raises `OSError`."""
+        place, stamp = media.place, list(media.stamp())
+        entry = self._known.get(place)
+        # An entry of the memo is the file's stamp and, last, the digest.
+        if entry is None or entry[:-1] != stamp:
+            source = media.source()
+            with source.open("rb") if isinstance(source, Path) else source as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            entry = self._known[place] = [*stamp, digest]
+            self._changed = True
+        return entry[-1]
+
+    def file(self, path: Path) -> str:
+        """Return the hex SHA-256 of the bytes of one file."""
+        return self.media(MediaFile(path))
+
+    def component(self, folder: Path) -> str:
+        """Return one digest for a checkpoint component: names and contents of its configs and weights."""
+        files = [p for p in sorted(folder.rglob("*")) if p.suffix in _COMPONENT_SUFFIXES]
+        lines = [f"{path.relative_to(folder).as_posix()} {self.file(path)}" for path in files]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def save(self) -> None:
+        """Write the memo for the next run."""
+        if self._changed:
+            write_whole(self._memo, json.dumps(self._known))
+            self._changed = False

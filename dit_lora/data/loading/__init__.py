@@ -1,0 +1,1 @@
+"""The order, batches and reading of samples."""

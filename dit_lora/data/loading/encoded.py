@@ -1,0 +1,258 @@
+"""Loader of batches of cached clips, in an order that is a function of the seed and the position alone."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.data.cache.cache import Spec, TensorCache
+from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, draw_number
+from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.quarantine import Quarantine
+from dit_lora.data.loading.reading import Reading, build_loader
+from dit_lora.data.loading.sampler import OrderedDataset
+from dit_lora.numerics.streams import generator
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A sample's place in the caches: a clip, or one window of it."""
+
+    id: str
+    video_key: str
+    text_key: str
+    mirror_key: str | None = None
+    """Key of the mirror image's entry, where `data.flip` asks for one."""
+    shape: VideoShape | None = None
+    """The entry's bucket; None where all samples have one shape."""
+    times: float = 1.0
+    """Number of times that the entry comes in an epoch."""
+    loss_weight: float = 1.0
+    """Factor of the sample's loss."""
+
+    def video_key_of(self, draw: int) -> str:
+        """Return the key of the sample, or in half of the draws that of its mirror image."""
+        if self.mirror_key is None:
+            return self.video_key
+        mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
+        return self.mirror_key if mirrored else self.video_key
+
+
+class Encodings(Protocol):
+    """Encoded clips, or captions, by key: a `TensorCache`, or an encoder that is asked for each."""
+
+    def first_spec(self, keys: Sequence[str]) -> Spec: ...
+
+    def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
+        """Return the tensors and what is wrong with them; tensors that are missing are NaN of shape `spec`."""
+
+
+@dataclass(frozen=True)
+class EncodedClips:
+    """The encoded training set; `empty_text_key` is the caption that dropout puts in place."""
+
+    entries: tuple[Entry, ...]
+    empty_text_key: str
+    videos: Encodings
+    texts: Encodings
+
+    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
+        """Return the order in which a run, whose steps take `group` samples, reads the entries."""
+        return Order(
+            [entry.id for entry in self.entries],
+            seed=seed,
+            quarantine=quarantine,
+            group=group,
+            buckets=[entry.shape for entry in self.entries],
+            times=[entry.times for entry in self.entries],
+        )
+
+    @cached_property
+    def video_specs(self) -> dict[VideoShape | None, Spec]:
+        """Shapes and dtypes of each bucket's clips, from its first entry that can be read; the largest first."""
+        keys: dict[VideoShape | None, list[str]] = {}
+        for entry in self.entries:
+            keys.setdefault(entry.shape, []).append(entry.video_key)
+        shapes = sorted(keys, key=lambda shape: shape.volume if shape else 0, reverse=True)
+        return {shape: self.videos.first_spec(keys[shape]) for shape in shapes}
+
+    @cached_property
+    def text_spec(self) -> Spec:
+        """Shapes and dtypes of captions: one for all, from the first entry that can be read."""
+        return self.texts.first_spec(
+            [self.empty_text_key, *(entry.text_key for entry in self.entries)]
+        )
+
+    @property
+    def largest(self) -> tuple[VideoShape | None, Spec]:
+        """The largest shape, and the tensors of a sample of it."""
+        shape, spec = next(iter(self.video_specs.items()))
+        return shape, {**spec, **self.text_spec}
+
+    @cached_property
+    def has_loss_weights(self) -> bool:
+        return any(entry.loss_weight != 1 for entry in self.entries)
+
+    @cached_property
+    def empty_text(self) -> tuple[dict[str, torch.Tensor], str | None]:
+        """The caption that dropout puts in place, and what is wrong with it.
+
+        It is read once: if it went bad later, every sample would be blamed.
+        """
+        tensors, fault = self.texts.read(self.empty_text_key, self.text_spec)
+        # A view would keep its whole shard mapped as long as the run lasts.
+        return {name: tensor.clone() for name, tensor in tensors.items()}, fault
+
+    def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
+        """Return one sample as a batch of one; `faults` says what is wrong with it."""
+        spec = self.video_specs[entry.shape]
+        video, video_fault = self.videos.read(entry.video_key_of(draw), spec)
+        is_empty = text_key == self.empty_text_key
+        text, text_fault = (
+            self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
+        )
+        faults = [fault for fault in (video_fault, text_fault) if fault]
+        tensors = {**video, **text}
+        if self.has_loss_weights:
+            tensors[LOSS_WEIGHT] = torch.tensor(entry.loss_weight)
+        return Batch(
+            ids=(entry.id,),
+            draws=(draw,),
+            tensors={name: tensor[None] for name, tensor in tensors.items()},
+            faults={entry.id: "; ".join(faults)} if faults else {},
+        )
+
+    def one_of_each_kind(self) -> Sequence[Entry]:
+        """Return no entry, because every sample uses the whole model."""
+        return ()
+
+    def known(self) -> dict[str, torch.Tensor]:
+        """Return nothing, because a forward's shapes do not depend on the values that encoders give."""
+        return {}
+
+    def sample(self, entry: Entry, draw: int) -> "Batch":
+        """Return one sample with its own caption, as a batch of one; `faults` says what is wrong with it."""
+        return self.read(entry, entry.text_key, draw)
+
+    def dataset(self, how: Reading) -> "ClipDataset":
+        return ClipDataset(
+            self,
+            seed=how.seed,
+            caption_dropout=how.caption_dropout,
+            quarantine=how.quarantine,
+            group=how.sampler.group,
+        )
+
+    def loader(self, how: Reading) -> Iterable["Batch"]:
+        """Return the micro-batches of the sampler's positions, in its order."""
+        return build_loader(
+            self.dataset(how),
+            how.sampler,
+            workers=how.workers,
+            pin_memory=how.pin_memory,
+            prefetch=how.prefetch,
+        )
+
+    def token_problems(self, model: nn.Module) -> None:
+        """Return None: text reaches the model as embeddings."""
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+        """Set aside what is bad of these samples on disk; without a cache nothing is there, and no path is returned."""
+        return []
+
+
+@dataclass(frozen=True)
+class CachedClips(EncodedClips):
+    """A training set that was encoded in advance."""
+
+    videos: TensorCache
+    texts: TensorCache
+
+    def token_problems(self, model: nn.Module) -> None:
+        """Return None: text reaches the model as embeddings."""
+
+    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+        """Mark the bad entries of these samples, so that the next start encodes them anew; return the marks' paths."""
+        wanted = {*samples}
+        bad = [entry for entry in self.entries if entry.id in wanted]
+        keys = {
+            key: self.video_specs[entry.shape]
+            for entry in bad
+            for key in (entry.video_key, entry.mirror_key)
+            if key
+        }
+        videos = [(self.videos, key, spec) for key, spec in keys.items()]
+        text_keys = dict.fromkeys(entry.text_key for entry in bad)
+        texts = [(self.texts, key, self.text_spec) for key in text_keys]
+        aside = []
+        for cache, key, spec in [*videos, *texts]:
+            # The clip or the caption may be to blame, so only what is bad now is set aside.
+            if cache.path(key).exists() and cache.read(key, spec)[1]:
+                aside.append(cache.set_aside(key))
+        return aside
+
+
+class ClipDataset(OrderedDataset):
+    """Reads the sample at each position of a run: which clip, and whether its caption is dropped.
+
+    `group` is the number of samples of one optimizer step, which share a bucket.
+    """
+
+    def __init__(
+        self,
+        clips: EncodedClips,
+        *,
+        seed: int,
+        caption_dropout: float,
+        quarantine: Quarantine,
+        group: int = 1,
+    ) -> None:
+        self.clips = clips
+        self.seed = seed
+        # Read now: an error in a worker process would reach nobody.
+        _ = clips.largest, clips.empty_text, clips.has_loss_weights
+        self.order = clips.order(seed=seed, quarantine=quarantine, group=group)
+        self.pick = Picker(clips.entries, self.order, seed, caption_dropout, clips.empty_text_key)
+
+    def clip_at(self, position: int) -> tuple[int, Entry]:
+        """Return the epoch and the clip at a position; a batch may span two epochs."""
+        epoch, index = self.order.at(position)
+        return epoch, self.clips.entries[index]
+
+    def __getitem__(self, position: int) -> Batch:
+        picked = self.pick(position)
+        return self.clips.read(picked.entry, picked.text_key, picked.draw)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The sample that a run takes at one position."""
+
+    entry: Entry
+    text_key: str
+    draw: int
+
+
+@dataclass(frozen=True)
+class Picker:
+    """Picker of the sample at each position of a run; it also draws whether the caption is dropped."""
+
+    entries: tuple[Entry, ...]
+    order: Order
+    seed: int
+    caption_dropout: float
+    empty_text_key: str
+
+    def __call__(self, position: int) -> Pick:
+        epoch, copy, index = self.order.draw_at(position)
+        entry = self.entries[index]
+        draw = draw_number(entry.id, epoch, copy)
+        # The draw number alone decides, so every worker and a resumed run drop the same captions.
+        share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
+        text_key = self.empty_text_key if share < self.caption_dropout else entry.text_key
+        return Pick(entry, text_key, draw)

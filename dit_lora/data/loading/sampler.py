@@ -1,0 +1,49 @@
+"""Sampler of a rank's positions in a run; reading can start at any step."""
+
+from collections.abc import Iterator
+
+from torch.utils.data import Dataset, Sampler
+
+from dit_lora.data.loading.order import Order
+
+
+class OrderedDataset(Dataset):
+    """Dataset that reads the sample at each position of a run."""
+
+    order: Order
+    seed: int
+
+
+class PositionSampler(Sampler[list[int]]):
+    """Sampler of the positions of each micro-batch of one rank, from the step after `start_step` on.
+
+    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size.
+    Micro-steps and ranks share them out in order, so the samples of a step do not depend on how it is
+    split.
+    """
+
+    def __init__(
+        self,
+        *,
+        start_step: int,
+        steps: int,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.steps = range(start_step, steps)
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.rank = rank
+        self.ranks = ranks
+        self.group = accumulate * ranks * batch_size
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps:
+            for micro in range(self.accumulate):
+                first = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
+                yield list(range(first, first + self.batch_size))

@@ -1,0 +1,1 @@
+"""Videos and images: where their bytes are, headers, frames and pixels."""

@@ -1,0 +1,78 @@
+"""Headers of media files, remembered by size and time of change."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.video import ClipError, VideoHeader, read_header
+from dit_lora.files import write_whole
+from dit_lora.parsing import parse_json
+
+_VERSION = 1  # raised when a header would be read otherwise
+_THREADS = 8  # opening a file waits for the disk
+
+Progress = Callable[[Sequence[Any]], Iterable[Any]]
+"""A progress bar around a sequence that is worked through, as tqdm is."""
+
+
+class Headers:
+    """Reader of media headers; a file is opened again only if its size or time of change differs."""
+
+    def __init__(self, memo: Path) -> None:
+        self._memo = memo
+        self._known: dict[str, tuple[list[int], dict[str, Any]]] = {}
+        if memo.is_file():
+            try:
+                stored = parse_json(memo.read_text(encoding="utf-8"))
+            except ValueError:
+                return  # torn by a killed run; headers are read anew
+            if stored["version"] == _VERSION:
+                self._known = stored["headers"]
+
+    def read(self, media: Sequence[Media], progress: Progress) -> list[VideoHeader | ClipError]:
+        """Return the header of each medium, or the error that says why it has none."""
+        headers: list[VideoHeader | ClipError | None] = [
+            self._remembered(medium) for medium in media
+        ]
+        unread = [index for index, header in enumerate(headers) if header is None]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            freshly_read: Iterator[VideoHeader | ClipError] = pool.map(
+                lambda index: _read(media[index]), unread
+            )
+            # `map` keeps the order of `unread`, so the bar and the results advance together.
+            for index in progress(unread) if unread else ():
+                headers[index] = self._keep(media[index], next(freshly_read))
+        return [header for header in headers if header is not None]
+
+    def save(self) -> None:
+        """Write the memo for the next run."""
+        write_whole(self._memo, json.dumps({"version": _VERSION, "headers": self._known}))
+
+    def _remembered(self, media: Media) -> VideoHeader | None:
+        stored = self._known.get(media.place)
+        if stored is None or stored[0] != _stamp(media):
+            return None
+        return VideoHeader(**stored[1])
+
+    def _keep(self, media: Media, header: VideoHeader | ClipError) -> VideoHeader | ClipError:
+        if isinstance(header, VideoHeader):
+            self._known[media.place] = (_stamp(media), asdict(header))
+        return header
+
+
+def _stamp(media: Media) -> list[int]:
+    try:
+        return list(media.stamp())
+    except OSError:
+        return []  # gone: reading it says so
+
+
+def _read(media: Media) -> VideoHeader | ClipError:
+    try:
+        return read_header(media)
+    except ClipError as error:
+        return error

@@ -1,0 +1,192 @@
+"""Videos and images in and out: frames chosen by their time stamps, resized with their aspect kept.
+
+Shapes: F frames, H and W pixels.
+"""
+
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+
+from dit_lora.data.media.decode import (
+    Wanted,
+    first_rotation,
+    nearest_frames,
+    video_stream,
+)
+from dit_lora.data.media.media import Media, as_media, is_image, require_readable
+from dit_lora.data.media.opened import open_media
+from dit_lora.data.media.pictures import DAMAGED, image_size, planes, read_image, resize
+from dit_lora.errors import DitLoraError
+
+# Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
+DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, centre crop"
+
+
+# x264's macroblock tree, and more than one thread, made equal frames differ by some grey levels (docs/log.md).
+_H264 = {"crf": "17", "x264-params": "mbtree=0"}
+
+
+class ClipError(DitLoraError):
+    """Error of a clip that cannot give the frames asked for; the message names file and reason."""
+
+
+def read_frames(
+    media: Media | Path,
+    *,
+    frames: int,
+    height: int,
+    width: int,
+    fps: float | None,
+    start: float = 0.0,
+) -> torch.Tensor:
+    """Return the frames nearest to start, start + 1/fps, ... seconds after the first, uint8 (F, 3, H, W).
+
+    An image is one frame; a clip without `fps` gives one. Frames are scaled to cover height x width and
+    cropped at the centre. Memory holds the chosen frames only. Decodes with at most as many threads as
+    PyTorch has. Raises `ClipError` if the file cannot be read as far as needed or is too short,
+    `UnreadableError` where that is the disk's fault.
+    """
+    media, wanted = as_media(media), Wanted(frames, fps or 1.0, start)
+    try:
+        if is_image(media):
+            chosen = [_read_image(media, height, width)]
+        else:
+            chosen = _read_clip(media, wanted, height, width)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        require_readable(media)
+        raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
+    if len(chosen) < frames:
+        raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
+    return torch.from_numpy(planes(chosen))
+
+
+def _read_image(media: Media, height: int, width: int) -> np.ndarray:
+    try:
+        return read_image(media, height, width)
+    except DAMAGED as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _read_clip(media: Media, wanted: Wanted, height: int, width: int) -> list[np.ndarray]:
+    def read(quick: bool) -> list[np.ndarray]:
+        chosen: list[np.ndarray] = []
+        for near in nearest_frames(media, wanted, quick=quick):
+            chosen += [resize(near.frame, near.stretch, height, width)] * near.times
+        return chosen
+
+    try:
+        return read(quick=True)
+    except (av.error.FFmpegError, ValueError):
+        # Seeking failed or cannot be trusted in this file: decode from the beginning.
+        return read(quick=False)
+
+
+def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
+    """Write uint8 (F, H, W, 3) to `path` with .png added for one frame, else .mp4; returns the path written."""
+    if len(video) > 1:
+        whole = path.with_name(f"{path.name}.mp4")
+        write_video(whole, video, fps or 8.0)
+        return whole
+    whole = path.with_name(f"{path.name}.png")
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target and renamed, so that nobody reads half a file.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    Image.fromarray(video[0].numpy()).save(partial, format="PNG")
+    partial.replace(whole)
+    return whole
+
+
+def write_video(path: Path, video: torch.Tensor, fps: float) -> None:
+    """Write uint8 (F, H, W, 3) as H.264 that browsers and players take; H and W must be even.
+
+    Equal frames give equal bytes.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # NTSC's rates are multiples of 1000/1001.
+    rate = Fraction(fps).limit_denominator(1001)
+    with av.open(partial, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=rate, options=_H264)
+        stream.thread_count = 1
+        stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
+        for pixels in video.numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class VideoHeader:
+    """Header of a video or image; a field is None where the file does not say."""
+
+    fps: float | None
+    seconds: float | None
+    frames: int | None
+    height: int
+    """Height in pixels as shown: upright, and square."""
+    width: int
+    is_image: bool = False
+
+
+def read_header(media: Media | Path) -> VideoHeader:
+    """Read an image's header, or that of the first video stream with the rotation of its first frame.
+
+    PyAV has the rotation nowhere but on a decoded frame. Raises `ClipError` if there is no header.
+    """
+    media = as_media(media)
+    try:
+        if is_image(media):
+            return VideoHeader(None, None, 1, *image_size(media), is_image=True)
+        with open_media(media) as container:
+            return _header(container)
+    except (av.error.FFmpegError, *DAMAGED) as error:
+        require_readable(media)
+        # The disk was not at fault, or `require_readable` would have raised.
+        kind = "an image" if is_image(media) else "a video"
+        raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
+
+
+def _header(container: av.container.InputContainer) -> VideoHeader:
+    stream = video_stream(container)
+    height, width = stream.height, round(stream.width * float(stream.sample_aspect_ratio or 1))
+    if first_rotation(container, stream) % 180:
+        height, width = width, height
+    seconds = None
+    if stream.duration and stream.time_base:
+        seconds = float(stream.duration * stream.time_base)
+    # Matroska has a duration of the file only; with sound, that is the longest stream's.
+    elif container.duration:
+        seconds = container.duration / av.time_base
+    fps = float(stream.average_rate) if stream.average_rate else None
+    return VideoHeader(fps, seconds, stream.frames or None, height, width)
+
+
+def reason(error: Exception) -> str:
+    """Return FFmpeg's or the system's message without its number, and what to do."""
+    return f"{getattr(error, 'strerror', None) or error}; encode it anew or remove it"
+
+
+def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
+    """Return why this clip surely cannot give `frames` at `fps` from `start` on; None if decoding must tell.
+
+    It is generous by one frame, because some files leave the last frame's time out of their duration.
+    """
+    if header.seconds is None or header.fps is None:
+        return None
+    wanted = Wanted(frames, fps, start)
+    gives = wanted.until(header.seconds + 0.5 / header.fps)
+    return _shortage(wanted, gives) if gives < frames else None
+
+
+def _shortage(wanted: Wanted, gives: int) -> str:
+    after = f" from {wanted.start:g} s on" if wanted.start else ""
+    return (
+        f"too short: {wanted.count} frames at {wanted.fps:g} fps{after} are asked for, it gives at most {gives}; "
+        "lower data.frames, raise data.fps or remove it"
+    )

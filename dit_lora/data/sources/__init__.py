@@ -1,0 +1,1 @@
+"""Folders, tables, tars and data sets that hold clips and captions."""

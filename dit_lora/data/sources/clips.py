@@ -1,0 +1,101 @@
+"""Clips with their captions: the result of reading a source, with its problems."""
+
+from dataclasses import dataclass
+
+from dit_lora.data.media.media import Media
+from dit_lora.data.sources.caption_text import Fault, caption_fault
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One video or image and what it shows; `id` is its path below the data folder."""
+
+    id: str
+    media: Media
+    caption: str
+    """Text that describes the clip; for folders with one subfolder per class, the class name."""
+    image: Media | None = None
+    """The clip's first image, where the data has one of its own."""
+    times: float = 1.0
+    """Number of times that the clip comes in an epoch: 2.5 is twice, and a third time in half of the epochs."""
+    loss_weight: float = 1.0
+    """Factor of the clip's loss."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a sample cannot be used."""
+
+    file: str
+    """The sample's id, or the name of the table or tar that has a fault."""
+    code: str
+    """One of the audit's codes, such as `missing` or `caption_empty`."""
+    words: str
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Contents of the sources."""
+
+    clips: list[Clip]
+    """Clips without a problem."""
+    problems: list[Problem]
+
+
+class Gathered:
+    """Collector of one source's clips and problems, for its reader."""
+
+    def __init__(self, caption: str | None) -> None:
+        self._caption = caption
+        self._clips: dict[str, Clip] = {}
+        self._problems: dict[tuple[str, str], Problem] = {}
+        self._refused: set[str] = set()
+
+    def add(
+        self,
+        id: str,
+        media: Media,
+        caption: object,
+        *,
+        image: Media | None = None,
+        no_caption: Fault = ("caption_missing", "it has no caption"),
+    ) -> None:
+        """Add one sample; it is a problem if its id is there already, or if its caption cannot be trained on.
+
+        The source's own caption is in place of every other. `no_caption` is the code and message where
+        `caption` is None.
+        """
+        if id in self._clips:
+            self.refuse(id, "duplicate_clip", "listed twice")
+        text = self._caption if self._caption is not None else _text(caption)
+        fault = _wrong(text, caption, no_caption)
+        if fault is not None:
+            self.refuse(id, *fault)
+        # A refused clip is stored too, so that a second one of its id is found; `scan` leaves it out.
+        self._clips[id] = Clip(id, media, text or "", image)
+
+    def refuse(self, file: str, code: str, words: str) -> None:
+        """Keep a problem, once for each file and code; the sample of that id is left out of the scan."""
+        self._refused.add(file)
+        self._problems.setdefault((file, code), Problem(file, code, words))
+
+    def scan(self) -> Scan:
+        """Return clips and problems in the order in which they were added."""
+        clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._refused]
+        return Scan(clips, list(self._problems.values()))
+
+
+def _wrong(text: str | None, caption: object, no_caption: Fault) -> Fault | None:
+    """Return why a caption cannot be used; `text` is the caption as text, or None if it is none."""
+    if text is not None:
+        return caption_fault(text)
+    kind = type(caption).__name__
+    not_text = ("caption_not_text", f"its caption is of type {kind}, not text")
+    return no_caption if caption is None else not_text
+
+
+def _text(caption: object) -> str | None:
+    """Return a caption as text, a number as its digits; None for other types. Labels may be numbers."""
+    if isinstance(caption, str):
+        return caption.strip()
+    return str(caption) if isinstance(caption, int | float) else None

@@ -1,0 +1,122 @@
+"""Reader of clips, images and captions from folders, tables, tars and datasets, as one list of `Clip`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from dit_lora.config.data import SourceConfig
+from dit_lora.config.recipe import DataConfig
+from dit_lora.data.sources.clips import Clip, Problem, Scan
+from dit_lora.data.sources.folders import class_name, read_folder
+from dit_lora.data.sources.hf_datasets import is_saved_dataset, name_on_hub, read_dataset
+from dit_lora.data.sources.webdataset import is_tar, read_tar
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.terminal import one_line
+
+__all__ = ["Clip", "Problem", "Scan", "class_name", "class_names", "read_clips", "scan"]
+
+Found = TypeVar("Found")
+"""The result of a source's reader."""
+
+
+def scan(data: DataConfig, cache: Path | None = None) -> Scan:
+    """Return every clip of the sources and every problem of a sample; no byte of media is read.
+
+    The folder `cache` keeps the indices of tars. Where there are `data.sources`, ids begin with the
+    source's name, which sources appended later do not change. Raises `DitLoraError` that lists every source
+    that cannot be read at all.
+    """
+    sources = data.all_sources
+    scans = read_sources(data, lambda source: _read(source, cache / "tars" if cache else None))
+    if not data.sources:
+        return scans[0]
+    merged, times = Scan([], []), times_of(sources, [len(scanned.clips) for scanned in scans])
+    for source, scanned, name, often in zip(sources, scans, names_of(sources), times, strict=True):
+        merged.clips.extend(
+            Clip(name + clip.id, clip.media, clip.caption, clip.image, often, source.loss_weight)
+            for clip in scanned.clips
+        )
+        merged.problems.extend(Problem(name + p.file, p.code, p.words) for p in scanned.problems)
+    return merged
+
+
+def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
+    """Return every clip of the sources; raises one `DitLoraError` that lists all problems that `scan` finds."""
+    scanned = scan(data, cache)
+    if scanned.problems:
+        where = data.path or "data.sources"
+        problems = [one_line(f"{problem.file}: {problem.words}") for problem in scanned.problems]
+        raise DitLoraError(listed(f"{where}: correct or remove these samples", problems))
+    return scanned.clips
+
+
+def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
+    """Return the classes that a model needs, sorted: `data.classes`, else those of the data."""
+    if data.classes is not None:
+        return sorted(set(data.classes))
+    names = {source.caption for source in data.all_sources if source.caption is not None}
+    others = tuple(source for source in data.all_sources if source.caption is None)
+    # A source with one caption need not be read: it may still have to be generated.
+    if others:
+        rest = data.model_copy(update={"sources": others}) if data.sources else data
+        skips = data.rejects == "skip"
+        clips = scan(rest, cache).clips if skips else read_clips(rest, cache)
+        names |= {clip.caption for clip in clips}
+    return sorted(names)
+
+
+def _read(source: SourceConfig, memo: Path | None) -> Scan:
+    root = Path(source.path).expanduser()
+    is_dataset = is_saved_dataset(root) or name_on_hub(source) is not None
+    if source.media is not None and (is_tar(root) or is_dataset):
+        raise DitLoraError(
+            f"data.media is for lists of files; {source.path} holds its media itself"
+        )
+    if is_tar(root):
+        return read_tar(root, source, memo)
+    if is_dataset:
+        return read_dataset(source)
+    return read_folder(root, source, memo)
+
+
+def read_sources(data: DataConfig, read: Callable[[SourceConfig], Found]) -> list[Found]:
+    """Return the result of `read` for each source; raises one `DitLoraError` for all that it cannot read."""
+    results, faults = [], []
+    for number, source in enumerate(data.all_sources):
+        try:
+            results.append(read(source))
+        except DitLoraError as error:
+            where = f"data.sources[{number}]" if data.sources else "data.path"
+            faults.append(f"{where}: {error}")
+    if faults:
+        several = listed("these sources cannot be read", faults)
+        raise DitLoraError(faults[0] if len(faults) == 1 else several)
+    return results
+
+
+def names_of(sources: Sequence[SourceConfig]) -> list[str]:
+    """Return the beginning of each source's ids: its folder's or file's name, with a number where that is taken."""
+    names: list[str] = []
+    for source in sources:
+        wanted = Path(source.path).expanduser().absolute().name
+        name, number = f"{wanted}/", 2
+        while name in names:
+            name, number = f"{wanted}-{number}/", number + 1
+        names.append(name)
+    return names
+
+
+def times_of(sources: Sequence[SourceConfig], counts: Sequence[int]) -> list[float]:
+    """Return how often the samples of each source come in an epoch.
+
+    `counts` are the numbers of samples. With weights, the samples that come least come once.
+    """
+    shares = [
+        (source.weight or 0.0) / max(1, count)
+        for source, count in zip(sources, counts, strict=True)
+    ]
+    # An empty source has no samples that could come least.
+    least = min((share for share, count in zip(shares, counts, strict=True) if count), default=0.0)
+    if not least:
+        return [float(source.repeats) for source in sources]
+    return [share / least for share in shares]

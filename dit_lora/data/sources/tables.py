@@ -1,0 +1,160 @@
+"""Reader of metadata.jsonl, metadata.csv and metadata.parquet: a folder's table of files and captions."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dit_lora.config.data import SourceConfig
+from dit_lora.data.media.media import MediaFile, below
+from dit_lora.data.sources.clips import Gathered, Scan
+from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json
+
+CAPTION_COLUMNS = ("text", "caption", "prompt", "label")
+# `file_name` is the Hugging Face videofolder layout's.
+FILE_COLUMNS = ("file_name", "video", "path")
+TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+
+Record = dict[str, Any]
+_Read = tuple[list[str], Callable[[list[str]], Iterable[Record]]]
+"""The table's columns, and a function that returns its rows with at least the columns asked for."""
+
+
+def read_table(table: Path, source: SourceConfig) -> Scan:
+    """Read the clips of a table: one row each, files below the table's folder, or below `media`.
+
+    Raises `DitLoraError` if the table itself cannot be read or lacks a column.
+    """
+    gathered = Gathered(source.caption)
+    columns, rows = _READERS[table.suffix](table, gathered)
+    # An empty table has no columns; `read_folder` says that no clip is there.
+    if not columns:
+        return gathered.scan()
+    file_column = _column(table, columns, FILE_COLUMNS, "the clip's file")
+    wanted, caption_column = [file_column], ""
+    if source.caption is None:
+        what = "the caption (caption_column)"
+        caption_column = _column(table, columns, caption_columns(source), what)
+        wanted.append(caption_column)
+    if source.image_column:
+        what = "the first image (image_column)"
+        wanted.append(_column(table, columns, (source.image_column,), what))
+    folder = ListedFiles(table.parent, source, gathered)
+    for number, row in enumerate(rows(wanted), start=1):
+        image = row.get(source.image_column) if source.image_column else None
+        name = row.get(file_column)
+        if name:
+            folder.add(str(name), row.get(caption_column), str(image) if image else None)
+        else:
+            gathered.refuse(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
+    return gathered.scan()
+
+
+def caption_columns(source: SourceConfig) -> tuple[str, ...]:
+    """Return the columns that may hold the caption; the first that the table has does."""
+    return (source.caption_column,) if source.caption_column else CAPTION_COLUMNS
+
+
+class ListedFiles:
+    """Adds files that a list in a folder names, and that lie below that folder or below the source's `media`."""
+
+    def __init__(self, folder: Path, source: SourceConfig, found: Gathered) -> None:
+        self._root = Path(source.media).expanduser() if source.media else folder
+        if not self._root.is_dir():
+            raise DitLoraError(f"no folder of media {self._root}")
+        self._found = found
+
+    def add(self, name: str, caption: object, image: str | None = None) -> None:
+        """Add one sample; its id is its path below the root, or the name as written if that is refused."""
+        path = below(self._root, name)
+        first = below(self._root, image) if image else None
+        if path is None or (image and first is None):
+            self._refuse(name if path is None else path, image if path else name)
+            return
+        media = MediaFile(self._root / path)
+        if not media.exists():
+            self._found.refuse(path, "missing", "no such file")
+        own_image = MediaFile(self._root / first) if first else None
+        if own_image is not None and not own_image.exists():
+            self._found.refuse(path, "missing", f"no such first image: {own_image.name}")
+        self._found.add(path, media, caption, image=own_image)
+
+    def _refuse(self, sample_id: str, name: str | None) -> None:
+        message = f"{name} leads out of {self._root}; set data.media to a folder that it is below"
+        self._found.refuse(sample_id, "unsafe_path", message)
+
+
+def read_text(path: Path) -> str:
+    """Return a UTF-8 file's text without byte order mark; raises `DitLoraError` if it cannot be read."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DitLoraError(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _read_jsonl(path: Path, gathered: Gathered) -> _Read:
+    records: list[Record] = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        fault = "not an object"
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            record, fault = None, f"not JSON: {error}"
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            gathered.refuse(f"{path.name} line {number}", "unreadable", fault)
+    columns = dict.fromkeys(key for record in records for key in record)
+    return list(columns), lambda wanted: records
+
+
+def _read_csv(path: Path, gathered: Gathered) -> _Read:
+    # The file is read as one text with its line ends kept, because a quoted caption may hold some.
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    try:
+        records = list(reader)
+    except csv.Error as error:
+        raise DitLoraError(f"cannot read {path} after line {reader.line_num}: {error}") from error
+    return list(reader.fieldnames or ()), lambda wanted: records
+
+
+def _read_parquet(path: Path, gathered: Gathered) -> _Read:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DitLoraError(
+            f"{path} needs the pyarrow package; pip install 'dit-lora[datasets]'"
+        ) from error
+
+    def rows(wanted: list[str]) -> Iterable[Record]:
+        # Bytes of other columns, such as whole images, are never read.
+        try:
+            return parquet.read_table(path, columns=wanted, partitioning=None).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DitLoraError(f"cannot read {path}: {error}") from error
+
+    try:
+        return parquet.read_schema(path).names, rows
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DitLoraError(f"cannot read {path}: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path, Gathered], _Read]] = {
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _column(path: Path, columns: Sequence[str], wanted: Sequence[str], what: str) -> str:
+    for name in wanted:
+        if name in columns:
+            return name
+    raise DitLoraError(
+        f"{path}: no column for {what}; looked for {', '.join(wanted)} among {', '.join(columns)}"
+    )

@@ -1,0 +1,1 @@
+"""Clips and conversations made up for demos and tests."""

@@ -1,0 +1,83 @@
+"""Captioned clips and images of shapes: real H.264 and PNG files for demos and tests, no download needed."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from dit_lora.data.media.video import write_sample, write_video
+
+COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
+SHAPES = ("disc", "square")
+_BACKGROUND = (24, 24, 30)
+
+
+def write_shapes(
+    out: Path, *, clips: int, frames: int, height: int, width: int, fps: float
+) -> list[Path]:
+    """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction.
+
+    With one frame, writes png files, each with a .txt of the same name, as Sana's trainer reads them.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    paths, lines = [], []
+    for index in range(clips):
+        colour = list(COLOURS)[index % len(COLOURS)]
+        shape = SHAPES[index // len(COLOURS) % len(SHAPES)]
+        rightwards = index % 2 == 0
+        video = render(shape, colour, rightwards, frames, height, width)
+        side = "right" if rightwards else "left"
+        stem = out / f"{index:02d}_{colour}_{shape}"
+        if frames == 1:
+            paths.append(write_sample(stem, video, None))
+            # A single frame shows the place where the movement would start.
+            where = "left" if rightwards else "right"
+            text = f"a {colour} {shape} at the {where} of a dark background"
+            stem.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+            continue
+        path = stem.with_suffix(".mp4")
+        write_video(path, video, fps)
+        paths.append(path)
+        text = f"a {colour} {shape} moves to the {side} over a dark background"
+        lines.append(json.dumps({"file_name": path.name, "text": text}))
+    if lines:
+        (out / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return paths
+
+
+def write_class_folders(
+    out: Path, *, images: int, height: int, width: int, frames: int = 1, fps: float = 8.0
+) -> list[Path]:
+    """Write `images` png files in one folder a class, such as red_disc; a class's images differ in the shape's place.
+
+    With more than one frame, writes mp4 clips in which the shape moves.
+    """
+    classes = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    paths = []
+    for index in range(images):
+        colour, shape = classes[index % len(classes)]
+        number = index // len(classes)
+        steps = frames + (images - 1) // len(classes)
+        video = render(shape, colour, True, steps, height, width)[number : number + frames]
+        folder = out / f"{colour}_{shape}"
+        folder.mkdir(parents=True, exist_ok=True)
+        paths.append(write_sample(folder / f"{number:03d}", video, fps if frames > 1 else None))
+    return paths
+
+
+def render(
+    shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
+) -> torch.Tensor:
+    """Return a clip of a moving shape, uint8 (frames, height, width, 3)."""
+    y = torch.arange(height).view(-1, 1) - height / 2
+    radius = height / 4
+    video = torch.tensor(_BACKGROUND, dtype=torch.uint8).repeat(frames, height, width, 1)
+    for frame in range(frames):
+        progress = frame / max(1, frames - 1)
+        centre = radius + (width - 2 * radius) * (progress if rightwards else 1 - progress)
+        x = torch.arange(width).view(1, -1) - centre
+        inside = (
+            x**2 + y**2 < radius**2 if shape == "disc" else (x.abs() < radius) & (y.abs() < radius)
+        )
+        video[frame, inside] = torch.tensor(COLOURS[colour], dtype=torch.uint8)
+    return video

@@ -1,0 +1,1 @@
+"""Versions and known-bad combinations, the launch, and what is fetched or loaded from outside."""

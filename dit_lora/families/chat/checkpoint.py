@@ -1,0 +1,233 @@
+"""Any video chat model of Transformers whose processor is known here: frames, placeholders and answers as it has them.
+
+LLaVA-NeXT-Video (arXiv 2407.07895's models), Qwen2.5-VL, Qwen3-VL, SmolVLM2 and InternVL3 in their Transformers
+form. Pictures are prepared on the device, without torchvision.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoTokenizer
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.data.chat.control import control_pattern, refuse_control
+from dit_lora.data.chat.conversation import Conversation, Kind
+from dit_lora.data.chat.rendered import Piece, Rendered
+from dit_lora.data.chat.template import MediaText, render_template
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import local_checkpoint
+from dit_lora.families.chat.layouts import (
+    InternVLLayout,
+    Layout,
+    LlavaNextVideoLayout,
+    SmolVLMLayout,
+)
+from dit_lora.families.chat.qwen import QwenLayout
+from dit_lora.families.chat_base import ChatCheckpoint, Viewing, greedy_answer
+from dit_lora.families.chat_options import refuse_options_of_diffusion
+from dit_lora.parsing import parse_json, read_json
+
+_FRAMES = 8  # where no recipe says how many
+LAYOUTS: Mapping[str, Callable[[Any, Path, Any], Layout]] = {
+    "llava_next_video": LlavaNextVideoLayout.of,
+    "qwen2_5_vl": QwenLayout.of,
+    "qwen3_vl": QwenLayout.of,
+    "smolvlm": SmolVLMLayout.of,
+    "internvl": InternVLLayout.of,
+}
+"""Layouts by the `model_type` of a checkpoint's config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRendered(Rendered):
+    """A conversation with the seconds of its frames, which some models count positions by."""
+
+    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template and the tokenizer that fills it in."""
+
+    tokenizer: Any
+    text: str
+
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any:
+        return self.tokenizer.apply_chat_template(
+            conversation,
+            chat_template=self.text,
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoTextCheckpoint(ChatCheckpoint):
+    """One opened checkpoint of a Transformers video chat model."""
+
+    layout: Layout
+
+    @property
+    def model_class(self) -> Any:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        refuse_options_of_diffusion(recipe)
+        return self.viewing(Viewing.of(recipe))
+
+    def viewing(self, how: Viewing) -> Self:
+        wrong = self.layout.wrong(how.height, how.width)
+        if wrong:
+            raise DitLoraError(
+                f"data.height x data.width is {how.height}x{how.width}; for {self.config.model_type} give {wrong}"
+            )
+        if how.tiles is not None:
+            raise DitLoraError(
+                f"chat.tiles: {self.config.model_type} has tiles of its own; remove it"
+            )
+        if how.timestamps is False and self.layout.timed:
+            raise DitLoraError(
+                f"chat.timestamps: false: {self.config.model_type} is always told when its frames are; remove it"
+            )
+        return replace(self, how=how)
+
+    def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
+        if kind == "text":
+            return None
+        frames = self.how.frames if kind == "video" else 1
+        return self.layout.shape(frames, height, width, (self.how.height, self.how.width))
+
+    def render(
+        self,
+        conversation: Conversation,
+        shape: VideoShape | None,
+        seconds: Sequence[float] = (),
+        *,
+        answered: bool = True,
+        prefix: str = "",
+    ) -> Rendered:
+        if answered:
+            refuse_control(conversation, control_pattern(self.tokenizer))
+        media, video = None, shape is not None and shape.frames > 1
+        if shape is None:
+            conversation = replace(conversation, kind="text")
+        else:
+            if video and self.layout.timed and len(seconds) != shape.frames:
+                raise DitLoraError(
+                    f"{conversation.id}: {self.config.model_type} is told when its frames are; got "
+                    f"{len(seconds)} times for {shape.frames} frames"
+                )
+            # A video of one frame is an image.
+            conversation = replace(conversation, kind="video" if video else "image")
+            media = MediaText(
+                self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds)
+            )
+        template = ChatTemplate(self.tokenizer, self._template(video=video))
+        if prefix and not answered:
+            # As the beginning of an answer, so that its white space is the template's.
+            begun = replace(conversation.turns[-1], answer=prefix)
+            conversation = replace(conversation, turns=(*conversation.turns[:-1], begun))
+        rendered = render_template(
+            template, self.tokenizer, conversation, media, answered=answered or bool(prefix)
+        )
+        pieces = rendered.pieces
+        if prefix and not answered:
+            # The last token ends the answer.
+            pieces = (*pieces[:-1], Piece(pieces[-1].ids[:-1], "fixed"))
+        return TimedRendered(pieces, seconds=tuple(seconds) if video else ())
+
+    def load_model(self, dtype: torch.dtype) -> nn.Module:
+        model: Any = super().load_model(dtype)
+        if self.config.model_type == "smolvlm":
+            _name_dtype(model.model)
+        return model
+
+    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the model's arguments of a batch; Qwen2.5-VL's videos also need the `seconds` of their frames, (B, F)."""
+        input_ids, pixels = batch["input_ids"], batch.get("pixels")
+        if pixels is None:
+            return {"input_ids": input_ids}
+        made = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
+        return {"input_ids": input_ids, **made}
+
+    def answer(
+        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
+    ) -> str:
+        batch = {"input_ids": torch.tensor([rendered.ids])}
+        if pixels is not None:
+            batch["pixels"] = pixels[None]
+        if isinstance(rendered, TimedRendered) and rendered.seconds:
+            batch["seconds"] = torch.tensor([rendered.seconds])
+        device = next(model.parameters()).device
+        given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
+        return greedy_answer(model, self.tokenizer, given, max_tokens)
+
+    def _template(self, *, video: bool) -> str:
+        """Return the chat template that the processor would find: of SmolVLM's videos one of its own, else the processor's, else the tokenizer's."""
+        if video and self.config.model_type == "smolvlm":
+            from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+            return DEFAULT_CHAT_TEMPLATE
+        older = self.path / "chat_template.json"
+        if older.is_file() and not (self.path / "chat_template.jinja").is_file():
+            return read_json(older)["chat_template"]
+        template = self.tokenizer.chat_template
+        if not isinstance(template, str):
+            raise DitLoraError(
+                f"{self.path} has no chat template: fetch its chat_template.jinja or .json"
+            )
+        return template
+
+
+def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
+    """Read config and tokenizer; refuse a model that has no layout here."""
+    path = local_checkpoint(model)
+    found = _model_type(path)
+    if found not in LAYOUTS:
+        raise DitLoraError(
+            f"model.path: {model.path} holds a {found} model; the family chat trains {', '.join(LAYOUTS)}"
+        )
+    config = load_pretrained(AutoConfig, path)
+    tokenizer = load_pretrained(AutoTokenizer, path)
+    layout = LAYOUTS[found](config, path, tokenizer)
+    return VideoTextCheckpoint(
+        path=path,
+        config=config,
+        tokenizer=tokenizer,
+        how=Viewing(_FRAMES, layout.native, layout.native),
+        fit=layout.fit,
+        layout=layout,
+    )
+
+
+def _model_type(path: Path) -> str:
+    """The `model_type` of its config.json."""
+    file = path / "config.json"
+    try:
+        found = parse_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DitLoraError(
+            f"{path} is not a Transformers checkpoint: it has no config.json"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DitLoraError(f"cannot read {file}: {error}") from error
+    return str(found.get("model_type", "nameless"))
+
+
+def _name_dtype(model: nn.Module) -> None:
+    """Let the model say the dtype of its token embeddings, not of its first weight: a vision encoder in training is fp32.
+
+    SmolVLM casts image features to its dtype and puts them among those embeddings (transformers,
+    models/smolvlm/modeling_smolvlm.py).
+    """
+    own = type(model)
+    said = property(lambda self: self.get_input_embeddings().weight.dtype)
+    model.__class__ = type(own.__name__, (own,), {"dtype": said, "__module__": own.__module__})

@@ -1,0 +1,392 @@
+"""Tells model types apart: the size of pictures, the text that stands for them, the tensors made of them.
+
+Facts of each model's processor in Transformers, whose video processors need torchvision; these need torch alone. A
+video of one frame is an image.
+
+Shapes: B batch, L tokens, F frames, V views of one picture, H and W pixels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from transformers.image_processing_utils import select_best_resolution
+
+from dit_lora.config.data import VideoShape
+from dit_lora.errors import DitLoraError
+from dit_lora.families.chat.views import (
+    Normalisation,
+    processor_config,
+    resized,
+    tiled_with_whole,
+    tiles,
+)
+from dit_lora.families.chat_base import Fit
+
+Tensors = dict[str, torch.Tensor]
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5)
+
+
+class Layout(Protocol):
+    """The way one model type sees pictures."""
+
+    fit: ClassVar[Fit]
+    timed: ClassVar[bool]
+    """True if the model is told at which seconds frames are, in words or by positions."""
+
+    @property
+    def native(self) -> int:
+        """Pixels a side that a recipe usually gives as data.height and data.width."""
+
+    def wrong(self, height: int, width: int) -> str | None:
+        """Return what data.height and data.width have to be, if these are not."""
+
+    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
+        """Pixels of pictures stored as height x width; `budget` is data.height and data.width."""
+
+    def placeholder(self, frames: int) -> str:
+        """Return what the chat template puts where the picture or video is, and `expansion` replaces."""
+
+    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+        """The text, tokens of the model's features included, of a picture or video of that shape."""
+
+    def inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
+        """The model's arguments beside `input_ids` (B, L): of uint8 (B, F, 3, H, W), and seconds (B, F)."""
+
+
+@dataclass(frozen=True)
+class LlavaNextVideoLayout:
+    """LLaVA-NeXT-Video: frames of 336x336, pooled by 2x2; images by tiles at the size that fits best (anyres).
+
+    An image takes three to six views whatever the budget, as its model knows no fewer: 1176 tokens and more.
+    Source: transformers/models/llava_next_video/processing_llava_next_video.py,
+    llava_next/image_processing_pil_llava_next.py.
+    """
+
+    side: int
+    patch: int
+    pool: int
+    pinpoints: tuple[tuple[int, int], ...]
+    """Sizes, height and width, that images are tiled at."""
+    image_token: str
+    video_token: str
+    image: Normalisation
+    video: Normalisation
+    fit: ClassVar[Fit] = "cover"
+    timed: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, config: Any, path: Path, tokenizer: Any) -> "LlavaNextVideoLayout":
+        vision = config.vision_config
+        return cls(
+            side=vision.image_size,
+            patch=vision.patch_size,
+            pool=config.spatial_pool_stride,
+            pinpoints=tuple((height, width) for height, width in config.image_grid_pinpoints),
+            image_token=token_text(tokenizer, config.image_token_id),
+            video_token=token_text(tokenizer, config.video_token_id),
+            image=Normalisation.of(processor_config(path, "image"), CLIP_MEAN, CLIP_STD),
+            video=Normalisation.of(processor_config(path, "video"), CLIP_MEAN, CLIP_STD),
+        )
+
+    @property
+    def native(self) -> int:
+        return self.side
+
+    def wrong(self, height: int, width: int) -> str | None:
+        if (height, width) != (self.side, self.side):
+            return f"{self.side}x{self.side}, the one size of frames that it takes"
+        return None
+
+    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
+        if frames > 1:
+            return VideoShape(frames, self.side, self.side)
+        return VideoShape(1, *self._inside(height, width))
+
+    def placeholder(self, frames: int) -> str:
+        return self.video_token if frames > 1 else self.image_token
+
+    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+        grid = self.side // self.patch
+        if shape.frames > 1:
+            return self.video_token * (shape.frames * (grid // self.pool) ** 2)
+        height, width = self._canvas(shape.height, shape.width)
+        rows, columns = height // self.side * grid, width // self.side * grid
+        # What padding brought is taken out again, and each row ends with a feature of its own: unpad_image.
+        if shape.width / shape.height > columns / rows:
+            new = int(round(shape.height * (columns / shape.width), 7))
+            rows -= (rows - new) // 2 * 2
+        else:
+            new = int(round(shape.width * (rows / shape.height), 7))
+            columns -= (columns - new) // 2 * 2
+        return self.image_token * (grid**2 + rows * columns + rows)
+
+    def inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
+        if pixels.shape[1] > 1:
+            return {"pixel_values_videos": self.video(pixels)}
+        picture = pixels[:, 0]
+        size = (picture.shape[-2], picture.shape[-1])
+        canvas, inside = self._canvas(*size), self._inside(*size)
+        top, left = (canvas[0] - inside[0]) // 2, (canvas[1] - inside[1]) // 2
+        padded = picture.new_zeros(len(picture), 3, *canvas)
+        padded[..., top : top + inside[0], left : left + inside[1]] = resized(picture, *inside)
+        views = [
+            resized(picture, self.side, self.side)[:, None],
+            tiles(padded, self.side, self.side),
+        ]
+        return {
+            "pixel_values": self.image(torch.cat(views, dim=1)),
+            "image_sizes": torch.tensor([size] * len(picture), device=pixels.device),
+        }
+
+    def _canvas(self, height: int, width: int) -> tuple[int, int]:
+        return select_best_resolution((height, width), list(self.pinpoints))
+
+    def _inside(self, height: int, width: int) -> tuple[int, int]:
+        """The largest size of the picture's shape that its canvas holds: get_patch_output_size."""
+        canvas = self._canvas(height, width)
+        by_height, by_width = canvas[0] / height, canvas[1] / width
+        if by_width < by_height:
+            return min(math.ceil(height * by_width), canvas[0]), canvas[1]
+        return canvas[0], min(math.ceil(width * by_height), canvas[1])
+
+
+@dataclass(frozen=True)
+class SmolVLMLayout:
+    """SmolVLM2: square frames, each with its time; images in square tiles and as a whole.
+
+    Images are scaled so that their longer side is what data.height and data.width have room for, at most the
+    checkpoint's own. Their whole is scaled down bicubic, as Transformers does on a GPU, where Pillow has Lanczos.
+    Source: transformers/models/smolvlm/processing_smolvlm.py, image_processing_pil_smolvlm.py.
+    """
+
+    side: int
+    longest: int
+    """Pixels of an image's longer side, at most."""
+    features: int
+    """Tokens of one tile."""
+    image_token: str
+    image: Normalisation
+    video: Normalisation
+    fit: ClassVar[Fit] = "stretch"
+    timed: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, config: Any, path: Path, tokenizer: Any) -> "SmolVLMLayout":
+        image = processor_config(path, "image")
+        vision = config.vision_config
+        side = image.get("max_image_size", {}).get("longest_edge", vision.image_size)
+        splits = image.get("do_image_splitting", True)
+        return cls(
+            side=side,
+            longest=image.get("size", {}).get("longest_edge", 4 * side) if splits else side,
+            features=int((side // vision.patch_size) ** 2 / config.scale_factor**2),
+            image_token=token_text(tokenizer, config.image_token_id),
+            image=Normalisation.of(image, HALF, HALF),
+            video=Normalisation.of(processor_config(path, "video"), HALF, HALF),
+        )
+
+    @property
+    def native(self) -> int:
+        return self.side
+
+    def wrong(self, height: int, width: int) -> str | None:
+        return _wrong_tiles(height, width, self.side)
+
+    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
+        if frames > 1:
+            return VideoShape(frames, self.side, self.side)
+        longest = min(self.longest, max(budget) // self.side * self.side)
+        if longest <= self.side:
+            return VideoShape(1, self.side, self.side)
+        # As _resize_output_size_rescale_to_max_len and resize_for_vision_encoder one after the other.
+        if width >= height:
+            size = (_even(int(longest / (width / height))), longest)
+        else:
+            size = (longest, _even(int(longest * (width / height))))
+        rows, columns = (max(1, math.ceil(value / self.side)) for value in size)
+        return VideoShape(1, rows * self.side, columns * self.side)
+
+    def placeholder(self, frames: int) -> str:
+        return "<video>" if frames > 1 else self.image_token
+
+    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+        around, picture = "<fake_token_around_image>", self.image_token * self.features
+        whole = f"{around}<global-img>{picture}{around}"
+        if shape.frames > 1:
+            frames = [f"\nFrame from {_minutes(second)}:{whole}" for second in seconds]
+            return (
+                f"You are provided the following series of {in_words(shape.frames)} frames from a "
+                f"{_hours(seconds[-1])} [H:MM:SS] video.\n{''.join(frames)}\n\n"
+            )
+        rows, columns = shape.height // self.side, shape.width // self.side
+        if rows * columns == 1:
+            return whole
+        lines = [
+            "".join(
+                f"{around}<row_{row}_col_{column}>{picture}" for column in range(1, columns + 1)
+            )
+            for row in range(1, rows + 1)
+        ]
+        return "\n".join(lines) + f"\n\n{whole}"
+
+    def inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
+        if pixels.shape[1] > 1:
+            return {"pixel_values": self.video(pixels)}
+        return {"pixel_values": self.image(tiled_with_whole(pixels[:, 0], self.side))}
+
+
+@dataclass(frozen=True)
+class InternVLLayout:
+    """InternVL3: frames of 448x448; images in as many such tiles as data.height x data.width holds, and as a whole.
+
+    Source: transformers/models/internvl/processing_internvl.py, got_ocr2/image_processing_pil_got_ocr2.py.
+    """
+
+    side: int
+    features: int
+    """Tokens of one tile."""
+    most_tiles: int
+    fewest_tiles: int
+    image_token: str
+    start: str
+    end: str
+    image: Normalisation
+    video: Normalisation
+    fit: ClassVar[Fit] = "stretch"
+    timed: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, config: Any, path: Path, tokenizer: Any) -> "InternVLLayout":
+        image = processor_config(path, "image")
+        (side, _), (patch, _) = config.vision_config.image_size, config.vision_config.patch_size
+        return cls(
+            side=side,
+            features=int((side // patch) ** 2 * config.downsample_ratio**2),
+            most_tiles=image.get("max_patches", 12),
+            fewest_tiles=image.get("min_patches", 1),
+            image_token=token_text(tokenizer, config.image_token_id),
+            start="<img>",
+            end="</img>",
+            image=Normalisation.of(image, IMAGENET_MEAN, IMAGENET_STD),
+            video=Normalisation.of(processor_config(path, "video"), IMAGENET_MEAN, IMAGENET_STD),
+        )
+
+    @property
+    def native(self) -> int:
+        return self.side
+
+    def wrong(self, height: int, width: int) -> str | None:
+        return _wrong_tiles(height, width, self.side)
+
+    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
+        if frames > 1:
+            return VideoShape(frames, self.side, self.side)
+        room = max(budget[0] * budget[1] // self.side**2, self.fewest_tiles)
+        rows, columns = self._grid(height, width, min(room, self.most_tiles))
+        return VideoShape(1, rows * self.side, columns * self.side)
+
+    def placeholder(self, frames: int) -> str:
+        return "<video>" if frames > 1 else self.image_token
+
+    def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+        picture = self.image_token * self.features
+        if shape.frames > 1:
+            frames = range(1, shape.frames + 1)
+            return "\n".join(f"Frame{frame}: {self.start}{picture}{self.end}" for frame in frames)
+        count = shape.height * shape.width // self.side**2
+        return f"{self.start}{picture * (count if count == 1 else count + 1)}{self.end}"
+
+    def inputs(
+        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
+    ) -> Tensors:
+        if pixels.shape[1] > 1:
+            return {"pixel_values": self.video(pixels).flatten(0, 1)}
+        return {"pixel_values": self.image(tiled_with_whole(pixels[:, 0], self.side)).flatten(0, 1)}
+
+    def _grid(self, height: int, width: int, most: int) -> tuple[int, int]:
+        """Rows and columns whose shape is nearest; of equal ones the largest that the picture half fills."""
+        best, nearest = (1, 1), math.inf
+        grids = [(rows, cols) for cols in range(1, most + 1) for rows in range(1, most // cols + 1)]
+        for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+            if rows * columns < self.fewest_tiles:
+                continue
+            apart = abs(width / height - columns / rows)
+            fills = height * width > 0.5 * self.side**2 * rows * columns
+            if apart < nearest or (apart == nearest and fills):
+                best, nearest = (rows, columns), apart
+        return best
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """The text of a token that the model's config names; raises if the tokenizer has another there."""
+    text = tokenizer.convert_ids_to_tokens(token_id) if token_id < len(tokenizer) else None
+    if not isinstance(text, str) or tokenizer.encode(text, add_special_tokens=False) != [token_id]:
+        raise DitLoraError(
+            f"the tokenizer has no token {token_id}, which config.json says stands for pictures; got "
+            f"{text!r}: fetch tokenizer and config of one revision"
+        )
+    return text
+
+
+def in_words(number: int) -> str:
+    """A number from 0 to 999 in English, as num2words writes it, which SmolVLM's processor calls."""
+    small = [
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
+    ]
+    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    if number >= 100:
+        rest = f" and {in_words(number % 100)}" if number % 100 else ""
+        return f"{small[number // 100]} hundred{rest}"
+    if number >= 20:
+        unit = f"-{small[number % 10]}" if number % 10 else ""
+        return f"{tens[number // 10 - 2]}{unit}"
+    return small[number]
+
+
+def _wrong_tiles(height: int, width: int, side: int) -> str | None:
+    if height % side or width % side:
+        return f"multiples of {side}: frames have {side}x{side}, images that many tiles"
+    return None
+
+
+def _even(side: int) -> int:
+    return side + side % 2
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
+
+
+def _hours(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"

@@ -1,0 +1,399 @@
+"""Tiny video chat checkpoints of Transformers' own model types with random weights; see `tiny` for what they promise.
+
+Frames are 56 pixels a side and four features each (Qwen: any size; SmolVLM2: 32 pixels). Text is bytes.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoModelForImageTextToText,
+    InternVLConfig,
+    LlavaNextVideoConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Tokenizer,
+    Qwen3VLConfig,
+    SmolVLMConfig,
+)
+
+from dit_lora.environment.pretrained import built_from
+from dit_lora.families.chat.layouts import (
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+)
+
+_CONTEXT = 2048
+_PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+_TEXT: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": _CONTEXT,
+    "initializer_range": 0.2,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.2,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "initializer_range": 0.2,
+}
+_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
+
+
+class Variant(NamedTuple):
+    """The parts that one checkpoint is made of."""
+
+    special: tuple[str, ...]
+    """Tokens of their own; the first is padding."""
+    end: str
+    """The token that ends an answer."""
+    named: dict[str, str]
+    """Tokens that the stock processor asks the tokenizer for by name."""
+    template: str
+    config: Callable[[Callable[[str], int], dict[str, Any]], PreTrainedConfig]
+    files: dict[str, dict[str, Any]]
+    """The settings that pictures are prepared with, as the published checkpoints' files say it."""
+
+
+def build_tiny_chat(variant: str, out: Path, seed: int) -> None:
+    """Write `out`: config, weights, tokenizer, chat template and the processors' configs."""
+    made = VARIANTS[variant]
+    tokenizer = _tokenizer(made)
+    of: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
+    ends = {"bos_token_id": None, "eos_token_id": of(made.end), "pad_token_id": of(made.special[0])}
+    config = made.config(of, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = built_from(AutoModelForImageTextToText, config).eval()
+        # A trained model's biases are not zeros, nor its norms' weights ones.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += 0.1 * torch.randn(parameter.shape)
+    model.generation_config.update(**ends)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for name, values in made.files.items():
+        (out / name).write_text(
+            json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
+
+
+def _tokenizer(made: Variant) -> Qwen2Tokenizer:
+    """Every byte, and the special tokens; nothing is trained."""
+    vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
+    none: Any = None  # an unknown token would be one more
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=[],
+        unk_token=none,
+        pad_token=made.special[0],
+        eos_token=made.end,
+        extra_special_tokens=made.named,
+        model_max_length=_CONTEXT,
+    )
+    tokens = [AddedToken(token, special=True, normalized=False) for token in made.special]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    tokenizer.chat_template = made.template
+    return tokenizer
+
+
+def _llava(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+    return LlavaNextVideoConfig(
+        text_config={**text, "model_type": "mistral", "sliding_window": None},
+        vision_config={
+            **_VISION,
+            "model_type": "clip_vision_model",
+            "image_size": 56,
+            "patch_size": 14,
+        },
+        image_grid_pinpoints=_PINPOINTS,
+        image_token_index=of("<image>"),
+        video_token_index=of("<video>"),
+        image_seq_length=16,
+        video_seq_length=4,
+    )
+
+
+def _qwen2_5(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+    return Qwen2_5_VLConfig(
+        text_config={
+            **text,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 2, 2],
+            },
+        },
+        vision_config={
+            **_QWEN_VISION,
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
+        **_vision_ids(of),
+    )
+
+
+def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+    return Qwen3VLConfig(
+        text_config={
+            **text,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            **_QWEN_VISION,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [1],
+        },
+        **_vision_ids(of),
+    )
+
+
+def _smolvlm(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+    pad: dict[str, Any] = {"pad_token_id": text["pad_token_id"]}
+    return SmolVLMConfig(
+        text_config={**text, "model_type": "llama"},
+        vision_config={**_VISION, "image_size": 32, "patch_size": 8},
+        scale_factor=2,
+        image_token_id=of("<image>"),
+        **pad,
+    )
+
+
+def _internvl(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+    return InternVLConfig(
+        text_config={**text, "model_type": "qwen2"},
+        vision_config={
+            **_VISION,
+            "image_size": [56, 56],
+            "patch_size": [14, 14],
+            "use_qk_norm": True,
+        },
+        image_token_id=of("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+
+
+def _vision_ids(of: Callable[[str], int]) -> dict[str, Any]:
+    return {
+        "vision_start_token_id": of("<|vision_start|>"),
+        "vision_end_token_id": of("<|vision_end|>"),
+        "image_token_id": of("<|image_pad|>"),
+        "video_token_id": of("<|video_pad|>"),
+    }
+
+
+def _chatml(image: str, video: str, system: str = "") -> str:
+    """Qwen's and InternVL's format; a picture's text comes where the picture is in the message."""
+    first = f"<|im_start|>system\n{system}<|im_end|>\n"
+    default = (
+        "{% if messages[0]['role'] != 'system' %}"
+        + json.dumps(first).join(("{{ ", " }}"))
+        + "{% endif %}"
+    )
+    return (
+        (default if system else "")
+        + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for part in message['content'] %}"
+        "{% if part['type'] == 'image' %}{{ " + json.dumps(image) + " }}"
+        "{% elif part['type'] == 'video' %}{{ " + json.dumps(video) + " }}"
+        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+# LLaVA's for Mistral: `[INST] <video>\nquestion [/INST] answer</s>`.
+_INST = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'][0]['text'] + '</s>' }}{% elif message['role'] != 'user' %}"
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% else %}{{ '[INST] ' }}"
+    "{% for kind in ('image', 'video') %}{% for part in message['content'] %}"
+    "{% if part['type'] == kind %}{{ '<' + kind + '>\\n' }}{% endif %}{% endfor %}{% endfor %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
+)
+_UTTERANCES = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{{ ':' if message['content'][0]['type'] == 'image' else ': ' }}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}{{ '<' + part['type'] + '>' }}{% endif %}{% endfor %}"
+    "{{ '<end_of_utterance>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+_PAD_TOKEN_NAMES = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+
+
+def _files(
+    processor: str,
+    image: tuple[str, dict[str, Any]],
+    video: tuple[str, dict[str, Any]],
+    numbers: tuple[Sequence[float], Sequence[float]],
+    **values: Any,
+) -> dict[str, dict[str, Any]]:
+    mean_std = {"image_mean": list(numbers[0]), "image_std": list(numbers[1])}
+    return {
+        "preprocessor_config.json": {**mean_std, **image[1], "image_processor_type": image[0]},
+        "video_preprocessor_config.json": {
+            **mean_std,
+            **video[1],
+            "do_sample_frames": False,
+            "video_processor_type": video[0],
+        },
+        "processor_config.json": {**values, "processor_class": processor},
+    }
+
+
+_SQUARE = {"height": 56, "width": 56}
+_SHORTEST = {"size": {"shortest_edge": 56}, "crop_size": _SQUARE}
+_QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 112 * 112, "patch_size": 14}
+_PADS = (
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    "<|vision_start|><|video_pad|><|vision_end|>",
+)
+_TILE, _SAMPLING = {"longest_edge": 32}, {"fps": 1, "max_frames": 64}
+_SMOL = {"max_image_size": _TILE}
+VARIANTS: dict[str, Variant] = {
+    "llava-next-video": Variant(
+        ("<unk>", "<s>", "</s>", "<video>", "<image>"),
+        "</s>",
+        {},
+        _INST,
+        _llava,
+        _files(
+            "LlavaNextVideoProcessor",
+            (
+                "LlavaNextImageProcessor",
+                {
+                    **_SHORTEST,
+                    "image_grid_pinpoints": [
+                        [56, 112],
+                        [112, 56],
+                        [112, 112],
+                        [168, 56],
+                        [56, 168],
+                    ],
+                },
+            ),
+            ("LlavaNextVideoVideoProcessor", _SHORTEST),
+            (CLIP_MEAN, CLIP_STD),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ),
+    ),
+    "qwen2.5-vl": Variant(
+        (*_CHATML, *_VISION_TOKENS),
+        "<|im_end|>",
+        _PAD_TOKEN_NAMES,
+        _chatml(*_PADS, "You are a helpful assistant."),
+        _qwen2_5,
+        _files(
+            "Qwen2_5_VLProcessor",
+            ("Qwen2VLImageProcessor", _QWEN_PIXELS),
+            ("Qwen2VLVideoProcessor", _QWEN_PIXELS),
+            (CLIP_MEAN, CLIP_STD),
+        ),
+    ),
+    "qwen3-vl": Variant(
+        (*_CHATML, *_VISION_TOKENS),
+        "<|im_end|>",
+        _PAD_TOKEN_NAMES,
+        _chatml(*_PADS),
+        _qwen3,
+        _files(
+            "Qwen3VLProcessor",
+            (
+                "Qwen2VLImageProcessor",
+                {"size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}, "patch_size": 16},
+            ),
+            (
+                "Qwen3VLVideoProcessor",
+                {
+                    "size": {"shortest_edge": 32 * 32, "longest_edge": 8 * 128 * 128},
+                    "patch_size": 16,
+                },
+            ),
+            (HALF, HALF),
+        ),
+    ),
+    "smolvlm2": Variant(
+        (
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<end_of_utterance>",
+            "<fake_token_around_image>",
+            "<image>",
+            "<global-img>",
+            *_TILE_TOKENS,
+        ),
+        "<end_of_utterance>",
+        {},
+        _UTTERANCES,
+        _smolvlm,
+        _files(
+            "SmolVLMProcessor",
+            ("SmolVLMImageProcessor", {**_SMOL, "size": {"longest_edge": 128}}),
+            (
+                "SmolVLMVideoProcessor",
+                {**_SMOL, "size": _TILE, "video_sampling": {**_SAMPLING, "video_size": _TILE}},
+            ),
+            (HALF, HALF),
+            image_seq_len=4,
+        ),
+    ),
+    "internvl": Variant(
+        (*_CHATML, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        "<|im_end|>",
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        _chatml("<IMG_CONTEXT>\n", "<video>\n"),
+        _internvl,
+        _files(
+            "InternVLProcessor",
+            (
+                "GotOcr2ImageProcessor",
+                {"size": _SQUARE, "max_patches": 6, "crop_to_patches": False},
+            ),
+            ("InternVLVideoProcessor", {"size": _SQUARE}),
+            (IMAGENET_MEAN, IMAGENET_STD),
+            image_seq_length=4,
+        ),
+    ),
+}
+"""One of each model type that the family `chat` trains."""

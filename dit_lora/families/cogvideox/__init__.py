@@ -1,0 +1,87 @@
+"""CogVideoX: text-to-video and image-to-video, versions 1.0 and 1.5, whichever the checkpoint's configs say."""
+
+from typing import TYPE_CHECKING
+
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dit_lora.config.recipe import ModelConfig
+    from dit_lora.families.base import Checkpoint
+
+_LICENSE = License(
+    "other", "cogvideox-license", "https://huggingface.co/THUDM/CogVideoX-5b/blob/main/LICENSE"
+)
+_VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
+
+
+def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
+    from dit_lora.families.cogvideox.checkpoint import open_checkpoint
+
+    return open_checkpoint(family, model)
+
+
+def _build_tiny(variant: str, out: "Path", seed: int) -> None:
+    from dit_lora.families.cogvideox.tiny import build_cogvideox
+
+    build_cogvideox(variant, out, seed)
+
+
+FAMILY = DiffusionFamily(
+    name="cogvideox",
+    # The default targets are what CogVideo's and Diffusers' own trainers adapt (finetune/schemas/args.py).
+    group_patterns={
+        "connector": (
+            "patch_embed.*",
+            "time_embedding.*",
+            "ofs_embedding.*",
+            "norm_final.*",
+            "norm_out.*",
+            "proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*",),
+    },
+    pipeline_names=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"),
+    default_recipe="cogvideox/2b_t2v",
+    licenses={
+        "THUDM/CogVideoX-2b": License("apache-2.0"),
+        "zai-org/CogVideoX-2b": License("apache-2.0"),
+        "THUDM/CogVideoX*": _LICENSE,
+        "zai-org/CogVideoX*": _LICENSE,
+    },
+    # Comfy-Org/ComfyUI, comfy/ldm/cogvideo/model.py.
+    comfyui={
+        "transformer_blocks.*.norm1.linear": "blocks.*.norm1.linear",
+        "transformer_blocks.*.norm2.linear": "blocks.*.norm2.linear",
+        "transformer_blocks.*.attn1.to_q": "blocks.*.q",
+        "transformer_blocks.*.attn1.to_k": "blocks.*.k",
+        "transformer_blocks.*.attn1.to_v": "blocks.*.v",
+        "transformer_blocks.*.attn1.to_out.0": "blocks.*.attn_out",
+        "transformer_blocks.*.ff.net.0.proj": "blocks.*.ff_proj",
+        "transformer_blocks.*.ff.net.2": "blocks.*.ff_out",
+        "patch_embed.proj": "patch_embed.proj",
+        "patch_embed.text_proj": "patch_embed.text_proj",
+        "time_embedding.linear_1": "time_embedding_linear_1",
+        "time_embedding.linear_2": "time_embedding_linear_2",
+        "ofs_embedding.linear_1": "ofs_embedding_linear_1",
+        "ofs_embedding.linear_2": "ofs_embedding_linear_2",
+        "norm_out.linear": "norm_out.linear",
+        "proj_out": "proj_out",
+    },
+    kohya=True,
+    sites=(
+        Site(family="cogvideox", variant="cogvideox-2b", data=_VIDEO, has_buffers=True),
+        Site(family="cogvideox", variant="cogvideox-5b", data=_VIDEO),
+        Site(
+            family="cogvideox",
+            variant="cogvideox-5b-i2v",
+            data={**_VIDEO, "height": 64, "width": 96},
+            has_buffers=True,
+        ),
+        Site(family="cogvideox", variant="cogvideox-1.5", data=_VIDEO),
+        Site(family="cogvideox", variant="cogvideox-1.5-i2v", data=_VIDEO),
+    ),
+    stored=_stored,
+    build_tiny=_build_tiny,
+)

@@ -1,0 +1,244 @@
+"""CogVideoX text-to-video: 2B (sincos positions), 5B (RoPE) and 1.5 (patches over time too).
+
+Positions, prompts and denoising are the stock pipeline's own code, called here, so that training and
+inference cannot drift apart (diffusers/pipelines/cogvideo/pipeline_cogvideox.py).
+
+Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.families.base import (
+    Checkpoint,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+    text_limit,
+)
+from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.objectives import LossOutput, VPrediction, mean_squared_error
+from dit_lora.numerics.streams import Streams, integers, moved, normal
+
+
+@dataclass(frozen=True, kw_only=True)
+class CogVideoXCheckpoint(Checkpoint):
+    """One CogVideoX text-to-video checkpoint."""
+
+    objective: VPrediction
+    pipeline_class: ClassVar[Any] = CogVideoXPipeline
+    transformer_class: ClassVar[Any] = CogVideoXTransformer3DModel
+    transform = "cogvideox-1: pixels / 127.5 - 1, posterior mean and logvar"
+
+    @property
+    def spatial_factor(self) -> int:
+        """Pixels per latent, as the pipeline counts them."""
+        return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
+
+    @property
+    def temporal_factor(self) -> int:
+        return int(self.vae_config["temporal_compression_ratio"])
+
+    @property
+    def text_tokens(self) -> int:
+        return self.transformer_config["max_text_seq_length"]
+
+    @property
+    def side_step(self) -> int:
+        return self.spatial_factor * self.transformer_config["patch_size"]
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path, self.text_tokens)
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
+
+        Not 4n + 1: the VAE decodes latent frames two at a time and only an odd one out as the first, so the 4
+        latents of 13 frames come back as 16 (autoencoder_kl_cogvideox.py, `_decode`).
+        """
+        return [
+            *wrong_sides(shape, self.side_step),
+            *wrong_frames(shape.frames, 2 * self.temporal_factor),
+            *self._beyond_positions(shape),
+        ]
+
+    def _beyond_positions(self, shape: VideoShape) -> list[str]:
+        """Say what the transformer has no positions for."""
+        config, factor = self.transformer_config, self.spatial_factor
+        given = {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        sizes = {name: config[f"sample_{name}"] * factor for name in ("height", "width")}
+        if config["use_learned_positional_embeddings"]:
+            # Of another length, Diffusers computes sincos positions anew and leaves the learned ones out.
+            learned = {"frames": config["sample_frames"], **sizes}
+            return [
+                f"data.{name} must be {value}, which its learned positions are for; got {given[name]}"
+                for name, value in learned.items()
+                if given[name] != value
+            ]
+        if config["patch_size_t"] is None:
+            return []
+        return [
+            f"data.{name} can be {most} at most, where its positions end; got {given[name]}"
+            for name, most in sizes.items()
+            if given[name] > most
+        ]
+
+    def text_facts(self) -> Mapping[str, Any]:
+        return {**super().text_facts(), "tokens": self.text_tokens}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (self.text_tokens, self.transformer_config["text_embed_dim"])
+        return {"prompt_embeds": (torch.Size(size), dtype)}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """T5 as the pipeline uses it: padded to `max_text_seq_length`, no attention mask."""
+        pipeline = self.text_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            embeddings, _ = pipeline.encode_prompt(
+                list(captions),
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.text_tokens,
+                device=device,
+            )
+            return {"prompt_embeds": embeddings}
+
+        return encode
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh."""
+        vae = memory.set(self._load_vae(dtype, device))
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return encode_video(vae, pixels)
+
+        return encode
+
+    def _load_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
+        return load_pretrained(
+            AutoencoderKLCogVideoX, self.path, subfolder="vae", dtype=dtype, use_safetensors=True
+        ).to(device)
+
+    def losses(
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        """v-prediction losses at uniform timesteps; noising, target and loss are fp32.
+
+        Where patches span two latent frames, the first one is repeated in front as CogVideo trains 1.5; the
+        pipeline drops what it makes of it, and no loss is taken there (CogVideo's own trainer does take one).
+        """
+        mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
+        device = mean.device
+        posterior_noise = moved(normal(mean.shape[1:], streams("posterior")), device)
+        clean_BCFHW = mean + torch.exp(0.5 * logvar) * posterior_noise
+        padding = self.padding(mean.shape[2])
+        clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
+        clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
+        noise = moved(normal(clean_BCFHW.shape[1:], streams("noise")), device).transpose(1, 2)
+        timesteps = moved(integers(0, self.train_timesteps, streams("timestep")), device)
+
+        noisy = self.objective.add_noise(clean, noise, timesteps)
+        prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, streams)
+        target = self.objective.target(clean, noise, timesteps)
+        losses = mean_squared_error(prediction[:, padding:], target[:, padding:])
+        return LossOutput(losses, timesteps)
+
+    def padding(self, frames: int) -> int:
+        """Latent frames that the pipeline puts in front of these, so that patches fit."""
+        return -frames % (self.transformer_config["patch_size_t"] or 1)
+
+    def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
+        """Text and video tokens that a sample of this shape has in the transformer."""
+        frames = (shape.frames - 1) // self.temporal_factor + 1
+        frames += self.padding(frames)
+        area = (shape.height // self.side_step) * (shape.width // self.side_step)
+        return self.text_tokens, frames // (self.transformer_config["patch_size_t"] or 1) * area
+
+    def _drawn_prediction(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        streams: Streams,
+    ) -> torch.Tensor:
+        """A training step's prediction; nothing but noise and timestep is drawn for it."""
+        return self.predict(transformer, noisy, timesteps, batch)
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy_BFCHW: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The network's velocity for noisy latents; one call equals one of the stock pipeline's."""
+        return self._call(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])
+
+    def _call(
+        self,
+        transformer: nn.Module,
+        hidden_BFCHW: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt_embeds: torch.Tensor,
+        **given: torch.Tensor,
+    ) -> torch.Tensor:
+        frames, height, width = (hidden_BFCHW.shape[i] for i in (1, 3, 4))
+        return transformer(
+            hidden_states=hidden_BFCHW.to(prompt_embeds.dtype),
+            encoder_hidden_states=prompt_embeds,
+            timestep=timesteps,
+            image_rotary_emb=self._rotary(frames, height, width, hidden_BFCHW.device),
+            return_dict=False,
+            **given,
+        )[0]
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        given = {"prompt_embeds": prompt["prompt_embeds"]}
+        return given | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {
+            "num_frames": shape.frames,
+            "height": shape.height,
+            "width": shape.width,
+            "max_sequence_length": self.text_tokens,
+        }
+
+    def _rotary(
+        self, frames: int, height: int, width: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.transformer_config["use_rotary_positional_embeddings"]:
+            return None
+        # The pipeline's method, on the two attributes of a pipeline that it reads.
+        facts = SimpleNamespace(
+            transformer=SimpleNamespace(config=SimpleNamespace(**self.transformer_config)),
+            vae_scale_factor_spatial=self.spatial_factor,
+        )
+        return self.pipeline_class._prepare_rotary_positional_embeddings(
+            facts, height * self.spatial_factor, width * self.spatial_factor, frames, device
+        )
+
+
+def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
+    """The VAE's posterior of uint8 (frames, 3, height, width), as the cache keeps it."""
+    video = (pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)
+    posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
+    return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}

@@ -1,0 +1,116 @@
+"""Tiny CogVideoX pipelines, one of each published kind, native at 9x64x96 (1.5: any shape)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+)
+
+from dit_lora.families.tiny_text import TEXT_WIDTH, t5_encoder, t5_tokenizer
+
+_LATENT_CHANNELS = 4
+_ROTARY = {"use_rotary_positional_embeddings": True}
+_FROM_IMAGE = {"in_channels": 2 * _LATENT_CHANNELS}
+# 1.5 reads positions off a table of 300 x 300 latents; this one ends at 160 pixels. 224 tokens, as its card says.
+_VERSION_1_5 = {
+    **_ROTARY,
+    "patch_size_t": 2,
+    "patch_bias": False,
+    "sample_height": 20,
+    "sample_width": 20,
+    "max_text_seq_length": 224,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cogvideox-2b": {},
+    "cogvideox-5b": _ROTARY,
+    "cogvideox-5b-i2v": {**_ROTARY, **_FROM_IMAGE, "use_learned_positional_embeddings": True},
+    "cogvideox-1.5": _VERSION_1_5,
+    "cogvideox-1.5-i2v": {**_VERSION_1_5, **_FROM_IMAGE, "ofs_embed_dim": 32},
+}
+"""Changes of each variant to the transformer's config."""
+
+
+def build_cogvideox(variant: str, out: Path, seed: int) -> None:
+    """The pipeline of that variant, with the weights of that seed."""
+    changes = VARIANTS[variant]
+    rotary = "use_rotary_positional_embeddings" in changes
+    kind = CogVideoXImageToVideoPipeline if variant.endswith("i2v") else CogVideoXPipeline
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = t5_tokenizer()
+        text_encoder = t5_encoder(len(tokenizer))
+        vae = _vae(scaling_factor=0.7 if rotary else 1.15258426, inverted="1.5" in variant)
+        pipeline: Any = kind(
+            tokenizer=tokenizer,
+            text_encoder=text_encoder,
+            vae=vae,
+            transformer=_transformer(changes),
+            scheduler=_scheduler(rotary),
+        )
+        pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def _transformer(changes: dict[str, Any]) -> CogVideoXTransformer3DModel:
+    common: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "attention_head_dim": 16,
+        "in_channels": _LATENT_CHANNELS,
+        "out_channels": _LATENT_CHANNELS,
+        "time_embed_dim": 32,
+        "text_embed_dim": TEXT_WIDTH,
+        "num_layers": 2,
+        "sample_width": 12,
+        "sample_height": 8,
+        "sample_frames": 9,
+    }
+    transformer: Any = CogVideoXTransformer3DModel(**{**common, **changes})
+    if changes.get("use_learned_positional_embeddings"):
+        table = transformer.patch_embed.pos_embedding  # begins as sincos
+        table += 0.1 * torch.randn(table.shape)
+    return transformer
+
+
+def _vae(scaling_factor: float, inverted: bool) -> AutoencoderKLCogVideoX:
+    vae: Any = AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=_LATENT_CHANNELS,
+        layers_per_block=1,
+        norm_num_groups=4,
+        temporal_compression_ratio=4,
+        sample_height=64,
+        sample_width=96,
+        scaling_factor=scaling_factor,
+        invert_scale_latents=inverted,
+    )
+    vae.eval()
+    # A trained VAE's posterior is narrow and its latents have unit variance after scaling; a random one's
+    # is as wide as its latents, which would leave nothing to learn.
+    head = vae.encoder.conv_out.conv
+    with torch.no_grad():
+        head.weight[:_LATENT_CHANNELS] *= 2.5 / scaling_factor
+        head.weight[_LATENT_CHANNELS:] *= 0.1
+        head.bias[_LATENT_CHANNELS:] = -6.0
+    return vae
+
+
+def _scheduler(rotary: bool) -> CogVideoXDDIMScheduler | CogVideoXDPMScheduler:
+    # The published checkpoints' values: snr_shift_scale is 3.0 in 2B and 1.0 in the others.
+    kind = CogVideoXDPMScheduler if rotary else CogVideoXDDIMScheduler
+    return kind(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        snr_shift_scale=1.0 if rotary else 3.0,
+        timestep_spacing="trailing",
+        clip_sample=False,
+        set_alpha_to_one=True,
+    )

@@ -1,0 +1,179 @@
+"""DiT, class-conditional images: noise prediction with a learned variance on an AutoencoderKL's latents.
+
+A caption is a class's name; the empty caption is the null class. The label tables hold the checkpoint's classes
+and, behind them, those that the data adds (`dit_classes`).
+
+Shapes: B batch, C latent channels, H and W latent size.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import DiTPipeline as StockPipeline
+from diffusers import DiTTransformer2DModel
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import (
+    Tensors,
+    VideoEncoder,
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+)
+from dit_lora.families.dit.classes import (
+    STOCK_NULL,
+    TABLE,
+    ClassCheckpoint,
+    ClassTable,
+    DiTPipeline,
+    grow,
+    initialise,
+    keep_labels,
+    names_of,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.noise_prediction import learns_variance, noise_objective
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTCheckpoint(ClassCheckpoint):
+    """One DiT checkpoint, with the classes that it is trained on."""
+
+    connector: Sequence[str]
+    """The patterns of the group `connector` where a recipe names none."""
+    transform = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
+    transformer_class: ClassVar[Any] = DiTTransformer2DModel
+    count_key = "num_embeds_ada_norm"
+    output = "images"
+
+    @property
+    def pipeline_class(self) -> Any:
+        """Diffusers' own; of less than 1000 classes, one that knows their null row."""
+        return StockPipeline if self.classes.count >= STOCK_NULL else DiTPipeline
+
+    @property
+    def side_step(self) -> int:
+        """The one size that the position table is for."""
+        return self.transformer_config["sample_size"] * self.spatial_factor
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """One frame, square, of the size that the position table is for."""
+        size = self.side_step
+        wrong = [
+            f"data.{name} must be {size}; got {value}"
+            for name, value in (("height", shape.height), ("width", shape.width))
+            if value != size
+        ]
+        if shape.frames != 1:
+            wrong.append(f"data.frames must be 1, for images; got {shape.frames}")
+        return wrong
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar of the one frame, (C, H, W)."""
+        encode_frames = super().load_video_encoder(dtype, device, memory)
+
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return {name: latent[:, 0] for name, latent in encode_frames(pixels).items()}
+
+        return encode
+
+    def load_transformer(self, dtype: torch.dtype) -> Any:
+        transformer = super().load_transformer(dtype)
+        if self.from_scratch is not None:
+            initialise(transformer)
+        keep_labels(transformer)
+        return transformer
+
+    def grow(self, transformer: Any) -> None:
+        grow(transformer, self.classes, self.stored)
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Noise, and behind it the variance's fraction if learned: (B, C or 2 C, H, W)."""
+        return transformer(
+            noisy.to(next(transformer.parameters()).dtype),
+            timestep=timesteps,
+            class_labels=batch["class_labels"],
+            return_dict=False,
+        )[0]
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        if transformer is None:
+            transformer = self.load_transformer(dtype).eval()
+        return load_pretrained(
+            self.pipeline_class,
+            self.path,
+            dtype=dtype,
+            use_safetensors=True,
+            transformer=transformer,
+            id2label=dict(self.classes.names),
+        )
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        """Rows of the label tables; the pipeline has a null class of its own."""
+        if isinstance(prompt, str):
+            return {"class_labels": [self.row(prompt)]}
+        return {"class_labels": prompt["class_labels"].tolist()}
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {}
+
+    def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
+        """They do in the group `connector`, if its modules are said to be the label tables."""
+        group = recipe.optim.groups.connector
+        patterns = (group.modules or self.connector) if group else ()
+        what = f"the data has {len(new)} classes that {Path(recipe.model.path).name} has not"
+        if group is None or not any(fnmatch.fnmatchcase(TABLE.format(0), p) for p in patterns):
+            remedy = (
+                "their rows of the label tables must train: give optim.groups.connector with modules: "
+                f"['{TABLE.format('*').removesuffix('.embedding_table.weight')}.*'], or correct their names"
+            )
+            raise DitLoraError(listed(f"{what}; {remedy}; they are", new))
+        decay = group.weight_decay if group.weight_decay is not None else recipe.optim.weight_decay
+        if decay > 0:
+            raise DitLoraError(
+                f"{what}, and optim.groups.connector has a weight decay of {decay:g}, which would wear off the "
+                "rows of all the classes that are not in the data; set its weight_decay to 0"
+            )
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoint:
+    """Read the configs of a DiT in Diffusers' format; refuse another pipeline, and torn weights."""
+    path = local_checkpoint(model)
+    index = read_index(model, path, family.pipeline_names)
+    scratch = model.from_scratch
+    stored = read_component_config(path, "transformer")
+    table = ClassTable(stored["num_embeds_ada_norm"], names_of(index))
+    require_whole_weights(model, path, "vae")
+    config = {**stored, **(scratch or {})}
+    config["out_channels"] = config.get("out_channels") or config["in_channels"]
+    learns_variance(model.path, config)
+    return DiTCheckpoint(
+        path=path,
+        transformer_config=config,
+        vae_config=read_component_config(path, "vae"),
+        objective=noise_objective(model, read_component_config(path, "scheduler")),
+        stored=table,
+        classes=table,
+        from_scratch=scratch,
+        connector=family.group_patterns["connector"],
+    )

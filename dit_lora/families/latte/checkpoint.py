@@ -1,0 +1,168 @@
+"""Latte text-to-video (Latte-1): noise prediction with a learned variance, space and time attended in turn.
+
+Text, token masks and denoising are those of the stock pipeline (diffusers/pipelines/latte/pipeline_latte.py).
+Diffusers has the text model alone: Latte's class-conditional and unconditional checkpoints (UCF101, SkyTimelapse,
+FaceForensics, Taichi) have no Diffusers class and are not trained here; family `video_dit` is for classes.
+
+Shapes: B batch, T text tokens, D text width, C latent channels, F latent frames, H and W latent size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from diffusers import LattePipeline, LatteTransformer3DModel
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import (
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    text_limit,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
+from dit_lora.families.refusals import wrong_sides
+
+TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
+MASKED = -10000.0  # latte_transformer_3d.py, forward: the bias of a token to leave out
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatteCheckpoint(NoisePrediction):
+    """One Latte text-to-video checkpoint."""
+
+    pipeline_class: ClassVar[Any] = LattePipeline
+    transformer_class: ClassVar[Any] = LatteTransformer3DModel
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """Frames as the temporal position table has, or one; height and width multiples of 16."""
+        wrong = wrong_sides(shape, self.side_step)
+        frames = self.transformer_config["video_length"]
+        if shape.frames not in (1, frames):
+            wrong.append(
+                f"data.frames must be {frames}, as its config's video_length, or 1 for images; got {shape.frames}"
+            )
+        return wrong
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path, TEXT_TOKENS)
+
+    def text_facts(self) -> Mapping[str, Any]:
+        return {**super().text_facts(), "tokens": TEXT_TOKENS}
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        size = (TEXT_TOKENS, self.transformer_config["caption_channels"])
+        return {
+            "prompt_embeds": (torch.Size(size), dtype),
+            "prompt_mask": (torch.Size(size[:1]), torch.bool),
+        }
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """T5 as the pipeline uses it: all 120 tokens, padding too, and a mask of those that are text.
+
+        Captions are taken as they are, in lower case: the pipeline's `clean_caption` does something only
+        where ftfy and bs4 are installed.
+        """
+        pipeline = self.text_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            embeddings, _ = pipeline.encode_prompt(
+                list(captions),
+                do_classifier_free_guidance=False,
+                mask_feature=False,
+                clean_caption=False,
+                device=device,
+            )
+            tokens = pipeline.tokenizer(
+                pipeline._text_preprocessing(list(captions)),
+                padding="max_length",
+                max_length=TEXT_TOKENS,
+                truncation=True,
+                return_tensors="pt",
+            )
+            return {"prompt_embeds": embeddings, "prompt_mask": tokens.attention_mask.bool()}
+
+        return encode
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy_BCFHW: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Noise, and behind it the variance's fraction: (B, 2 C, F, H, W).
+
+        Each sample attends to its own text alone. The pipeline cuts one prompt to its length; several are
+        cut to the longest, and a bias leaves out what the shorter ones lack.
+        """
+        embeddings, mask = batch["prompt_embeds"], batch["prompt_mask"]
+        lengths = mask.sum(1)
+        longest, shortest = torch.stack([lengths.max(), lengths.min()]).tolist()
+        embeddings, mask = embeddings[:, :longest], mask[:, :longest]
+        bias = None
+        if shortest < longest:
+            bias = torch.where(mask, 0.0, MASKED).to(embeddings.dtype)[:, None]
+            bias = bias.repeat_interleave(
+                noisy_BCFHW.shape[2], dim=0
+            )  # spatial blocks: one row a frame
+        return transformer(
+            hidden_states=noisy_BCFHW.to(embeddings.dtype),
+            encoder_hidden_states=embeddings,
+            encoder_attention_mask=bias,
+            timestep=timesteps,
+            return_dict=False,
+        )[0]
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        """Return the embeddings as the pipeline makes them: the text's own tokens, and as many of the empty prompt, padding too."""
+        if isinstance(prompt, str):
+            return {"prompt": prompt, "clean_caption": False}
+        kept = int(prompt["prompt_mask"].sum())
+        given = {"prompt_embeds": prompt["prompt_embeds"][:, :kept], "negative_prompt": None}
+        if empty:
+            given["negative_prompt_embeds"] = empty["prompt_embeds"][:, :kept]
+        return given
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {
+            "video_length": shape.frames,
+            "height": shape.height,
+            "width": shape.width,
+            "decode_chunk_size": 1,
+        }
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpoint:
+    """Read the configs; refuse another pipeline, torn weights, and a transformer without a variance."""
+    path = local_checkpoint(model)
+    read_index(model, path, family.pipeline_names)
+    scratch = model.from_scratch
+    require_whole_weights(model, path, "vae", "text_encoder")
+    config = {**read_component_config(path, "transformer"), **(scratch or {})}
+    config["out_channels"] = config.get("out_channels") or config["in_channels"]
+    if not learns_variance(model.path, config):
+        raise DitLoraError(
+            f"{model.path}: LattePipeline takes the first half of what its transformer gives as the noise, "
+            f"so out_channels must be {2 * config['in_channels']}; got {config['out_channels']}"
+        )
+    # Left out of older files: the model's own default.
+    config.setdefault("video_length", 16)
+    return LatteCheckpoint(
+        path=path,
+        transformer_config=config,
+        vae_config=read_component_config(path, "vae"),
+        objective=noise_objective(model, read_component_config(path, "scheduler")),
+        from_scratch=scratch,
+    )

@@ -1,0 +1,64 @@
+"""Sana text-to-image: 0.6B, 1.6B, and 1.5 of 1.6B and 4.8B."""
+
+from typing import TYPE_CHECKING
+
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dit_lora.config.recipe import ModelConfig
+    from dit_lora.families.base import Checkpoint
+
+
+def _site(variant: str) -> Site:
+    return Site(
+        family="sana",
+        variant=variant,
+        data={"height": 64, "width": 64},
+        samples="images",
+        ff_out="transformer_blocks.0.ff.conv_point",
+        modulation="time_embed.linear",
+        time_proj="time_embed.emb.time_proj",
+        posterior=False,
+    )
+
+
+def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
+    from dit_lora.families.sana.checkpoint import open_checkpoint
+
+    return open_checkpoint(family, model)
+
+
+def _build_tiny(variant: str, out: "Path", seed: int) -> None:
+    from dit_lora.families.sana.tiny import build_sana
+
+    build_sana(out, seed=seed, qk_norm=variant == "sana-1.5", half=variant == "sana-fp16")
+
+
+FAMILY = DiffusionFamily(
+    name="sana",
+    # to_q, to_k and to_v are what Diffusers' train_dreambooth_lora_sana.py adapts; of self and cross attention.
+    group_patterns={
+        "connector": (
+            "patch_embed*",
+            "time_embed.*",
+            "caption_projection.*",
+            "caption_norm.*",
+            "scale_shift_table",
+            "proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*",),
+    },
+    pipeline_names=("SanaPipeline",),
+    default_recipe="sana/600m_512",
+    # Its cards: "NSCL v2-custom, ./LICENSE.txt", and Gemma's terms for the text encoder.
+    licenses={"Efficient-Large-Model/S[Aa][Nn][Aa]*": License("other", "nscl-v2-custom")},
+    fp32_vae=True,
+    comfyui=(
+        "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it"
+    ),
+    sites=tuple(_site(variant) for variant in ("sana-600m", "sana-1.5", "sana-fp16")),
+    stored=_stored,
+    build_tiny=_build_tiny,
+)

@@ -1,0 +1,293 @@
+"""Sana text-to-image, 1.0 and 1.5, of every size: flow matching on the latents of DC-AE, conditioned by Gemma 2.
+
+Prompts and denoising are the stock pipeline's own code, called here (diffusers/pipelines/sana/pipeline_sana.py).
+SANA-Video is another of these: `sana_video_checkpoint` has what it does otherwise.
+
+Shapes: B batch, T text tokens, C latent channels, H and W latent size.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderDC,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    UniPCMultistepScheduler,
+)
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import (
+    Checkpoint,
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    VideoEncoder,
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    text_limit,
+)
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.sana.attention import keep_linear_attention_fp32
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.guard.checks import stored_dtype
+from dit_lora.numerics.objectives import FlowMatching, LossOutput, mean_squared_error
+from dit_lora.numerics.streams import Streams, moved, normal
+
+PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
+# In a model_index.json of ours; Diffusers passes over what begins with an underscore.
+_TRAINED_IN = "_trained_in"
+# The checkpoints that Sana's model zoo lists as fp16 (NVlabs/Sana, asset/docs/model_zoo.md); those in bf16
+# end in _BF16 or are SANA1.5.
+_FP16_TRAINED = re.compile(r"Sana_(600M|1600M)_(512|1024)px(_MultiLing)?(_diffusers)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaCheckpoint(Checkpoint):
+    """One Sana text-to-image checkpoint."""
+
+    objective: FlowMatching
+    saturates: bool = False
+    """Trained in fp16, whose limit its linear attention relies on."""
+    pipeline_class: ClassVar[Any] = SanaPipeline
+    transformer_class: ClassVar[Any] = SanaTransformer2DModel
+    transform = "sana-1: pixels / 127.5 - 1, latent"
+    output = "images"
+
+    @property
+    def side_step(self) -> int:
+        factor = 2 ** (len(self.vae_config["encoder_block_out_channels"]) - 1)
+        return lcm(PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        wrong = wrong_sides(shape, self.side_step)
+        if shape.frames != 1:
+            wrong.append(f"data.frames must be 1, Sana makes images; got {shape.frames}")
+        return wrong
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path, self._text_tokens)
+
+    def text_facts(self) -> Mapping[str, Any]:
+        return {
+            **super().text_facts(),
+            "tokens": self._text_tokens,
+            "instruction": self._instruction,
+        }
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        tokens, width = self._text_tokens, self.transformer_config["caption_channels"]
+        return {
+            "prompt_embeds": (torch.Size((tokens, width)), dtype),
+            "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
+        }
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Gemma as the pipeline uses it: its instruction before each caption, the first token and the last 299 kept.
+
+        "" is encoded as the pipeline encodes its negative prompt, without the instruction.
+        """
+        pipeline, instruction = self.text_pipeline(dtype, device), self._instruction
+
+        def encode_one(caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+            embeddings, mask, _, _ = pipeline.encode_prompt(
+                caption,
+                do_classifier_free_guidance=False,
+                device=device,
+                max_sequence_length=self._text_tokens,
+                complex_human_instruction=instruction if caption else None,
+            )
+            return embeddings, mask
+
+        @torch.no_grad()
+        def encode(captions: Sequence[str]) -> Tensors:
+            embeddings, masks = zip(*[encode_one(caption) for caption in captions], strict=True)
+            return {
+                "prompt_embeds": torch.cat(embeddings),
+                "prompt_attention_mask": torch.cat(masks),
+            }
+
+        return encode
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the latent, (C, H, W): DC-AE has no posterior. It encodes in fp32 whatever `dtype` is."""
+        vae: Any = load_pretrained(
+            AutoencoderDC, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
+        ).to(device)
+        memory.set(vae)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            return {"latent_mean": vae.encode(pixels.to(device).float() / 127.5 - 1).latent[0]}
+
+        return encode
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        transformer = super().load_transformer(dtype)
+        keep_linear_attention_fp32(transformer, saturates=self.saturates)
+        return transformer
+
+    def clean_latents(self, batch: Mapping[str, torch.Tensor], streams: Streams) -> torch.Tensor:
+        """A batch's latents as the network is trained on them, fp32."""
+        return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
+
+    def losses(
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+    ) -> LossOutput:
+        """Velocity losses at logit-normal, shifted noise levels; noising, target and loss are fp32."""
+        objective, clean = self.objective, self.clean_latents(batch, streams)
+        noise = moved(normal(clean.shape[1:], streams("noise")), clean.device)
+        sigmas = moved(objective.sigmas(normal((), streams("timestep"))), clean.device)
+        noisy = objective.add_noise(clean, noise, sigmas)
+        prediction = self.predict(transformer, noisy, sigmas * self.train_timesteps, batch)
+        target = objective.target(clean, noise)
+        return LossOutput(mean_squared_error(prediction, target), objective.reported(sigmas))
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The network's velocity for noisy latents; one call equals one of the stock pipeline's."""
+        prompt_embeds = batch["prompt_embeds"]
+        return transformer(
+            noisy.to(prompt_embeds.dtype),
+            encoder_hidden_states=prompt_embeds,
+            encoder_attention_mask=batch["prompt_attention_mask"],
+            timestep=timesteps * self.transformer_config.get("timestep_scale", 1.0),
+            return_dict=False,
+        )[0]
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts keep it, and fp16's limit where needed."""
+        given: dict[str, Any] = {} if text else {"text_encoder": None, "tokenizer": None}
+        if transformer is None and self.saturates:
+            transformer = self.load_transformer(dtype)
+        if transformer is not None:
+            given["transformer"] = transformer
+        dtypes = {"vae": torch.float32, "default": dtype}
+        return load_pretrained(
+            self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **given
+        )
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        given: dict[str, Any] = dict(prompt)
+        if empty:
+            given |= {f"negative_{name}": tensor for name, tensor in empty.items()}
+            given["negative_prompt"] = None  # its default, "", contradicts embeddings
+        return given
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        # Without binning: the shape that was asked for, not the nearest of the pipeline's list.
+        return {"height": shape.height, "width": shape.width, "use_resolution_binning": False}
+
+    def index_changes(self) -> dict[str, Any]:
+        """Trained further in full it is stored in fp32, and relies on fp16's limit as before."""
+        return {_TRAINED_IN: "fp16"} if self.saturates else {}
+
+    @property
+    def _text_tokens(self) -> int:
+        return self._default_of("max_sequence_length")
+
+    @property
+    def _instruction(self) -> Sequence[str]:
+        return self._default_of("complex_human_instruction")
+
+    def _default_of(self, argument: str) -> Any:
+        """The default of an argument of the pipeline's own call."""
+        return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:
+    """Read the configs; refuse another pipeline, another objective, torn weights."""
+    opened = read_sana(family, model)
+    drawn = model.from_scratch is not None
+    saturates = not drawn and trained_in_fp16(opened["path"], model)
+    return SanaCheckpoint(**opened, saturates=saturates)
+
+
+def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
+    """Return true if the transformer was trained in fp16: so it is stored, alone or as the fp16 variant, or so it is known.
+
+    The name counts last, for a published checkpoint of which only the fp32 file was fetched.
+    """
+    files = sorted((path / "transformer").glob("*.safetensors"))
+    return (
+        any(".fp16" in file.name for file in files)
+        or stored_dtype(files) is torch.float16
+        or read_component_config(path).get(_TRAINED_IN) == "fp16"
+        or _FP16_TRAINED.fullmatch(model.path.rstrip("/").split("/")[-1]) is not None
+    )
+
+
+def read_sana(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
+    """The fields that Sana's and SANA-Video's checkpoints share."""
+    path = local_checkpoint(model)
+    read_index(model, path, family.pipeline_names)
+    objective = flow_objective(model, read_component_config(path, "scheduler"))
+    require_whole_weights(model, path, "vae", "text_encoder")
+    return {
+        "path": path,
+        "transformer_config": read_component_config(path, "transformer")
+        | dict(model.from_scratch or {}),
+        "vae_config": read_component_config(path, "vae"),
+        "objective": objective,
+        "from_scratch": model.from_scratch,
+    }
+
+
+def flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
+    """The objective that the checkpoint's scheduler says, with its shift.
+
+    Solvers call it `flow_shift`, FlowMatchEulerDiscreteScheduler `shift`. The latter, made from a solver's
+    config, would silently have shift 1.
+    """
+    name = scheduler.get("_class_name")
+    timesteps = scheduler.get("num_train_timesteps", 1000)
+    if name == FlowMatchEulerDiscreteScheduler.__name__:
+        if scheduler.get("use_dynamic_shifting"):
+            raise DitLoraError(
+                f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting); Sana's "
+                "checkpoints have one shift"
+            )
+        config: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler)).config
+        return FlowMatching(float(config.shift), timesteps)
+    solvers = {
+        kind.__name__: kind for kind in (DPMSolverMultistepScheduler, UniPCMultistepScheduler)
+    }
+    if name not in solvers:
+        raise DitLoraError(
+            f"{model.path}: scheduler {name} is not one that Sana is published with: "
+            f"{', '.join([*solvers, FlowMatchEulerDiscreteScheduler.__name__])}"
+        )
+    config = solvers[name].from_config(dict(scheduler)).config
+    if config.prediction_type != "flow_prediction" or not config.use_flow_sigmas:
+        raise DitLoraError(
+            f"{model.path}: Sana predicts the flow, but its scheduler says prediction_type="
+            f"{config.prediction_type}, use_flow_sigmas={config.use_flow_sigmas}"
+        )
+    return FlowMatching(float(config.flow_shift), timesteps)

@@ -1,0 +1,63 @@
+"""SANA-Video text-to-video, the checkpoints with Wan's autoencoder (2B, 480p)."""
+
+from typing import TYPE_CHECKING
+
+from dit_lora.families.family import DiffusionFamily, License, Site
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dit_lora.config.recipe import ModelConfig
+    from dit_lora.families.base import Checkpoint
+
+
+def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
+    from dit_lora.families.sana_video.checkpoint import open_checkpoint
+
+    return open_checkpoint(family, model)
+
+
+def _build_tiny(variant: str, out: "Path", seed: int) -> None:
+    from dit_lora.families.sana.tiny import build_sana_video
+
+    build_sana_video(out, seed=seed)
+
+
+FAMILY = DiffusionFamily(
+    name="sana_video",
+    group_patterns={
+        "connector": (
+            "patch_embedding.*",
+            "time_embed.*",
+            "caption_projection.*",
+            "caption_norm.*",
+            "scale_shift_table",
+            "proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*",),
+    },
+    pipeline_names=("SanaVideoPipeline",),
+    default_recipe="sana/video_2b",
+    licenses={
+        "Efficient-Large-Model/SANA-Video_*": License(
+            "other",
+            "nvidia-open-model-license",
+            "https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
+        )
+    },
+    fp32_vae=True,
+    comfyui="ComfyUI has no SANA-Video",
+    sites=(
+        Site(
+            family="sana_video",
+            variant="sana-video",
+            data={"frames": 9, "height": 32, "width": 64, "fps": 8},
+            ff_out="transformer_blocks.0.ff.conv_temp",
+            modulation="time_embed.linear",
+            time_proj="time_embed.emb.time_proj",
+            has_buffers=True,
+        ),
+    ),
+    stored=_stored,
+    build_tiny=_build_tiny,
+)

@@ -1,0 +1,106 @@
+"""SANA-Video text-to-video: Sana's objective and text on the latents of Wan's autoencoder.
+
+Prompts, positions and denoising are the stock pipeline's and transformer's own code
+(diffusers/pipelines/sana_video/pipeline_sana_video.py).
+
+Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W latent size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Tensors, VideoEncoder
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.refusals import wrong_frames, wrong_sides
+from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana
+from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
+from dit_lora.numerics.streams import Streams, moved, normal
+
+# flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler
+# has 8, for sampling (inference_flow_shift there: 7 at 98c4a1db): at higher noise than it was trained at.
+_TRAIN_SHIFT = 3.0
+
+# AutoencoderKLWan's defaults; the published config is older than these two keys.
+_WAN_FACTORS = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaVideoCheckpoint(SanaCheckpoint):
+    """One SANA-Video text-to-video checkpoint with Wan's autoencoder.
+
+    Captions are encoded as they are: a motion score is part of one, ` motion score: 30.` at its end.
+    """
+
+    pipeline_class: ClassVar[Any] = SanaVideoPipeline
+    transformer_class: ClassVar[Any] = SanaVideoTransformer3DModel
+    transform = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
+    output = "frames"
+
+    @property
+    def side_step(self) -> int:
+        spatial = self.vae_config["scale_factor_spatial"]
+        _, patch_height, patch_width = self.transformer_config["patch_size"]
+        return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        temporal = self.vae_config["scale_factor_temporal"]
+        return [*wrong_sides(shape, self.side_step), *wrong_frames(shape.frames, temporal)]
+
+    def load_video_encoder(
+        self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
+    ) -> VideoEncoder:
+        """Keeps the posterior's mean and logvar, (C, F, H, W). It encodes in fp32 whatever `dtype` is."""
+        vae: Any = load_pretrained(
+            AutoencoderKLWan, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
+        ).to(device)
+        memory.set(vae)
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            video = pixels.to(device).float() / 127.5 - 1
+            posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
+            return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+
+        return encode
+
+    def clean_latents(self, batch: Mapping[str, torch.Tensor], streams: Streams) -> torch.Tensor:
+        """Drawn, and normalised per channel: the inverse of what the pipeline does before it decodes."""
+        mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
+        posterior_noise = moved(normal(mean.shape[1:], streams("posterior")), mean.device)
+        latents = mean + torch.exp(0.5 * logvar) * posterior_noise
+        shift, scale = (
+            torch.tensor(self.vae_config[name], device=latents.device).view(1, -1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return (latents - shift) / scale
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {"frames": shape.frames, **super().arguments(shape)}
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaVideoCheckpoint:
+    """Read the configs; refuse what Sana refuses, and another autoencoder than Wan's."""
+    opened = read_sana(family, model)
+    vae = opened["vae_config"]
+    kind = vae.get("_class_name")
+    if kind != AutoencoderKLWan.__name__:
+        raise DitLoraError(
+            f"{model.path} has the autoencoder {kind}; family sana_video trains checkpoints with "
+            f"{AutoencoderKLWan.__name__} (2B, 480p)"
+        )
+    return SanaVideoCheckpoint(
+        **opened
+        | {
+            "vae_config": {**_WAN_FACTORS, **vae},
+            "objective": replace(opened["objective"], shift=_TRAIN_SHIFT),
+        }
+    )

@@ -1,0 +1,61 @@
+"""The video DiT, of classes and of text."""
+
+from typing import TYPE_CHECKING, Any
+
+from dit_lora.families.family import DiffusionFamily, Site
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dit_lora.config.recipe import ModelConfig
+    from dit_lora.families.base import Checkpoint
+
+_SITE: dict[str, Any] = {
+    "family": "video_dit",
+    "data": {"frames": 9, "height": 32, "width": 48, "fps": 8},
+    "attention": "transformer_blocks.1.attn",
+    "modulation": "transformer_blocks.1.adaln.linear",
+}
+
+
+def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
+    from dit_lora.families.video_dit.checkpoint import open_checkpoint
+
+    return open_checkpoint(family, model)
+
+
+def _build_tiny(variant: str, out: "Path", seed: int) -> None:
+    from dit_lora.families.video_dit.tiny import build_video_dit
+
+    build_video_dit(out, seed=seed, text=variant == "video-dit-text")
+
+
+FAMILY = DiffusionFamily(
+    name="video_dit",
+    group_patterns={
+        "connector": (
+            "patch_embed.*",
+            "time_embed.*",
+            "class_embed.*",
+            "text_embed.*",
+            "adaln_out.*",
+            "proj_out.*",
+        ),
+        "backbone": ("transformer_blocks.*",),
+    },
+    pipeline_names=("VideoDiTPipeline",),
+    default_recipe="video_dit/ucf101_lora",
+    comfyui="ComfyUI has no such model",
+    sites=(
+        Site(
+            **_SITE,
+            variant="video-dit-class",
+            samples="class_clips",
+            text=None,
+            class_table="class_embed.weight",
+        ),
+        Site(**_SITE, variant="video-dit-text", text="pooled_projections"),
+    ),
+    stored=_stored,
+    build_tiny=_build_tiny,
+)

@@ -1,0 +1,179 @@
+"""The video DiT (OpenDiT's VDiT): noise prediction with a learned variance, conditioned on classes or on text.
+
+Of a model of classes a caption is a class's name; of a model of text it is what CLIP pools. UCF101's class
+folders (`BoxingPunchingBag/clip.avi`) serve both: as OpenDiT trains on them, the name is the text.
+
+Shapes: B batch, C latent channels, F latent frames, H and W latent size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import (
+    Tensors,
+    TensorSpec,
+    TextEncoder,
+    TextLimit,
+    local_checkpoint,
+    read_component_config,
+    read_index,
+    require_whole_weights,
+    text_limit,
+)
+from dit_lora.families.dit.classes import ClassCheckpoint, ClassTable, names_of
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
+from dit_lora.families.refusals import wrong_multiples
+from dit_lora.models.video_dit import VideoDiTTransformer3DModel
+from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
+
+
+@dataclass(frozen=True)
+class VideoClasses(ClassTable):
+    """Classes of a table whose last row is the null class."""
+
+    @property
+    def null(self) -> int:
+        return self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoDiTCheckpoint(NoisePrediction):
+    """Base of the checkpoints of classes and of text."""
+
+    pipeline_class: ClassVar[Any] = VideoDiTPipeline
+    transformer_class: ClassVar[Any] = VideoDiTTransformer3DModel
+
+    def wrong_shape(self, shape: VideoShape) -> list[str]:
+        """Frames in temporal patches; height and width in multiples of VAE factor x patch size (16)."""
+        frame_step, step = self.transformer_config["patch_size_t"], self.side_step
+        return wrong_multiples(
+            {
+                "frames": (shape.frames, frame_step),
+                "height": (shape.height, step),
+                "width": (shape.width, step),
+            }
+        )
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy_BCFHW: torch.Tensor,
+        timesteps: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Noise, and behind it the variance's fraction if learned: (B, C or 2 C, F, H, W)."""
+        names = ("class_labels", "pooled_projections")
+        return transformer(
+            hidden_states=noisy_BCFHW.to(next(transformer.parameters()).dtype),
+            timestep=timesteps,
+            return_dict=False,
+            **{name: batch[name] for name in names if name in batch},
+        )[0]
+
+    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+        return {"num_frames": shape.frames, "height": shape.height, "width": shape.width}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoDiTOfText(VideoDiTCheckpoint):
+    """One video DiT that is conditioned on text."""
+
+    def text_limit(self) -> TextLimit:
+        return text_limit(self.path)
+
+    def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        return {"pooled_projections": (torch.Size((self.transformer_config["text_dim"],)), dtype)}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Texts to what CLIP pools, (B, D)."""
+        pipeline = self.text_pipeline(dtype, device)
+        return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        if transformer is None:
+            transformer = self.load_transformer(dtype).eval()
+        return super().pipeline(dtype, transformer, text)
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        given = {"pooled_projections": prompt["pooled_projections"]}
+        if empty:
+            given["negative_pooled_projections"] = empty["pooled_projections"]
+        return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoDiTOfClasses(VideoDiTCheckpoint, ClassCheckpoint):
+    """One video DiT that is conditioned on classes, with those that it is trained on."""
+
+    count_key = "num_classes"
+    takes: ClassVar[tuple[str, ...]] = ClassCheckpoint.takes
+
+    def grow(self, transformer: Any) -> None:
+        weight = self.classes.grown(transformer.class_embed.weight.data, self.stored)
+        transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
+        transformer.register_to_config(num_classes=self.classes.count)
+
+    def pipeline(
+        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
+    ) -> Any:
+        if transformer is None:
+            transformer = self.load_transformer(dtype).eval()
+        return load_pretrained(
+            VideoDiTPipeline,
+            self.path,
+            dtype=dtype,
+            use_safetensors=True,
+            transformer=transformer,
+            text_encoder=None,
+            tokenizer=None,
+            id2label=self.classes.labels(),
+        )
+
+    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        """Rows of the label table; the pipeline has a null class of its own."""
+        if isinstance(prompt, str):
+            return {"class_labels": torch.tensor([self.row(prompt)])}
+        return {"class_labels": prompt["class_labels"]}
+
+    def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
+        """They never do."""
+        what = (
+            f"{self.path.name} has no class of these names, and a LoRA trains no row of the label table: "
+            "correct them, or take train.mode: full or a model of text"
+        )
+        raise DitLoraError(listed(what, new))
+
+
+def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> VideoDiTCheckpoint:
+    """Read the configs; refuse another pipeline, and torn weights."""
+    path = local_checkpoint(model)
+    index = read_index(model, path, family.pipeline_names)
+    scratch = model.from_scratch
+    config = {**read_component_config(path, "transformer"), **(scratch or {})}
+    is_text = config.get("num_classes") is None
+    require_whole_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))
+    learns_variance(model.path, config)
+    shared: dict[str, Any] = {
+        "path": path,
+        "transformer_config": config,
+        "vae_config": read_component_config(path, "vae"),
+        "objective": noise_objective(model, read_component_config(path, "scheduler")),
+        "from_scratch": scratch,
+    }
+    if is_text:
+        return VideoDiTOfText(**shared)
+    table = VideoClasses(config["num_classes"], names_of(index))
+    return VideoDiTOfClasses(**shared, stored=table, classes=table)

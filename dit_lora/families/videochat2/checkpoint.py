@@ -1,0 +1,185 @@
+"""VideoChat2: a UMT-L video encoder, a Q-Former that reads the instruction, and a language model (arXiv 2311.17005).
+
+A checkpoint is a folder that `dit-lora convert videochat2` makes of the released files, or `dit-lora tiny`. Facts of
+prompts, sampling and tiles are those of OpenGVLab/Ask-Anything, video_chat2.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.data.chat.control import control_pattern, refuse_control
+from dit_lora.data.chat.conversation import Conversation, Kind
+from dit_lora.data.chat.prompts import PROMPT_FORMATS, FormatName, instruction_text, render_prompt
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import local_checkpoint, read_component_config
+from dit_lora.families.chat_base import ChatCheckpoint, Viewing, greedy_answer
+from dit_lora.families.chat_options import refuse_options_of_diffusion
+from dit_lora.models.videochat2.configuration import VideoChat2Config
+from dit_lora.models.videochat2.tokenizer import load_tokenizer
+
+# ImageNet's, as the original normalises (dataset/__init__.py).
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# CLIP's, as its notebooks do.
+_NOTEBOOK_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_NOTEBOOK_STD = (0.26862954, 0.26130258, 0.27577711)
+_MOST_INSTRUCTION = 512  # tokens that the Q-Former's BERT has positions for
+_TILE = 224  # pixels a side, by which the original counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoChat2Checkpoint(ChatCheckpoint):
+    """One opened VideoChat2 folder."""
+
+    config: VideoChat2Config
+    qformer_tokenizer: Any
+    notebook: bool = False
+    """True if it is asked as the original's MVBench notebook asks, and not as it was trained."""
+
+    def for_recipe(self, recipe: Recipe) -> Self:
+        refuse_options_of_diffusion(recipe, takes=("chat.tiles",))
+        return self.viewing(Viewing.of(recipe))
+
+    def viewing(self, how: Viewing) -> Self:
+        size = self.config.vision_config["image_size"]
+        if (how.height, how.width) != (size, size):
+            raise DitLoraError(
+                f"data.height x data.width is {how.height}x{how.width}; this vision encoder sees {size}x{size}"
+                + (
+                    " a tile (chat.tiles)"
+                    if how.tiles
+                    else "; chat.tiles shows it more of a picture"
+                )
+            )
+        if how.timestamps is None:
+            how = replace(how, timestamps=PROMPT_FORMATS[self.prompt_format].timestamps)
+        return replace(self, how=how)
+
+    def in_notebook(self) -> Self:
+        return replace(self, how=replace(self.how, timestamps=False), notebook=True)
+
+    @property
+    def model_class(self) -> Any:
+        from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
+
+        return VideoChat2ForConditionalGeneration
+
+    @property
+    def prompt_format(self) -> FormatName:
+        return cast(FormatName, self.config.prompt_format)  # one of these, or its config refuses
+
+    @property
+    def answer_end(self) -> str:
+        """Return what an answer is learned to end with: a token, or in Vicuna's format text."""
+        return PROMPT_FORMATS[self.prompt_format].answer[1].strip()
+
+    def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
+        if kind == "text":
+            return None
+        frames = self.how.frames if kind == "video" else 1
+        rows, columns = tile_grid(height, width, self.how.tiles) if self.how.tiles else (1, 1)
+        return VideoShape(frames, rows * self.how.height, columns * self.how.width)
+
+    def render(
+        self,
+        conversation: Conversation,
+        shape: VideoShape | None,
+        seconds: Sequence[float] = (),
+        *,
+        answered: bool = True,
+        prefix: str = "",
+    ) -> Rendered:
+        if answered:
+            marks = PROMPT_FORMATS[self.prompt_format].control
+            refuse_control(conversation, control_pattern(self.tokenizer, marks))
+        rendered = render_prompt(
+            self.prompt_format,
+            conversation,
+            self.tokenizer,
+            self.config.media_token_id,
+            self.config.num_media_tokens(shape.height, shape.width) if shape else 0,
+            seconds,
+            timestamps=bool(self.how.timestamps),
+            answered=answered,
+            prefix=prefix,
+            notebook=self.notebook,
+        )
+        if not self.config.qformer_config["use_text"] or shape is None:
+            return rendered
+        text = instruction_text(self.prompt_format, conversation, notebook=self.notebook)
+        ids = self.qformer_tokenizer(text, truncation=True, max_length=_MOST_INSTRUCTION).input_ids
+        return replace(rendered, instruction=tuple(ids))
+
+    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given = {"input_ids": batch["input_ids"]}
+        if "pixels" in batch:
+            pixels = batch["pixels"]
+            stated = (_NOTEBOOK_MEAN, _NOTEBOOK_STD) if self.notebook else (_MEAN, _STD)
+            mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in stated)
+            scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
+            given["pixel_values"] = scaled
+        return given | {
+            name: batch[name] for name in ("instruction_ids", "instruction_mask") if name in batch
+        }
+
+    def answer(
+        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
+    ) -> str:
+        batch = {"input_ids": torch.tensor([rendered.ids])}
+        if pixels is not None:
+            batch["pixels"] = pixels[None]
+        if rendered.instruction:
+            batch["instruction_ids"] = torch.tensor([rendered.instruction])
+            batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
+        device = next(model.parameters()).device
+        given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
+        bare: Any = model
+        with bare.model.own_bos() if self.notebook else nullcontext():
+            return greedy_answer(model, self.tokenizer, given, max_tokens, end=self.answer_end)
+
+
+def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:
+    """Rows and columns of at most `most` tiles, whose ratio is nearest to the picture's.
+
+    Of equally near ones the smaller, unless the picture has more than half of the larger one's pixels (at 224 a
+    side), as dataset/hd_utils.py chooses.
+    """
+    every = [(r, c) for r in range(1, most + 1) for c in range(1, most + 1) if r * c <= most]
+    best, least = (1, 1), float("inf")
+    for rows, columns in sorted(every, key=lambda grid: grid[0] * grid[1]):
+        distance = abs(width / height - columns / rows)
+        if distance < least:
+            best, least = (rows, columns), distance
+        elif distance == least and height * width > 0.5 * _TILE**2 * rows * columns:
+            best = (rows, columns)
+    return best
+
+
+def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
+    """Read config and tokenizers of a folder that `dit-lora convert videochat2` made."""
+    path = local_checkpoint(model)
+    found = read_component_config(path, ".").get("model_type")
+    if found != "videochat2":
+        raise DitLoraError(
+            f"model.path: {model.path} holds a {found} model, not a videochat2; make one of the released files "
+            "with dit-lora convert videochat2"
+        )
+    config = load_pretrained(VideoChat2Config, path)
+    size = config.vision_config["image_size"]
+    how = Viewing(config.vision_config["num_frames"], size, size)
+    return VideoChat2Checkpoint(
+        path=path,
+        config=config,
+        tokenizer=load_tokenizer(path),
+        qformer_tokenizer=load_pretrained(AutoTokenizer, path / "qformer_tokenizer"),
+        how=how,
+    ).viewing(how)

@@ -1,0 +1,138 @@
+"""A recipe's checkpoint without its weights: configs from the folder or the Hub, models on the meta device.
+
+Every family's own code opens it and builds it: a config stands for the weights where these are not there.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from dit_lora.config.recipe import ModelConfig, Recipe
+from dit_lora.environment.hub_files import model_folder
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.families import CHAT_FAMILIES, get_family
+from dit_lora.families.base import Checkpoint
+
+_WEIGHTS = ("transformer", "vae", "text_encoder")
+_CONFIGS = ("*.json", "*.model", "*.txt", "*.jinja")
+
+
+@contextmanager
+def without_weights(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe with a `model.path` as `configs_alone` makes it."""
+    with configs_alone(recipe.model) as model:
+        yield recipe.model_copy(update={"model": model})
+
+
+@contextmanager
+def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
+    """The model with a local path whose configs are the checkpoint's; weights that are not there are empty.
+
+    Of a Hub id, the small files alone are fetched. Raises `DitLoraError` where neither is there.
+    """
+    folder = Path(model.path).expanduser()
+    if not folder.is_dir():
+        folder = model_folder(model, _CONFIGS)
+    elif model.family in CHAT_FAMILIES or not _lacking(folder):
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made) / Path(model.path).name  # of which some read what it was trained in
+        shutil.copytree(
+            folder, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.ckpt", "*.pth")
+        )
+        for component in _lacking(path) if model.family not in CHAT_FAMILIES else ():
+            (path / component).mkdir(exist_ok=True)
+            save_file({}, path / component / "model.safetensors")
+        yield model.model_copy(update={"path": str(path)})
+
+
+def _lacking(folder: Path) -> list[str]:
+    return [name for name in _WEIGHTS if not any((folder / name).glob("*.safetensors"))]
+
+
+@contextmanager
+def from_configs() -> Iterator[list[nn.Module]]:
+    """Within it, Diffusers' and Transformers' `from_pretrained` build the model of the config, frozen; yields them."""
+    built: list[nn.Module] = []
+
+    def of_diffusers(
+        cls: Any, path: Any, *, subfolder: str | None = None, dtype: Any = None, **_: Any
+    ) -> Any:
+        model = cls.from_config(cls.load_config(path, subfolder=subfolder))
+        return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
+
+    def of_transformers(cls: Any, path: Any, *, dtype: Any = None, **_: Any) -> Any:
+        model = cls._from_config(load_pretrained(cls.config_class, path))
+        return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
+
+    given: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
+    own: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in given}
+    for kind, function in given.items():
+        kind.from_pretrained = classmethod(function)
+    try:
+        yield built
+    finally:
+        for kind, method in own.items():
+            kind.from_pretrained = method
+
+
+def _as_loaded(
+    model: nn.Module, dtype: torch.dtype | None, fp32: list[str], built: list[nn.Module]
+) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if not any(part in name.split(".") for part in fp32):
+            parameter.data = parameter.data.to(dtype or torch.float32)
+    set_method: Any = setattr
+    set_method(
+        model, "to", lambda *_, **__: model
+    )  # it is nowhere: a fake weight cannot be swapped
+    built.append(model.requires_grad_(False).eval())
+    return model
+
+
+def text_encoder(path: Path, dtype: torch.dtype) -> nn.Module | None:
+    """The text encoder of a Diffusers folder, of the class that its config names; None without a config."""
+    import transformers
+
+    if not (path / "text_encoder" / "config.json").is_file():
+        return None
+    config = load_pretrained(AutoConfig, path / "text_encoder")
+    model = getattr(transformers, config.architectures[0])._from_config(config)
+    return _as_loaded(model, dtype, [], [])
+
+
+def opened(recipe: Recipe) -> tuple[Any, Any]:
+    """Family and checkpoint of a recipe that `without_weights` gave; classes are the checkpoint's where data lack."""
+    family, is_chat = get_family(recipe.model.family), recipe.model.family in CHAT_FAMILIES
+    if not data_is_here(recipe) and recipe.data.classes is None and not is_chat:
+        recipe = _with_classes(recipe, family.open(recipe.model))
+    return family, family.open(recipe.model, recipe)
+
+
+def data_is_here(recipe: Recipe) -> bool:
+    """Return true if every source is a file or folder of this machine."""
+    return all(Path(one.path).expanduser().exists() for one in recipe.data.all_sources)
+
+
+def _with_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
+    stored = checkpoint.class_names
+    if stored is None:
+        return recipe
+    names = tuple(recipe.validation.prompts) or tuple(stored[:1]) or ("class",)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": names})})
+
+
+def as_constructed(model: nn.Module) -> nn.Module:
+    """A model of `from_configs` that moves again, as any other does."""
+    model.__dict__.pop("to", None)
+    return model.eval()

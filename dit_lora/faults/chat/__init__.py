@@ -1,0 +1,1 @@
+"""Faults of chat models: data, steps and loops."""

@@ -1,0 +1,1 @@
+"""Broken media, captions, archives and cache entries."""

@@ -1,0 +1,75 @@
+"""Damage to an entry of the cache after it was written: values, bytes, a file that is cut."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dit_lora.data.cache.shards import Stored
+from dit_lora.faults.samples import overwrite
+
+_AT = 7  # the number of the first value that is overwritten
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One damage to an entry where it lies on the disk."""
+
+    name: str
+    do: Callable[[Stored], None]
+    code: str
+    """A finding that the entry's sample must have."""
+    whole: bool = True
+    """True if the entry still seems to be there, so that only reading it tells."""
+    reaches_neighbour: bool = False
+    """True if the entries before it in its shard are lost too."""
+
+
+def _value(tensor: str, value: float) -> Callable[[Stored], None]:
+    return lambda entry: overwrite(entry, tensor, _AT, torch.tensor([value]))
+
+
+def flip(entry: Stored) -> None:
+    """Flip one byte of a value: it is finite, and not what was written."""
+    with entry.path.open("r+b") as file:
+        file.seek(entry.end - 5)
+        (byte,) = file.read(1)
+        file.seek(entry.end - 5)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def cut(entry: Stored) -> None:
+    """Truncate the entry's shard in the middle of it."""
+    with entry.path.open("r+b") as file:
+        file.truncate((entry.start + entry.end) // 2)
+
+
+def empty(entry: Stored) -> None:
+    """Leave no bytes in the entry's shard, as after a full disk."""
+    entry.path.write_bytes(b"")
+
+
+def scramble(entry: Stored) -> None:
+    """Overwrite the header of the entry's shard with what is no JSON."""
+    with entry.path.open("r+b") as file:
+        # After the 8 bytes of its length and the opening brace.
+        file.seek(9)
+        file.write(b"\xff" * 16)
+
+
+DAMAGES: tuple[Damage, ...] = (
+    *(
+        Damage(f"{words} in a cached {tensor}", _value(tensor, value), f"{part}_{kind}")
+        for words, value, kind in (
+            ("NaN", torch.nan, "non_finite"),
+            ("Inf", torch.inf, "non_finite"),
+            ("-Inf", -torch.inf, "non_finite"),
+            ("a huge value", 3e30, "out_of_range"),
+        )
+        for tensor, part in (("latent_mean", "latent"), ("prompt_embeds", "embedding"))
+    ),
+    Damage("a flipped byte", flip, "cache_damaged"),
+    Damage("a torn shard", cut, "cache_damaged", whole=False),
+    Damage("an empty shard", empty, "cache_damaged", False, True),
+    Damage("a shard with a damaged header", scramble, "cache_damaged", False, True),
+)

@@ -1,0 +1,1 @@
+"""Patches of each model, a file each."""

@@ -1,0 +1,67 @@
+"""Attention of models that norm q and k over the whole width, across heads, and then rotate them: LTX and Wan.
+
+Shapes: B batch, S query tokens, K key tokens, D width, H heads.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.fuse.attention import (
+    FusedProcessor,
+    Rotary,
+    attend,
+    project_output,
+    project_qkv,
+)
+from dit_lora.fuse.patches import other_norm
+
+
+class AcrossHeadsProcessor(FusedProcessor, ABC):
+    """A processor whose q and k are normed by RMSNorm across heads, and rotated, in one pass."""
+
+    def attended(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        rotary: Rotary | None,
+    ) -> torch.Tensor:
+        """Return attention of (B, S, D) to (B, K, .), or to itself where that is None, and its projection (B, S, D)."""
+        query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
+        query = self._normed(attn, query, attn.norm_q, rotary)
+        key = self._normed(attn, key, attn.norm_k, rotary)
+        value = value.unflatten(2, (attn.heads, -1))
+        attended = attend(query, key, value, mask, self.backend).flatten(2)
+        return project_output(attn, attended)
+
+    def _normed(
+        self, attn: Any, projected: torch.Tensor, norm: Any, rotary: Rotary | None
+    ) -> torch.Tensor:
+        """Return q or k (B, S, D) as (B, S, H, D / H), normed and rotated."""
+        if self.fusion.is_on("qk_norm_rope"):
+            # Heads are a view of the width: the kernel's means run over all heads of a token.
+            tables = None if rotary is None else self.tables(*rotary)
+            heads = projected.unflatten(2, (attn.heads, -1))
+            return self.norm_and_rotate(heads, norm, tables, "rms", across_heads=True)
+        # Off: the module norms the whole width, and the model's own code rotates.
+        normed = norm(projected)
+        if rotary is not None:
+            normed = self.rotated(attn, normed, rotary)
+        return normed.unflatten(2, (attn.heads, -1))
+
+    @abstractmethod
+    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+        """Return the model's tables as `qk_norm_rope` takes them."""
+
+    @abstractmethod
+    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return q or k (B, S, D) rotated by the model's own code, for when the kernel is off."""
+
+
+def rms_why_not(attn: Any) -> str | None:
+    """Return why a norm of q or k is not the RMSNorm across heads that the kernel computes; None if both are."""
+    return other_norm((attn.norm_q, attn.norm_k), nn.RMSNorm)

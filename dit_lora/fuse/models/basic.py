@@ -1,0 +1,116 @@
+"""Diffusers' basic transformer block on fused ops, with adaLN-zero (DiT) or adaLN-single (Latte, PixArt).
+
+Source of the arithmetic: diffusers, models/attention.py (BasicTransformerBlock), models/normalization.py
+(AdaLayerNormZero). Its attention is `AttnProcessor2_0`, whose patch is in dit_lora/fuse/attention.py.
+
+Shapes: B batch, S tokens, D width.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.fuse.models.streams import norm_stream
+from dit_lora.fuse.patches import ForwardPatch, class_name, other_norm
+from dit_lora_kernels.ada_norm import Stream
+
+_ZERO, _SINGLE = "ada_norm_zero", "ada_norm_single"
+_ZERO_NORM = "diffusers.models.normalization.AdaLayerNormZero"
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    timestep: torch.Tensor | None = None,
+    cross_attention_kwargs: dict[str, Any] | None = None,
+    class_labels: torch.Tensor | None = None,
+    added_cond_kwargs: dict[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return tokens (B, S, D) after attention, attention to the text if there is one, and feed-forward.
+
+    It does what `BasicTransformerBlock.forward` does, and calls it where the feed-forward is chunked or attention has
+    arguments of its own.
+    """
+    # Chunks are the stock code's way to save memory, and such arguments steer what only it does (GLIGEN).
+    if block._chunk_size is not None or cross_attention_kwargs:
+        return type(block).forward(
+            block,
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            timestep,
+            cross_attention_kwargs,
+            class_labels,
+            added_cond_kwargs,
+        )
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = _modulation(
+        block, hidden_states, timestep, class_labels
+    )
+    # An fp32 table makes the stock block's residual stream fp32; where it is, this is no cast.
+    x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
+    norm, norm_ff = _norms(block)
+    normed, x = norm_stream(norm, Stream(x, shift, scale))
+    y = block.attn1(normed, encoder_hidden_states=None, attention_mask=attention_mask)
+    stream = Stream(x, shift_ff, scale_ff, y, gate)
+    # A second attention takes the residual stream as it is, not normed: the first one's output is added before it.
+    if block.attn2 is not None:
+        x = torch.addcmul(x, gate, y)
+        y = block.attn2(
+            x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask
+        )
+        stream = Stream(x, shift_ff, scale_ff, y)
+    normed, x = norm_stream(norm_ff, stream)
+    return torch.addcmul(x, gate_ff, block.ff(normed))
+
+
+def _modulation(
+    block: Any,
+    hidden_states: torch.Tensor,
+    timestep: torch.Tensor | None,
+    class_labels: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return shift, scale and gate of attention, then of the feed-forward; each (B, 1, D)."""
+    # adaLN-single: one projection of the timestep for all blocks, to which each adds a table of its own.
+    if block.norm_type == _SINGLE:
+        assert timestep is not None
+        return (block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)).chunk(
+            6, 1
+        )
+    norm = block.norm1
+    # Draws which labels to drop, as the stock block does at this point.
+    condition = norm.emb(timestep, class_labels, hidden_dtype=hidden_states.dtype)
+    return norm.linear(norm.silu(condition)).unflatten(1, (6, -1)).chunk(6, 1)
+
+
+def _norms(block: Any) -> tuple[Any, Any]:
+    """Return the LayerNorms before attention and before the feed-forward."""
+    if block.norm_type == _SINGLE:
+        return block.norm1, block.norm2
+    return block.norm1.norm, block.norm3
+
+
+def _why_not(block: Any) -> str | None:
+    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    if block.norm_type not in (_ZERO, _SINGLE):
+        return f"its norm is {block.norm_type}"
+    if block.pos_embed is not None:
+        return "it adds positions of its own"
+    if block.only_cross_attention:
+        return "its first attention is to the text"
+    if block.norm_type == _ZERO and block.attn2 is not None:
+        return "it has a second attention"
+    if block.norm_type == _ZERO and class_name(block.norm1) != _ZERO_NORM:
+        return f"its norm1 is a {type(block.norm1).__name__}"
+    return other_norm(_norms(block), nn.LayerNorm)
+
+
+FORWARDS = (
+    ForwardPatch(
+        "diffusers.models.attention.BasicTransformerBlock", "ada_norm", block_forward, _why_not
+    ),
+)

@@ -1,0 +1,157 @@
+"""CogVideoX blocks on fused ops: text and video stay in one buffer, which the norms write.
+
+Source of the arithmetic: diffusers, models/transformers/cogvideox_transformer_3d.py (CogVideoXBlock),
+models/normalization.py (CogVideoXLayerNormZero), models/attention_processor.py (CogVideoXAttnProcessor2_0).
+
+Shapes: B batch, T text tokens, V video tokens, D width, H heads.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.attention_processor import Attention
+
+from dit_lora.fuse.attention import (
+    FusedProcessor,
+    Recomputable,
+    Rotary,
+    attend,
+    heads_mask,
+    project_output,
+)
+from dit_lora.fuse.lora import project
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
+from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    image_rotary_emb: Rotary | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return video (B, V, D) and text (B, T, D) after attention and feed-forward, as `CogVideoXBlock` does."""
+    text = encoder_hidden_states.shape[1]
+    modulation = _modulation(block.norm1, temb)
+    streams = modulation.on(Stream(encoder_hidden_states), Stream(hidden_states))
+    joint, _ = _normed(block.norm1, streams)
+    extra = dict(attention_kwargs or {})
+    if isinstance(block.attn1.processor, CogVideoXProcessor):
+        # The norm's backward keeps its input: its output need not be kept for the adapters.
+        again = partial(_joint, block.norm1, streams)
+        extra["joint_hidden_states"] = Recomputable(joint, again)
+    attended, attended_text = block.attn1(
+        hidden_states=joint[:, text:],
+        encoder_hidden_states=joint[:, :text],
+        image_rotary_emb=image_rotary_emb,
+        **extra,
+    )
+    gates, modulation = modulation, _modulation(block.norm2, temb)
+    streams = modulation.on(
+        Stream(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
+        Stream(hidden_states, y=attended, gate=gates.gate),
+    )
+    # Attention's gated outputs are added by the norm that reads the sums first, which also returns them.
+    joint, (encoder_hidden_states, hidden_states) = _normed(block.norm2, streams)
+    output = block.ff(joint)
+    return (
+        torch.addcmul(hidden_states, modulation.gate[:, None], output[:, text:]),
+        torch.addcmul(encoder_hidden_states, modulation.text_gate[:, None], output[:, :text]),
+    )
+
+
+class _Modulation(NamedTuple):
+    """Six tables (B, D) in the order of `CogVideoXLayerNormZero.linear`."""
+
+    shift: torch.Tensor
+    scale: torch.Tensor
+    gate: torch.Tensor
+    text_shift: torch.Tensor
+    text_scale: torch.Tensor
+    text_gate: torch.Tensor
+
+    def on(self, text: Stream, video: Stream) -> tuple[Stream, Stream]:
+        """Return both streams with their shift and scale."""
+        return (
+            text._replace(shift=self.text_shift, scale=self.text_scale),
+            video._replace(shift=self.shift, scale=self.scale),
+        )
+
+
+def _modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
+    """Return a `CogVideoXLayerNormZero`'s tables of temb (B, .)."""
+    return _Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
+
+
+def _normed(
+    norm: Any, streams: tuple[Stream, Stream]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return both streams normed and modulated in one buffer (B, T + V, D), text first, and their residuals."""
+    affine = norm.norm
+    return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)
+
+
+def _joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
+    """Return the buffer of `_normed` alone, the same bits as before."""
+    return _normed(norm, streams)[0]
+
+
+class CogVideoXProcessor(FusedProcessor):
+    """`CogVideoXAttnProcessor2_0` without copies: the joint buffer in, q and k normed and rotated in one pass."""
+
+    @property
+    def is_stock(self) -> bool:
+        """False under context parallelism: the stock processor attends to this rank's tokens alone."""
+        # `super` is True for any configuration of ranks, and for a fusion that is off; the latter alone counts here.
+        return super().is_stock and self._parallel_config is None
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+        joint_hidden_states: Recomputable | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.is_stock:
+            return self.stock(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+        text, projections = encoder_hidden_states.shape[1], (attn.to_q, attn.to_k, attn.to_v)
+        # The block's forward hands on the buffer that both arguments are views of; a stock one has no such buffer.
+        if joint_hidden_states is None:
+            joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+            projected = project(projections, joint)
+        else:
+            joint = joint_hidden_states.tensor
+            with joint_hidden_states.not_kept():
+                projected = project(projections, joint)
+        query, key, value = (tensor.unflatten(-1, (attn.heads, -1)) for tensor in projected)
+        # Text comes first and has no positions: rotation begins behind it.
+        query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "layer", text)
+        key = self.normed_heads(key, attn.norm_k, image_rotary_emb, "layer", text)
+        mask = heads_mask(attn, attention_mask, joint)
+        attended = attend(query, key, value, mask, self.backend, self._parallel_config).flatten(2)
+        attended = project_output(attn, attended)
+        return attended[:, text:], attended[:, :text]
+
+
+FORWARDS = (
+    ForwardPatch(
+        "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXBlock",
+        "ada_norm",
+        block_forward,
+    ),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
+        ATTENTION,
+        CogVideoXProcessor,
+        also=qk_always,
+    ),
+)

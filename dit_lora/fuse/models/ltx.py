@@ -1,0 +1,102 @@
+"""LTX-Video's blocks and attention on fused ops.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_ltx.py (LTXVideoTransformerBlock,
+LTXVideoAttnProcessor).
+
+Shapes: B batch, S video tokens, K tokens that are attended to, D width, H heads; G rows of modulation a sample, 1 or S.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.normalization import RMSNorm
+
+from dit_lora.fuse.attention import Rotary, heads_mask
+from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, rms_why_not
+from dit_lora.fuse.models.streams import norm_stream
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora_kernels.ada_norm import Stream
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    image_rotary_emb: Rotary | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return video tokens (B, S, D) after both attentions and feed-forward, as `LTXVideoTransformerBlock` does."""
+    rows = temb.unflatten(-1, (len(block.scale_shift_table), -1))  # (B, G, 6, D)
+    # A block's own table is added to what all blocks share; G is 1, or S where each token has a timestep.
+    modulation = block.scale_shift_table.to(temb.device) + rows
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unbind(dim=2)
+    normed, x = norm_stream(block.norm1, Stream(hidden_states, shift, scale), "rms")
+    y = block.attn1(
+        hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
+    )
+    x = torch.addcmul(x, gate, y)  # fp32 from here on where the table is, as in the stock block
+    y = block.attn2(
+        x,
+        encoder_hidden_states=encoder_hidden_states,
+        image_rotary_emb=None,
+        attention_mask=encoder_attention_mask,
+    )
+    # Attention to the text is added without a gate, by the norm that reads the sum.
+    normed, x = norm_stream(block.norm2, Stream(x, shift_ff, scale_ff, y), "rms")
+    return torch.addcmul(x, gate_ff, block.ff(normed))
+
+
+class LTXProcessor(AcrossHeadsProcessor):
+    """`LTXVideoAttnProcessor` with q and k normed across heads and rotated in one pass."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        if self.is_stock:
+            return self.stock(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        mask = heads_mask(attn, attention_mask, source)
+        return self.attended(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
+
+    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+        """Return (B, S, D): a row of all heads' angles for each token, as the kernel takes them."""
+        return cos, sin
+
+    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return q or k (B, S, D) rotated by tables of the same width."""
+        # Late: the models' modules are imported when a model is, not with all patches.
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        return apply_rotary_emb(normed, rotary)
+
+
+def _block_why_not(block: Any) -> str | None:
+    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    return other_norm((block.norm1, block.norm2), RMSNorm)
+
+
+FORWARDS = (
+    ForwardPatch(
+        "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock",
+        "ada_norm",
+        block_forward,
+        _block_why_not,
+    ),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor",
+        ATTENTION,
+        LTXProcessor,
+        rms_why_not,
+        also=qk_always,
+    ),
+)

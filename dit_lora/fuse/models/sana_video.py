@@ -1,0 +1,115 @@
+"""SANA-Video blocks on fused ops, as `sana` with rotary positions and a convolution over time.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_sana_video.py (SanaVideoTransformerBlock,
+GLUMBTempConv, SanaLinearAttnProcessor3_0, SanaAttnProcessor2_0).
+
+Shapes: B batch, F frames, S tokens (F * H * W of them), T text tokens, D width, G groups of tokens that share a
+modulation: 1, or a group a token.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention
+
+from dit_lora.fuse.attention import Recomputable, Rotary, plain
+from dit_lora.fuse.models.sana import (
+    SanaLinearProcessor,
+    SanaProcessor,
+    mix,
+    through_block,
+    wrapped_depthwise,
+    wrapped_norm,
+)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
+from dit_lora.numerics.saturation import SaturatingProcessor
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    timestep: torch.Tensor | None = None,
+    frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    rotary_emb: Rotary | None = None,
+) -> torch.Tensor:
+    """Return tokens (B, S, D) after both attentions and the feed-forward, as `SanaVideoTransformerBlock` does."""
+    assert timestep is not None
+    # A row for the whole sample, or one for each token where frames have timesteps of their own.
+    rows = timestep.reshape(len(hidden_states), timestep.shape[1], 6, -1)
+    tables = (block.scale_shift_table[None, None] + rows).unbind(dim=2)
+
+    def feed_forward(tokens: torch.Tensor) -> torch.Tensor:
+        return block.ff(tokens.unflatten(1, (frames, height, width))).flatten(1, 3)
+
+    text = {
+        "encoder_hidden_states": encoder_hidden_states,
+        "attention_mask": encoder_attention_mask,
+    }
+    return through_block(block, hidden_states, tables, text, feed_forward, rotary_emb=rotary_emb)
+
+
+def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return what `GLUMBTempConv` does, (B, F, H, W, D) to the same."""
+    # Frames as samples up to the convolution over time, whose images are (B, D, F, H * W).
+    batch, frames, height, width, channels = hidden_states.shape
+    output = mix(ff, hidden_states.reshape(-1, height, width, channels))
+    pixels = output.view(batch, frames, height * width, channels).permute(0, 3, 1, 2)
+    # By its module, adapters and hooks included: the convolution over time is no part of the kernel.
+    output = (pixels + ff.conv_temp(pixels)).permute(0, 2, 3, 1).view(hidden_states.shape)
+    if ff.norm_type == "rms_norm":
+        output = ff.norm(output.movedim(1, -1)).movedim(-1, 1)
+    if ff.residual_connection:
+        output = output + hidden_states
+    return output
+
+
+class SanaVideoLinearProcessor(SanaLinearProcessor):
+    """`SanaLinearAttnProcessor3_0`: the numerator is rotated, the denominator is not; no limit in fp16."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+        *,
+        normed: Recomputable | None = None,
+    ) -> torch.Tensor:
+        if self.is_stock or encoder_hidden_states is not None or rotary_emb is None:
+            return self.stock(
+                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb=rotary_emb
+            )
+        cos, sin = (
+            table.squeeze(2) for table in rotary_emb
+        )  # (1, S, 1, head width): all heads share them
+        return self.attended(attn, hidden_states, (cos, sin), normed)
+
+
+def _saturated(attn: Any) -> str | None:
+    """Return why a stock processor that limits its output stays: the fused one here has no such limit."""
+    return "its output saturates" if isinstance(attn.processor, SaturatingProcessor) else None
+
+
+_MODULE = "diffusers.models.transformers.transformer_sana_video"
+FORWARDS = (
+    ForwardPatch(f"{_MODULE}.SanaVideoTransformerBlock", "ada_norm", block_forward, wrapped_norm),
+    ForwardPatch(f"{_MODULE}.GLUMBTempConv", "silu_dwconv_glu", feed_forward, wrapped_depthwise),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        f"{_MODULE}.SanaAttnProcessor2_0", ATTENTION, SanaProcessor, plain, also=qk_if_normed
+    ),
+    ProcessorPatch(
+        f"{_MODULE}.SanaLinearAttnProcessor3_0",
+        "relu_linear_attention",
+        SanaVideoLinearProcessor,
+        _saturated,
+        also=qk_if_normed,
+    ),
+)

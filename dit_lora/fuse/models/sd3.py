@@ -1,0 +1,124 @@
+"""Stable Diffusion 3's blocks and attention on fused ops, 3.5's second attention included.
+
+Source of the arithmetic: diffusers, models/attention.py (JointTransformerBlock), models/attention_processor.py
+(JointAttnProcessor2_0), models/normalization.py (AdaLayerNormZero, SD35AdaLayerNormZeroX, AdaLayerNormContinuous).
+
+Shapes: B batch, I image tokens, T text tokens, D width, H heads.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention
+
+from dit_lora.fuse.attention import Recomputable, attend, project_output
+from dit_lora.fuse.models.two_streams import (
+    Modulation,
+    TwoStreamProcessor,
+    attention_why_not,
+    each,
+    enter,
+    joined_heads,
+    leave,
+    modulated,
+    norms_why_not,
+    spared,
+)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
+from dit_lora_kernels.ada_norm import Stream
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return text (B, T, D), None after the last block, and image (B, I, D), as `JointTransformerBlock` does."""
+    # A chunked feed-forward is a way of the stock code to save memory, which that alone knows.
+    if block._chunk_size is not None:
+        return type(block).forward(
+            block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs
+        )
+    extra, norm, context_norm = joint_attention_kwargs or {}, block.norm1, block.norm1_context
+    tables = norm.linear(norm.silu(temb)).chunk(9 if block.use_dual_attention else 6, dim=1)
+    modulation = Modulation(*tables[:6])
+    stream = Stream(hidden_states, modulation.shift, modulation.scale)
+    image, (x,) = modulated((stream,), eps=norm.norm.eps)
+    if block.use_dual_attention:  # 3.5's: the image attends to itself too, by tables of its own
+        shift, scale, second_gate = tables[6:]
+        second, (x,) = modulated((Stream(x, shift, scale),), eps=norm.norm.eps)
+    if (
+        block.context_pre_only
+    ):  # the last block, after which nobody reads the text: scale first, and no gate
+        emb = context_norm.linear(context_norm.silu(temb).to(encoder_hidden_states.dtype))
+        scale, shift = emb.chunk(2, dim=1)
+        stream = Stream(encoder_hidden_states, shift, scale)
+        text, _ = modulated((stream,), eps=context_norm.norm.eps)
+    else:
+        text, context, text_modulation = enter(context_norm, encoder_hidden_states, temb)
+    attended, attended_text = block.attn(
+        hidden_states=image.tensor,
+        encoder_hidden_states=text.tensor,
+        **extra,
+        **spared(block.attn, image, text),
+    )
+    if block.use_dual_attention:
+        x = torch.addcmul(x, modulation.gate[:, None], attended)
+        attended = block.attn2(hidden_states=second.tensor, **extra, **spared(block.attn2, second))
+        modulation = modulation._replace(gate=second_gate)
+    # The second attention is added where the first would be, by its own gate; the first one is in x already.
+    x = leave(block.norm2, block.ff, x, attended, modulation)
+    if block.context_pre_only:
+        return None, x
+    return leave(block.norm2_context, block.ff_context, context, attended_text, text_modulation), x
+
+
+class JointProcessor(TwoStreamProcessor):
+    """`JointAttnProcessor2_0` with q and k normed in one pass; the image comes first, and no mask is heeded."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        recomputable: tuple[Recomputable, ...] = (),
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if self.is_stock:
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
+        of_image, of_text = each(recomputable)
+        heads = self.image_heads(attn, hidden_states, recomputable=of_image)
+        if encoder_hidden_states is None:
+            attended = attend(*heads, None, self.backend).flatten(2)
+            return project_output(attn, attended)
+        text_heads = self.text_heads(attn, encoder_hidden_states, recomputable=of_text)
+        # No mask: the stock processor takes one and passes it to nobody.
+        attended = attend(*joined_heads(heads, text_heads), None, self.backend).flatten(2)
+        image = hidden_states.shape[1]
+        attended, text = attended[:, :image], attended[:, image:]
+        text = text if attn.context_pre_only else attn.to_add_out(text)
+        return project_output(attn, attended), text
+
+
+def _why_not(block: Any) -> str | None:
+    """Return why this block keeps its own forward; the last one has no second norm of the text."""
+    norms = [block.norm1.norm, block.norm1_context.norm, block.norm2]
+    return norms_why_not(*norms, *([] if block.context_pre_only else [block.norm2_context]))
+
+
+FORWARDS = (
+    ForwardPatch(
+        "diffusers.models.attention.JointTransformerBlock", "ada_norm", block_forward, _why_not
+    ),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        "diffusers.models.attention_processor.JointAttnProcessor2_0",
+        ATTENTION,
+        JointProcessor,
+        attention_why_not,
+        also=qk_if_normed,
+    ),
+)

@@ -1,0 +1,27 @@
+"""The video DiT's blocks on fused ops.
+
+Source of the arithmetic: dit_lora/models/video_dit.py (VideoDiTBlock, ModulatedNorm). Its attention is
+`AttnProcessor2_0`, whose patch is in dit_lora/fuse/attention.py.
+
+Shapes: B batch, N tokens, D width.
+"""
+
+from typing import Any
+
+import torch
+
+from dit_lora.fuse.models.streams import norm_stream
+from dit_lora.fuse.patches import ForwardPatch
+from dit_lora_kernels.ada_norm import Stream
+
+
+def block_forward(block: Any, tokens_BND: torch.Tensor, condition_BD: torch.Tensor) -> torch.Tensor:
+    """Return tokens (B, N, D) after attention and feed-forward, as `VideoDiTBlock` does, by a condition (B, D)."""
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = block.adaln(condition_BD)
+    normed, x = norm_stream(block.norm1, Stream(tokens_BND, shift, scale))
+    # The gated sum after attention is made by the norm that reads it first.
+    normed, x = norm_stream(block.norm2, Stream(x, shift_ff, scale_ff, block.attn(normed), gate))
+    return torch.addcmul(x, gate_ff[:, None], block.ff(normed))
+
+
+FORWARDS = (ForwardPatch("dit_lora.models.video_dit.VideoDiTBlock", "ada_norm", block_forward),)

@@ -1,0 +1,116 @@
+"""Wan's blocks and attention on fused ops.
+
+Source of the arithmetic: diffusers, models/transformers/transformer_wan.py (WanTransformerBlock, WanAttnProcessor).
+
+Shapes: B batch, S video tokens, K tokens that are attended to, D width, H heads; G rows of modulation a sample.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.normalization import FP32LayerNorm
+from torch import nn
+
+from dit_lora.fuse.attention import Rotary, rotate_pairs
+from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, rms_why_not
+from dit_lora.fuse.models.streams import norm_stream
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora_kernels.ada_norm import Stream
+
+
+def block_forward(
+    block: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> torch.Tensor:
+    """Return video tokens (B, S, D) after both attentions and feed-forward, as `WanTransformerBlock` does.
+
+    The residual stream keeps its dtype; the modulation is fp32.
+    """
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = _modulation(block, temb)
+    # The stock block computes norms in fp32 and rounds them to the stream's dtype; so does the kernel.
+    normed, x = norm_stream(block.norm1, Stream(hidden_states, shift, scale))
+    y = block.attn1(normed, None, None, rotary_emb)
+    if isinstance(
+        block.norm2, nn.Identity
+    ):  # attention to the text takes the residual stream as it is
+        normed = x = _gated(x, gate, y)
+    else:
+        normed, x = norm_stream(block.norm2, Stream(x, y=y, gate=gate))
+    y = block.attn2(normed, encoder_hidden_states, None, None)
+    normed, x = norm_stream(block.norm3, Stream(x, shift_ff, scale_ff, y))
+    return _gated(x, gate_ff, block.ffn(normed))
+
+
+def _modulation(block: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return shift, scale, gate of attention, then of the feed-forward: (B, G, D) of temb (B, 6, D) or (B, S, 6, D)."""
+    # The table is (1, 6, D): the dimension of its six is the last but one of either temb.
+    temb = temb.float()
+    if temb.ndim == 3:  # one row a sample
+        temb = temb[:, None]
+    return (block.scale_shift_table + temb).unbind(2)
+
+
+def _gated(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return x + gate * y (B, S, D) in x's dtype, whatever the gate's."""
+    return torch.addcmul(x, gate.to(x.dtype), y)
+
+
+class WanProcessor(AcrossHeadsProcessor):
+    """`WanAttnProcessor` of text and video: q and k normed across heads and rotated in one pass."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        if self.is_stock or attn.fused_projections:
+            return self.stock(
+                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
+            )
+        return self.attended(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+        """Return (1, S, D / H) of the model's (1, S, 1, D / H), which hold each angle twice and all heads share."""
+        return cos.squeeze(2), sin.squeeze(2)
+
+    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return q or k (B, S, D) with each head rotated by tables (1, S, 1, D / H)."""
+        # Diffusers reads cosines at even and sines at odd places of its doubled tables.
+        cos, sin = rotary
+        heads = normed.unflatten(2, (attn.heads, -1))
+        return rotate_pairs(heads, cos[..., 0::2], sin[..., 1::2]).flatten(2)
+
+
+def _block_why_not(block: Any) -> str | None:
+    """Return why this block keeps its own forward; None if `block_forward` does the same."""
+    return other_norm((block.norm1, block.norm2, block.norm3), FP32LayerNorm, nn.Identity)
+
+
+def _attention_why_not(attn: Any) -> str | None:
+    """Return why this layer keeps its own processor; None if `WanProcessor` does the same."""
+    return "it attends to an image too" if attn.add_k_proj is not None else rms_why_not(attn)
+
+
+FORWARDS = (
+    ForwardPatch(
+        "diffusers.models.transformers.transformer_wan.WanTransformerBlock",
+        "ada_norm",
+        block_forward,
+        _block_why_not,
+    ),
+)
+PROCESSORS = (
+    ProcessorPatch(
+        "diffusers.models.transformers.transformer_wan.WanAttnProcessor",
+        ATTENTION,
+        WanProcessor,
+        _attention_why_not,
+        also=qk_always,
+    ),
+)

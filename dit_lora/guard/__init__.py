@@ -1,0 +1,1 @@
+"""The guard: gate, replay, probe, diagnosis, policy, snapshots, monitor, parity and bundles."""

@@ -1,0 +1,365 @@
+"""A few seconds of checks before a run: what would end in NaN, or in an adapter that never learns.
+
+Each check is a function that returns findings and changes nothing; what to do about them is the caller's.
+"""
+
+import hashlib
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.files import write_whole
+from dit_lora.guard.attention_backends import BACKENDS, AttentionCall, BackendParity, parity
+from dit_lora.numerics.dtensors import local, whole
+from dit_lora.numerics.finite import describe_bad, headroom, is_finite
+from dit_lora.numerics.opaque import called_modules
+from dit_lora.numerics.quantized_linear import weight_values
+from dit_lora.parsing import parse_json
+
+_VERSION = 1  # of the checks: results of older ones are not taken from a cache
+_ATTENTION = "attention backend "
+_FP16_MAX = torch.finfo(torch.float16).max
+
+# The names of floating dtypes in a safetensors header (safetensors, `Dtype`).
+_STORED = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    ok: bool
+    words: str
+    fatal: bool
+    """True if a run must not start. Not ok and not fatal is a warning."""
+
+
+def check_trainables(model: nn.Module) -> list[Finding]:
+    """Check that there are trainable parameters, all of them fp32 and finite.
+
+    In fp16, AdamW's eps of 1e-8 is 0 and the first zero gradient is 0 / 0; in bf16 small updates are lost.
+    """
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        words = "no parameter is trainable; attach an adapter, or give optim.groups a base group"
+        return [Finding("trainables", False, words, fatal=True)]
+    half = [f"{name} is {p.dtype}" for name, p in trainable if p.dtype is not torch.float32]
+    count = len(trainable)
+    return [
+        _judged(
+            "trainables are fp32",
+            half,
+            sound=f"all {count} trainable tensors are fp32",
+            wrong=f"{len(half)} of {count} trainable tensors are not fp32; cast them before training",
+        ),
+        _finite("trainables are finite", trainable),
+    ]
+
+
+def check_base_weights(model: nn.Module) -> list[Finding]:
+    """Check that frozen weights are finite, and the scales of quantised ones."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    values = ((name, values) for name, values in weight_values(model) if name not in trained)
+    frozen = [(name, one) for name, one in values if one.is_floating_point()]
+    return [_finite("base weights are finite", frozen)]
+
+
+def autocast_owner(
+    model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None
+) -> list[Finding]:
+    """Check that during `run()` every module computes under the policy's autocast: `dtype`, or none if that is
+    None.
+
+    Another dtype in between is fatal. Off where the policy has it on is a warning: it may be an fp32 island
+    on purpose. The model itself is not judged, since Accelerate's autocast begins inside its forward.
+    """
+    deviating: dict[str, torch.dtype | None] = {}
+
+    def note(name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            if autocast is not dtype:
+                deviating[name] = autocast
+
+        return hook
+
+    kind = next(model.parameters()).device.type
+    modules = [(name, module) for name, module in called_modules(model) if name]
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in modules]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    # What a module's parent runs under already is said of the parent.
+    outermost = {
+        n: autocast
+        for n, autocast in deviating.items()
+        if deviating.get(_parent(n), dtype) is not autocast
+    }
+    policy = "no autocast" if dtype is None else f"autocast to {dtype}"
+    other = [f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast]
+    off = [f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast]
+    return [
+        _judged(
+            "one owner of autocast",
+            other,
+            sound=f"nothing leaves the policy, {policy}, for another dtype",
+            wrong=f"the policy is {policy}, but these open another inside it",
+        ),
+        _judged(
+            "autocast is on",
+            off,
+            sound="nothing inside the model turns autocast off",
+            wrong=f"the policy is {policy}, but these turn it off",
+            fatal=False,
+        ),
+    ]
+
+
+def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[Finding]:
+    """Check that one micro-batch's `backward()` reaches every trainable parameter and no frozen one.
+
+    Every LoRA B must get a gradient that is not all zero. A's is zero as long as B is, which is right at
+    step 1. Gradients are None before and after.
+    """
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    # None and not zero: a gradient that was never computed must show.
+    model.zero_grad(set_to_none=True)
+    try:
+        backward()
+        unmoved = [f"{name}: {words}" for name, p in trainable if (words := _no_gradient(name, p))]
+        gradients = [(f"gradient of {name}", p.grad) for name, p in trainable if p.grad is not None]
+        leaked = [name for name, p in frozen if p.grad is not None]
+        return [
+            _judged(
+                "gradients reach every trainable",
+                unmoved,
+                sound=f"all {len(trainable)} trainable tensors get a gradient",
+                wrong="no gradient reaches these, so they would never learn",
+            ),
+            _finite("gradients are finite", gradients),
+            _judged(
+                "frozen weights get no gradient",
+                leaked,
+                sound=f"none of {len(frozen)} frozen tensors gets a gradient",
+                wrong="these are frozen, and yet a gradient was computed for them",
+            ),
+        ]
+    finally:
+        for _, parameter in trainable + frozen:
+            parameter.grad = None
+
+
+def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
+    """Return the floating dtype that most values of a checkpoint are stored in, from the headers alone."""
+    counts: Counter[torch.dtype] = Counter()
+    for file in safetensors_files:
+        for name, entry in _header(file).items():
+            if name != "__metadata__" and entry["dtype"] in _STORED:
+                counts[_STORED[entry["dtype"]]] += math.prod(entry["shape"])
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def stored_precision(
+    stored: torch.dtype | None,
+    compute: torch.dtype,
+    peak: float | None,
+    *,
+    saturates: bool = False,
+) -> list[Finding]:
+    """Judge whether a checkpoint stored in one dtype may be computed in another.
+
+    `peak` is the largest magnitude of any module's output over a forward pass in `compute`, if it was
+    probed. Weights stored in fp16 were trained under its limit of 65,504: where activations go beyond, the
+    network relies on a saturation that bf16 and fp32 do not have (Sana), unless `saturates`: the model
+    repeats it (`numerics.saturation`).
+    """
+    check = "stored precision"
+    what = f"the weights are stored in {stored} and computed in {compute}"
+    if stored is None:
+        return [Finding(check, True, "no floating weights are stored", fatal=False)]
+    if compute is torch.float16 and stored is not torch.float16:
+        words = f"{what}, whose limit of {_FP16_MAX:g} they were not trained for; use bf16 or fp32"
+        return [Finding(check, False, words, fatal=True)]
+    if stored is not torch.float16 or compute is torch.float16:
+        return [Finding(check, True, what, fatal=False)]
+    if saturates:
+        words = (
+            f"{what}, with fp16's limit of {_FP16_MAX:g} repeated where the network relies on it"
+        )
+        return [Finding(check, True, words, fatal=False)]
+    if peak is None:
+        words = f"{what}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
+        return [Finding(check, False, words, fatal=False)]
+    room = f"{headroom(peak, torch.float16):.3g} times"
+    if not peak <= _FP16_MAX:  # NaN is beyond
+        words = (
+            f"{what}, and activations reach {peak:.3g}, beyond fp16's {_FP16_MAX:g}: the network was "
+            f"trained with values that saturate there, which {compute} does not repeat, so it would "
+            f"compute another function; clamp to +-{_FP16_MAX:g} where it did, or use a checkpoint "
+            "published in bf16 or fp32"
+        )
+        return [Finding(check, False, words, fatal=True)]
+    words = f"{what}; activations were probed on one batch and reach {peak:.3g}, {room} below fp16's limit"
+    coarser = compute is torch.bfloat16
+    if coarser:
+        words += "; bf16 rounds eight times more coarsely than the weights were trained with"
+    return [Finding(check, not coarser, words, fatal=False)]
+
+
+def attention_backends(
+    calls: Iterable[AttentionCall], device: torch.device
+) -> tuple[list[Finding], list[str]]:
+    """Compare every backend with fp64 math at these calls on `device`; return findings, and the names to disable.
+
+    A backend that is wrong is a warning, since a run goes on without it; a call for which none is left is
+    fatal. One that cannot run a call is not chosen for it, and does no harm.
+    """
+    here = [replace(call, device=device) for call in calls]
+    results = [parity(call, name) for name in BACKENDS for call in here]
+    findings = [_backend(name, [r for r in results if r.name == name]) for name in BACKENDS]
+    disabled = wrong_backends(findings)
+    served = {result.call for result in results if result.ok and result.name not in disabled}
+    lost = [str(call) for call in here if call not in served]
+    findings.append(
+        _judged(
+            "attention",
+            lost,
+            sound=f"every one of {len(here)} attention calls has a backend that is right",
+            wrong="at these calls no attention backend is left that is right",
+        )
+    )
+    return findings, disabled
+
+
+def wrong_backends(findings: Iterable[Finding]) -> list[str]:
+    """Return the attention backends to disable, from `attention_backends`' findings, cached or not."""
+    return [
+        f.check.removeprefix(_ATTENTION)
+        for f in findings
+        if f.check.startswith(_ATTENTION) and not f.ok
+    ]
+
+
+def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
+    """Return True if `cached` would remember."""
+    return fingerprint(facts) in _known(path)
+
+
+def cached(
+    path: Path,
+    facts: Mapping[str, Any],
+    check: Callable[[], list[Finding]],
+    *,
+    trust: bool = True,
+) -> list[Finding]:
+    """Return `check()`, or what it found before under the same facts, unless that is not to be trusted.
+
+    Facts are all that the result depends on: versions, device, digest of the model, shapes, dtype. A fatal
+    result is never kept, and a file that is torn or of another version is as none.
+    """
+    key = fingerprint(facts)
+    remembered = _known(path)
+    if trust and key in remembered:
+        return remembered[key]
+    findings = check()
+    if not any(finding.fatal for finding in findings):
+        entries = {
+            k: [asdict(f) for f in results] for k, results in {**remembered, key: findings}.items()
+        }
+        write_whole(path, json.dumps({"version": _VERSION, "found": entries}, indent=1))
+    return findings
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Return the sha256 of the facts, whatever their order; dtypes, devices and paths count by their names."""
+    text = json.dumps(dict(facts), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _known(path: Path) -> dict[str, list[Finding]]:
+    try:
+        stored = parse_json(path.read_text(encoding="utf-8"))
+        if stored["version"] != _VERSION:
+            return {}
+        return {key: [Finding(**f) for f in found] for key, found in stored["found"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # no file, or one torn or written by another version
+
+
+def _judged(
+    check: str, offenders: Sequence[str], *, sound: str, wrong: str, fatal: bool = True
+) -> Finding:
+    if not offenders:
+        return Finding(check, True, sound, fatal=False)
+    return Finding(check, False, listed(wrong, offenders), fatal=fatal)
+
+
+def _finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Finding:
+    parts = [(name, local(tensor.detach())) for name, tensor in tensors]
+    bad = [words for n, t in parts if not is_finite(t) and (words := describe_bad(n, t))]
+    return _judged(
+        check,
+        bad,
+        sound=f"all {len(tensors)} tensors are finite",
+        wrong=f"{len(bad)} of {len(tensors)} tensors are not finite",
+    )
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _no_gradient(name: str, parameter: nn.Parameter) -> str | None:
+    if parameter.grad is None:
+        return "no gradient"
+    if ".lora_B." in name and not whole(parameter.grad).any():
+        return "a gradient that is all zero"
+    return None
+
+
+def _backend(name: str, results: Sequence[BackendParity]) -> Finding:
+    ran = [result for result in results if result.available]
+    wrong = [str(result) for result in ran if not result.ok]
+    if not ran:
+        reason = results[0].reason if results else "no attention call was recorded"
+        return Finding(_ATTENTION + name, True, f"not used: {reason}", fatal=False)
+    worst = max(max(result.errors.values(), default=0.0) for result in ran)
+    return _judged(
+        _ATTENTION + name,
+        wrong,
+        sound=f"right at {len(ran)} of {len(results)} calls, errors up to {worst:.1e}",
+        wrong=f"wrong at {len(wrong)} of {len(ran)} calls, so it must be disabled",
+        fatal=False,
+    )
+
+
+def _header(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            # The first bytes of any other file may mean any length.
+            if length > file.stat().st_size:
+                raise ValueError("it is no safetensors file")
+            return parse_json(opened.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error

@@ -1,0 +1,285 @@
+"""Find the cause of a tripped step: what is bad in the data or the weights, or what makes its replay finite.
+
+The order is from facts to experiments: tensors that are not finite, or not what they were, need no experiment. What
+does not come out the same each time is `transient`, and convicts nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from dit_lora.guard.probe import Trace
+from dit_lora.guard.replay import MicroBatch, Outcome, Traced, traced
+from dit_lora.guard.state import (
+    bad_state,
+    has_run_away,
+    others,
+    run_away,
+    too_high,
+    weight_peak,
+)
+from dit_lora.guard.suspects import Case, Suspects
+from dit_lora.guard.trials import (
+    REPLAYS,
+    ROUNDS,
+    UnsteadyError,
+    blamed,
+    finite_in_fp32,
+    switch_at_fault,
+    switch_cause,
+)
+from dit_lora.guard.verdict import Verdict
+from dit_lora.numerics.dtensors import is_sharded, needs_all_ranks
+from dit_lora.numerics.finite import describe_bad
+from dit_lora.numerics.labels import label_faults
+from dit_lora.numerics.memory import room_for_fp32
+from dit_lora.numerics.objectives import IGNORE
+
+_RATE_OF = 8  # runs, at least, from which a rate is told
+
+
+def diagnose(
+    micro_batch: MicroBatch,
+    suspects: Suspects,
+    *,
+    kind: str,
+    control: MicroBatch | None = None,
+) -> Verdict:
+    """Return the cause of a trip of this kind, as far as this rank's micro-batch shows it.
+
+    `control` is one that was healthy a step ago, to be compared with at the place where this one fails.
+    """
+    case = Case(micro_batch, suspects, kind, control)
+    verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
+    if verdict is not None:
+        return verdict
+    # A pass of such a model would wait for ranks that are not diagnosing.
+    if needs_all_ranks(suspects.model) and not suspects.lockstep:
+        # A loss is a sample's own; a gradient is of all samples together and names none.
+        ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
+        words = "not replayed: the model is sharded, and one rank cannot run it alone"
+        return case.found("unknown", words, sample_ids=ids)
+    try:
+        return _replayed(case)
+    except UnsteadyError:
+        return _unsteady(case)
+    except torch.OutOfMemoryError:
+        if suspects.lockstep:
+            raise  # other ranks may wait in the middle of a pass for this one
+        words = "not found: a replay does not fit into memory beside what the loop holds"
+        return case.found("unknown", words, sample_ids=micro_batch.ids)
+
+
+def _replayed(case: Case) -> Verdict:
+    """Return the verdict by running the micro-batch again. Raises `UnsteadyError` if it fails by chance."""
+    outcome = case.again()
+    # The same bits must fail each time: what fails by chance convicts nothing.
+    for _ in range(REPLAYS - 1):
+        repeat = case.again()
+        if case.is_healthy(repeat) != case.is_healthy(outcome):
+            raise UnsteadyError
+    if not case.failed:
+        return _healthy_again(case)
+    if (unlabelled := _unlabelled(case, outcome)) is not None:
+        return unlabelled
+    # Ranks that share a micro-batch's tokens have different parts of it; those that share weights alone, the same.
+    same_on_all = case.suspects.lockstep and is_sharded(case.suspects.model)
+    if outcome.failed_on and same_on_all:
+        return _of_ranks(case, outcome.failed_on, lambda: case.again().failed_on)
+    case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
+    watched = _trace(case)
+    case.rank = watched.rank
+    case.evidence |= _evidence(outcome, watched.trace)
+    if watched.alone and same_on_all:
+        verdict = _of_ranks(case, watched.alone, lambda: _trace(case).alone)
+    else:
+        verdict = _experiments(case)
+    return _located(verdict, watched.trace, outcome, case.micro_batch)
+
+
+def _healthy_again(case: Case) -> Verdict:
+    suspects = case.suspects
+    trained = [p.detach() for p in suspects.model.parameters() if p.requires_grad]
+    peak = weight_peak(trained, together=suspects.lockstep)
+    # Weights that have run away are finite, and so may be the losses that they give.
+    if has_run_away(peak, suspects.start_peak):
+        return run_away(case.micro_batch, suspects)
+    case.evidence["replays"] = {"failed": 0, "of": case.runs}
+    return case.found("transient", "finite when it was run again: it did not come from the data")
+
+
+def _unsteady(case: Case) -> Verdict:
+    # A rate that is told of two or three runs would be an accident.
+    while case.runs < _RATE_OF:
+        case.again()
+    case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
+    case.rank = -1  # of the whole, not of the module at which one run began to fail
+    words = f"it fails in {case.failed} of {case.runs} runs on equal bits: hardware or memory, or a race"
+    return case.found("transient", words)
+
+
+def _of_ranks(
+    case: Case, failing: tuple[int, ...], again: Callable[[], tuple[int, ...]]
+) -> Verdict:
+    """Return the verdict on ranks that fail, each time, at what others compute from the same weights and samples."""
+    if any(again() != failing for _ in range(ROUNDS)):
+        raise UnsteadyError
+    case.rank = failing[0]
+    ranks = ", ".join(map(str, failing))
+    words = f"it fails on rank {ranks} alone: other ranks run the same micro-batch and are healthy"
+    case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
+    return case.found("rank", words)
+
+
+def _trace(case: Case) -> Traced:
+    """Return what a probe shows, and on which rank; nothing where a probed run does not fit into memory."""
+    try:
+        return traced(case.micro_batch, case.suspects.model)
+    except torch.OutOfMemoryError:
+        if case.suspects.lockstep:
+            raise
+        case.evidence["trace"] = "not taken: a run that is watched does not fit into memory"
+        return Traced(Trace(), case.rank)
+
+
+def _bad_data(case: Case) -> Verdict | None:
+    """Return the verdict on samples that are not finite, are out of range, or have no label; None if there are none."""
+    batch = case.micro_batch
+    faults = dict(batch.faults)
+    for index, sample in enumerate(batch.ids):
+        rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
+        described = (_describe_row(name, row, case.suspects.limit) for name, row in rows.items())
+        descriptions = [description for description in described if description]
+        # What reading found says more: the entry and its file.
+        if descriptions and sample not in faults:
+            faults[sample] = "; ".join(descriptions)
+    if faults:
+        return case.found("data", _each(faults), sample_ids=tuple(faults))
+    # A mean over the tokens of all samples is NaN only if none has a label. Losses by sample: `_unlabelled`.
+    labels = _label_faults(batch)
+    if labels and len(labels) == len(batch.ids):
+        return case.found("labels", _each(labels), sample_ids=tuple(labels))
+    return None
+
+
+def _label_faults(batch: MicroBatch) -> dict[str, str]:
+    """Return what is wrong with labels, by sample; empty where the micro-batch has none."""
+    rows = zip(batch.ids, batch.tensors.get("labels", ()), strict=False)
+    faults = {sample: label_faults(row, ignore=IGNORE) for sample, row in rows}
+    return {sample: fault for sample, fault in faults.items() if fault}
+
+
+def _unlabelled(case: Case, outcome: Outcome) -> Verdict | None:
+    """Convict the samples without a label where each sample has a loss of its own and theirs alone are NaN."""
+    batch = case.micro_batch
+    labels = _label_faults(batch)
+    bad = {sample for sample, loss in zip(batch.ids, outcome.losses, strict=False) if loss != loss}
+    if not labels or len(outcome.losses) != len(batch.ids) or bad != labels.keys():
+        return None
+    return case.found("labels", _each(labels), sample_ids=tuple(labels))
+
+
+def _each(faults: Mapping[str, str]) -> str:
+    """Return the fault of one sample, or of each by its name."""
+    if len(faults) == 1:
+        return next(iter(faults.values()))
+    return "; ".join(f"{sample}: {fault}" for sample, fault in faults.items())
+
+
+def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | None:
+    description = describe_bad(name, row, limit)
+    if description is None or row.ndim != 2 or "embed" not in name:
+        return description
+    # Embeddings have a row for each token.
+    bad = ~torch.isfinite(row).all(dim=-1)
+    tokens = bad.nonzero().flatten().tolist()
+    return (
+        f"{description}, at token {tokens[0]} of {len(row)}{others(tokens)}"
+        if tokens
+        else description
+    )
+
+
+def _experiments(case: Case) -> Verdict:
+    """Change one thing at a time until the replay is healthy, each time."""
+    if (grown := too_high(case)) is not None:  # what overflows then is no kernel's fault
+        return grown
+    switch = switch_at_fault(case)
+    if switch is not None:
+        words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
+        return case.found(switch_cause(switch), words, switch=switch.name)
+    if case.kind != "zero_gradient" and _may_try_fp32(case) and finite_in_fp32(case):
+        return case.found("precision", "finite in fp32: the values leave the range of the dtype")
+    return blamed(case)
+
+
+def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: MicroBatch) -> Verdict:
+    """Return the verdict with the first bad module and op, the timesteps, and whose input it was."""
+    timesteps = outcome.timesteps
+    if verdict.sample_ids:
+        rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
+        timesteps = tuple(outcome.timesteps[row] for row in rows)
+    # What the forward hid may still be what the backward chokes on.
+    hidden = None if trace.bad_inputs else next(iter(trace.hidden), None)
+    origin = trace.origin or hidden
+    ids = verdict.sample_ids
+    nothing_known = verdict.cause == "unknown" and not verdict.evidence.get("every_sample")
+    if nothing_known and not outcome.gradient_is_zero:
+        ids = micro_batch.ids  # left out this once; the weights were healthy a step ago
+    verdict = replace(verdict, sample_ids=ids, timesteps=timesteps)
+    if origin is None:
+        return _given(verdict, trace)
+    place = f" at {origin.module}" if origin.module else " outside the model, in the loss"
+    words = f"{verdict.words}; first {origin.kind} in the {origin.direction}: {origin.op}{place}"
+    return replace(
+        verdict,
+        words=words,
+        module=origin.module,
+        op=origin.op,
+        direction=origin.direction,
+        dtype=origin.dtype,
+    )
+
+
+def _given(verdict: Verdict, trace: Trace) -> Verdict:
+    """Say that the model was given bad values, though the samples' own are good: then no op is to blame."""
+    if not trace.bad_inputs or verdict.cause not in ("unknown", "data", "inputs"):
+        return verdict
+    bad_inputs = "; ".join(trace.bad_inputs.values())
+    words = f"{verdict.words}; the model was given values that are not finite, though the cached ones are: {bad_inputs}"
+    if verdict.cause != "unknown":
+        return replace(verdict, words=words)
+    return replace(verdict, cause="inputs", words=words)
+
+
+def _may_try_fp32(case: Case) -> bool:
+    dtypes = {p.dtype for p in case.suspects.model.parameters() if p.is_floating_point()}
+    if dtypes <= {torch.float32, torch.float64} and not _autocasts(case.suspects.model):
+        return False
+    if case.suspects.lockstep and not room_for_fp32(case.suspects.model):
+        # Without memory in a pass that ranks share, the run would end.
+        case.evidence["fp32"] = "not tried: a pass in fp32 may not fit into memory"
+        return False
+    return True
+
+
+def _autocasts(model: nn.Module) -> bool:
+    """Return True if Accelerate wraps the model's forward, as it does to compute in half precision."""
+    return "_original_forward" in model.__dict__
+
+
+def _evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:
+    return {
+        # JSON has no NaN and no infinity.
+        "losses": [
+            loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses
+        ],
+        "bad_gradients": list(outcome.bad_gradients[:10]),
+        "hidden": [f"{o.kind} in {o.op} at {o.module}" for o in trace.hidden[:10]],
+        "trail": [
+            f"{s.name} ({s.direction}, {s.dtype}) reaches {s.peak:.3g}, {s.headroom:.3g} times below the limit"
+            for s in trace.trail
+        ],
+    }

@@ -1,0 +1,138 @@
+"""The gate: no loss and no gradient that is not finite reaches a weight, on any rank.
+
+Flags stay on the device. A fused optimizer reads them there and leaves weights and moments as they were; the host
+reads them with the step's metrics, so a healthy step pays no synchronisation for them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.tensor import DTensor
+
+from dit_lora.config.optimizers import OPTIMIZERS
+from dit_lora.errors import DitLoraError
+from dit_lora.guard.verdict import Verdict
+from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.finite import magnitudes
+
+
+class NonFiniteError(DitLoraError):
+    """The guard stopped the run; weights and optimizer are those of the last good step."""
+
+    exit_code = 3
+    collective = True
+
+    def __init__(self, message: str, event: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.event = dict(event)
+        """The line for events.jsonl."""
+
+
+class PoisonedStateError(DitLoraError):
+    """Raised on every rank where what was about to be kept is not finite, or lost; the loop recovers from it."""
+
+    exit_code = 3
+    collective = True
+
+    def __init__(self, message: str, kind: str, verdict: Verdict | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """The `kind` of the `Trip` that it makes."""
+        self.verdict = verdict
+        """The verdict, where it is known already; equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A step that was not taken (or, for weights, must be undone), as every rank knows it."""
+
+    step: int
+    kind: str
+    """`non_finite_loss`, `bad_data`, `non_finite_gradient`, `zero_gradient`, `non_finite_weights`,
+    `diverged_weights`, `diverged_averages` or `ranks_differ`."""
+    micro_batches: tuple[tuple[int, int], ...] = ()
+    """(rank, micro-step) of those whose loss or data was bad; empty where the step as a whole was."""
+    verdict: Verdict | None = None
+    """The verdict, where what found the trip knows the cause: then nothing is replayed."""
+
+
+@dataclass
+class Gate:
+    """The flags of one optimizer step. Every rank calls the same methods in the same order."""
+
+    accelerator: Accelerator
+    _bad: list[torch.Tensor] = field(default_factory=list)
+
+    def losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
+        """Note per-sample losses (B,) before their backward, and what reading the data found."""
+        # Noted on the device: reading it here would make the host wait in every micro-step.
+        bad = ~torch.isfinite(losses.detach()).all()
+        self._bad.append(bad | bad_data)
+
+    def gradients(self, norms: Mapping[str, torch.Tensor]) -> None:
+        """Note each group's gradient norm, before clipping spreads one NaN to every gradient.
+
+        A norm is finite only if every element is. A step in which every norm is zero trains nothing and
+        still decays moments and weights: it is bad too.
+        """
+        stacked = torch.stack(list(norms.values()))
+        self._bad += [~torch.isfinite(stacked).all(), (stacked == 0).all()]
+
+    def agreed(self) -> torch.Tensor:
+        """Return 1.0 if any rank noted anything bad in this step, else 0.0; one all-reduce, on the device."""
+        flag = torch.stack(self._bad).any().float()
+        if self.accelerator.num_processes > 1:
+            # Accelerate reduces sums and means, no maxima.
+            flag = self.accelerator.reduce(flag, reduction="sum").clamp(max=1.0)
+        return flag
+
+
+def gated_step(optimizer: torch.optim.Optimizer | AcceleratedOptimizer, bad: torch.Tensor) -> None:
+    """Take the optimizer's step unless `bad`; weights, moments and step counts then stay bit for bit.
+
+    Fused optimizers decide on the device (the mechanism is GradScaler's `found_inf`). Others, and sharded
+    parameters, cost one read by the host.
+    """
+    inner: Any = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    if not gates_on_device(inner):
+        if not bad:
+            optimizer.step()
+        return
+    inner.found_inf = bad
+    try:
+        optimizer.step()
+    finally:
+        # Left there, the flag would decide about the next step too.
+        del inner.found_inf
+
+
+def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return true if the optimizer can leave out a step by a flag on the device, as records say: torch's fused Adam and AdamW.
+
+    Fused SGD can too, but a first step that it leaves out leaves its momentum unwritten memory.
+    """
+    classes = {f"{one.__module__}:{one.__qualname__}" for one in type(optimizer).__mro__}
+    can = any(record.skips_on_device in classes for record in OPTIMIZERS.values())
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return can and fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return a bool scalar on the device: True if a trained weight is not finite after the step.
+
+    Catches what no gradient shows: a moment that went bad in memory, an update that overflowed.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return any_not_finite(weights, weights[0].device)
+
+
+def any_not_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a bool scalar on the device: True if this rank's part of any tensor has a value that is not finite."""
+    parts = [local(tensor.detach()) for tensor in tensors]
+    # FSDP2 leaves some ranks nothing of a weight that has fewer rows than there are ranks.
+    return ~torch.isfinite(magnitudes([part for part in parts if part.numel()], device)).all()

@@ -1,0 +1,194 @@
+"""Per-module statistics of a step: gradient norms, update-to-weight ratios, and how near outputs come to Inf.
+
+Everything stays on the device until `collect` makes the one transfer, so that a step that is watched does
+not wait for the device in between. All of a process' modules are on one device.
+
+A LoRA layer is one module, under the name of the layer that it wraps. With FSDP2 norms are of whole parameters:
+one all-reduce for each kind. Largest magnitudes are of this rank's samples.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.finite import abs_max, has_values, headroom
+
+# PEFT's own names inside a layer that it wraps (peft/tuners/lora/layer.py).
+_INSIDE_LORA = re.compile(r"(^|\.)(lora_\w+|base_layer)(\.|$)")
+
+
+class _Key(NamedTuple):
+    kind: Literal["grad", "weight", "change", "peak"]
+    module: str
+    part: str | torch.dtype
+    """The parameter, or for a peak the dtype of the output."""
+
+
+class Monitor:
+    """Collects statistics of every `every`-th step; 0 is never. Made after the model is prepared.
+
+    In a step that is `due`: the forward passes inside `watching`, `gradients` after backward and before
+    clipping, `before_update` and `after_update` around the optimizer's step, then `collect`.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int) -> None:
+        self._every = every
+        self._watched = _watched(model)
+        self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._kept: dict[_Key, torch.Tensor] = {}
+        self._before: list[torch.Tensor] = []
+        self._hidden: list[str] = []
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep the largest magnitude of the modules' outputs within; whatever was kept before is dropped.
+
+        Outputs stay the same bits. Gradient checkpointing computes an output twice, which changes no
+        maximum.
+        """
+        self._kept.clear()
+        self._hidden = []
+        handles = [
+            module.register_forward_hook(self._keep_peak(name))
+            for name, module in self._watched.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def gradients(self) -> None:
+        """Keep the norms of the gradients as they are now."""
+        self._keep_norms(
+            "grad", {n: p.grad for n, p in self._trainable.items() if p.grad is not None}
+        )
+
+    def before_update(self) -> None:
+        """Copy the trainable weights: their memory once more until `after_update`."""
+        self._before = [local(p.detach()).clone() for p in self._trainable.values()]
+
+    def after_update(self) -> None:
+        """Keep the norms of the weights and of what the optimizer changed in them."""
+        weights = {name: local(p.detach()) for name, p in self._trainable.items()}
+        changes = torch._foreach_sub(list(weights.values()), self._before)
+        self._keep_norms("weight", weights)
+        self._keep_norms("change", dict(zip(self._trainable, changes, strict=True)))
+        self._before = []
+
+    def collect(self) -> dict[str, dict[str, float]]:
+        """Return `grad_norm`, `update_ratio`, `abs_max` and `headroom` by module, each where known; starts afresh.
+
+        Rounded to four significant digits. A module whose outputs were all zero has no headroom to tell.
+        """
+        stacked = torch.stack(list(self._kept.values())).tolist() if self._kept else []
+        values: defaultdict[str, dict[_Key, float]] = defaultdict(dict)
+        for key, value in zip(self._kept, stacked, strict=True):
+            values[key.module][key] = value
+        self._kept.clear()
+        statistics = {module: _statistics(kept) for module, kept in values.items()}
+        self._hidden = [
+            module
+            for module, found in statistics.items()
+            if not math.isfinite(found.get("abs_max", 0.0))
+        ]
+        return statistics
+
+    def hidden_infinities(self) -> list[str]:
+        """Return, after `collect`, the modules with an Inf or NaN in their outputs, in the order in which they ran.
+
+        If the loss was finite, something after the first of them hides it: a clamp, a mask, `nan_to_num`.
+        """
+        return list(self._hidden)
+
+    def _keep_norms(
+        self, kind: Literal["grad", "weight", "change"], tensors: dict[str, torch.Tensor]
+    ) -> None:
+        if not tensors:
+            return
+        parts = [local(tensor.detach()) for tensor in tensors.values()]
+        # One launch for all parameters: a GPU would wait for hundreds of small ones.
+        norms = list(torch._foreach_norm(parts, 2, dtype=torch.float32))
+        if any(isinstance(self._trainable[name], DTensor) for name in tensors):
+            # Ranks hold parts of a parameter: their squares add up, their norms do not.
+            squares = torch.stack(norms).double().square()
+            distributed.all_reduce(squares)
+            norms = list(squares.sqrt().float())
+        for name, norm in zip(tensors, norms, strict=True):
+            self._kept[_Key(kind, _owner(name), name)] = norm
+
+    def _keep_peak(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            for tensor in _tensors(output):
+                # A module's outputs may have several dtypes, each with room of its own.
+                key = _Key("peak", module, tensor.dtype)
+                peak = abs_max(tensor)
+                # torch.maximum keeps a NaN.
+                self._kept[key] = torch.maximum(self._kept.get(key, peak), peak)
+
+        return hook
+
+
+def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
+    """Return one module's numbers; norms of its parameters are joined."""
+    norms: dict[str, list[float]] = defaultdict(list)
+    peaks: dict[torch.dtype, float] = {}
+    for key, value in kept.items():
+        if isinstance(key.part, torch.dtype):
+            peaks[key.part] = value
+        else:
+            norms[key.kind].append(value)
+    statistics = {}
+    if "grad" in norms:
+        statistics["grad_norm"] = math.hypot(*norms["grad"])
+    if "change" in norms:
+        statistics["update_ratio"] = _ratio(
+            math.hypot(*norms["change"]), math.hypot(*norms["weight"])
+        )
+    if peaks:
+        statistics["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
+        rooms = [headroom(peak, dtype) for dtype, peak in peaks.items()]
+        if all(map(math.isfinite, rooms)):
+            statistics["headroom"] = min(rooms)
+    return {name: float(f"{value:.4g}") for name, value in statistics.items()}
+
+
+def _ratio(change: float, weight: float) -> float:
+    if change == 0:
+        return 0.0  # also of weights that are all zero
+    return change / weight if weight else math.inf
+
+
+def _watched(model: nn.Module) -> dict[str, nn.Module]:
+    """Return leaves, and the direct children of module lists, which are the blocks; LoRA layers are leaves."""
+    outer = {n: m for n, m in model.named_modules() if not _INSIDE_LORA.search(n)}
+    parents = {name.rpartition(".")[0] for name in outer if name}
+    lists = {name for name, module in outer.items() if isinstance(module, nn.ModuleList)}
+    return {
+        name: module
+        for name, module in outer.items()
+        if name not in parents or (name and name.rpartition(".")[0] in lists)
+    }
+
+
+def _owner(parameter: str) -> str:
+    """Return the module that a parameter counts for."""
+    inside = _INSIDE_LORA.search(parameter)
+    return parameter[: inside.start()] if inside else parameter.rpartition(".")[0]
+
+
+def _tensors(output: Any) -> Sequence[torch.Tensor]:
+    outputs = output if isinstance(output, (tuple, list)) else (output,)
+    tensors = (local(item.detach()) for item in outputs if isinstance(item, torch.Tensor))
+    return [tensor for tensor in tensors if has_values(tensor)]

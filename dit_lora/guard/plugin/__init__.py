@@ -1,0 +1,1 @@
+"""The guard in anybody's loop: `Guard.attach`, and the callback for Transformers' Trainer."""

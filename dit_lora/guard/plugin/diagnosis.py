@@ -1,0 +1,103 @@
+"""Find the causes of a tripped step in a loop that is not ours, over every model that is trained."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from dit_lora.errors import DitLoraError
+from dit_lora.guard.diagnose import diagnose
+from dit_lora.guard.plugin.names import identifies
+from dit_lora.guard.plugin.recorded_calls import CapturedCall
+from dit_lora.guard.plugin.watched import Watched
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.state import bad_state, run_away
+from dit_lora.guard.verdict import Verdict
+
+Diagnose = Callable[[CapturedCall], Verdict]
+
+
+def state_verdict(watched: Watched, kind: str, step: int, rank: int) -> Verdict | None:
+    """Return what is wrong with any model's weights or any moment, or None."""
+    nothing = nothing_run(step, rank)
+    verdict = bad_state(nothing, watched.together)
+    if verdict is None and kind == "diverged_weights":
+        return run_away(nothing, watched.together)
+    return verdict
+
+
+def call_verdicts(
+    calls: Sequence[CapturedCall],
+    watched: Watched,
+    controls: Mapping[int, CapturedCall],
+    kind: str,
+    step: int,
+    rank: int,
+) -> list[Verdict]:
+    """Return one verdict a micro-batch, on the call that what is wrong comes from.
+
+    `controls` are calls that were healthy in an earlier step, by id of the model.
+    """
+
+    def verdict(call: CapturedCall) -> Verdict:
+        suspects, control = watched.suspects[id(call.owner)], controls.get(id(call.owner))
+
+        def batch(captured: CapturedCall, of_step: int) -> MicroBatch:
+            number = call.micro_step
+            return captured.micro_batch(
+                suspects.model, step=of_step, micro_step=number, rank=rank, place=call
+            )
+
+        healthy = batch(_renamed(control), step - 1) if control is not None else None
+        model_verdict = diagnose(batch(call, step), suspects, kind=kind, control=healthy)
+        return _of_model(model_verdict, watched.prefixes[id(call.owner)])
+
+    micro_batches = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
+    return [_of_micro_batch(group, verdict) for group in micro_batches]
+
+
+def _renamed(call: CapturedCall) -> CapturedCall:
+    """Mark numbered samples as an earlier step's: a number in one batch is not the sample of that number in another."""
+    ids = (sample if identifies(sample) else f"{sample} of an earlier step" for sample in call.ids)
+    return replace(call, ids=tuple(ids))
+
+
+def _of_model(verdict: Verdict, prefix: str) -> Verdict:
+    """Return the verdict with the name of the model, where there are several."""
+    # Chance is no one model's.
+    if not prefix or verdict.cause == "transient":
+        return verdict
+    words = f"{prefix.removesuffix('.')}: {verdict.words}"
+    module = None if verdict.module is None else prefix + verdict.module
+    return replace(verdict, words=words, module=module)
+
+
+def _of_micro_batch(calls: Sequence[CapturedCall], verdict: Diagnose) -> Verdict:
+    """Return the verdict on the call to blame: what one model gives is what the next is given, and in the backward
+    the other way round.
+    """
+    # The first bad output is where a forward went wrong; without one, the last call is the first of the backward.
+    bad_output = next((c for c in calls if c.output is not None and not c.output_is_finite), None)
+    if bad_output is not None:
+        return verdict(bad_output)
+    answer = verdict(calls[-1])
+    # The backward goes from the last model to the first: a healthy one passes the question on.
+    for call in reversed(calls[:-1]):
+        if answer.cause != "transient":
+            break
+        answer = verdict(call)
+    return answer
+
+
+def nothing_run(step: int, rank: int) -> MicroBatch:
+    """Return a stand-in for a step between whose bounds only the state is in question."""
+
+    def refused(*_: Any) -> Any:
+        raise DitLoraError("there is nothing to replay")
+
+    return MicroBatch((), step, 0, rank, {}, forward=refused, single=refused)
+
+
+def unseen(step: int, rank: int) -> Verdict:
+    words = "the model was not called between two optimizer steps, so there is nothing to replay"
+    return Verdict("unknown", words, step, rank)

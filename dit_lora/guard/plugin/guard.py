@@ -1,0 +1,225 @@
+"""The guard as a plugin: two lines make a loop safe that somebody else wrote.
+
+    guard = dit_lora.Guard.attach(accelerator, model, optimizer)     # after accelerator.prepare
+
+The loop stays as it is. Its `accelerator.backward`, `accelerator.clip_grad_norm_` and `optimizer.step` are watched;
+a step whose loss or gradient is not finite on any rank is not taken, and `lr_scheduler.step` after it does nothing.
+Only then the micro-batch is replayed, and the cause named.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from dit_lora.config.recipe import LadderConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.guard.plugin.checks import CHECKS, checked
+from dit_lora.guard.plugin.host import Host
+from dit_lora.guard.plugin.loop_state import Averages, LoopState
+from dit_lora.guard.plugin.names import Names
+from dit_lora.guard.plugin.recovery import Recovery
+from dit_lora.guard.plugin.steps import Steps
+from dit_lora.guard.plugin.watched import Watched
+from dit_lora.guard.suspects import Suspects
+from dit_lora.patching import Patches
+
+_LOG = logging.getLogger("dit_lora")
+
+
+class Guard:
+    """Watches the models and optimizers of a loop. Make it with `attach`."""
+
+    def __init__(
+        self,
+        host: Host,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Any],
+        *,
+        config: LadderConfig,
+        folder: Path | None,
+        checks: frozenset[str],
+    ) -> None:
+        self._host = host
+        self._patches = Patches()
+        self._names = Names()
+        self._state = LoopState({}, optimizers, every=config.snapshot_every)
+        self._watched = Watched(
+            host, models, self._state, self._names, compares_frozen="frozen" in checks
+        )
+        self._recovery = Recovery(host, self._state, config, folder, self._watched)
+        self._steps = Steps(host, self._watched, self._recovery, checks)
+        self._said = False
+
+    @classmethod
+    def attach(
+        cls,
+        accelerator: Accelerator | None,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Any,
+        *,
+        lr_scheduler: Any = None,
+        ema: Averages | None = None,
+        config: LadderConfig | None = None,
+        folder: str | Path | None = None,
+        checks: Collection[str] = CHECKS,
+        loader: Any = None,
+    ) -> "Guard":
+        """Guard a loop whose model and optimizer `accelerator.prepare` has returned, or one in plain PyTorch.
+
+        Everything that the optimizer holds is guarded, also where it is of other models that Accelerate has
+        prepared; without Accelerate (None) give them as a list. Several optimizers are a list, too.
+
+        A learning rate scheduler that Accelerate prepared needs nothing; give another one, and an EMA with a
+        `step` method, so that a tripped step does not advance them either. `folder` gets events.jsonl and, at a
+        stop, the last good weights. `checks` are those to make, of `CHECKS`. `loader` is one that Accelerate has
+        not prepared: verdicts then name samples by their index in its dataset. In a loop that is not ours a
+        skipped step is gone: its other samples wait for the next epoch, and `quarantine` cannot take a sample
+        out of the loop's dataset: it skips, and names it.
+        """
+        models = [model] if isinstance(model, nn.Module) else list(model or ())
+        wrong_types = [
+            type(candidate).__name__ for candidate in models if not isinstance(candidate, nn.Module)
+        ]
+        if wrong_types or not models:
+            received = wrong_types[0] if wrong_types else "none"
+            raise DitLoraError(f"Guard.attach: model is a torch.nn.Module; got {received}")
+        device = next((p.device for p in models[0].parameters()), torch.device("cpu"))
+        host = Host(accelerator, device)
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        guard = cls(
+            host,
+            models,
+            [host.prepared(each) for each in optimizers],
+            config=config or LadderConfig(),
+            folder=Path(folder) if folder is not None else None,
+            checks=checked(checks),
+        )
+        guard._require_wide_weights()
+        guard._watch(lr_scheduler, ema, loader)
+        return guard
+
+    @property
+    def step(self) -> int:
+        """The optimizer step under way, counted from 1."""
+        return self._steps.number
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The records of events.jsonl, one dict a line."""
+        return self._recovery.events
+
+    @property
+    def suspects(self) -> Suspects:
+        """The part of the first model that a diagnosis may look at and switch off."""
+        return next(iter(self._watched.suspects.values()))
+
+    @contextmanager
+    def microbatch(
+        self, ids: Sequence[str], generator: torch.Generator | None = None
+    ) -> Iterator[None]:
+        """Name the samples of the forward passes within, in the order of their rows.
+
+        A replay puts `generator` back where it is now; torch's own are put back anyway. An index that no
+        embedding table of the model has raises `DitLoraError` with the sample's name (on a CPU; a GPU ends
+        the process).
+        """
+        self._names.given = tuple(ids)
+        self._watched.draw_from(generator)
+        try:
+            yield
+        except IndexError as error:
+            offenders = self._watched.out_of_range()
+            if not offenders:
+                raise
+            raise DitLoraError(
+                listed("no table of the model has these indices", offenders)
+            ) from error
+        finally:
+            self._names.given = ()
+            self._watched.draw_from(None)
+
+    def detach(self) -> None:
+        """Give the loop its own methods back, and say how many steps were not taken."""
+        self._say_what_was_lost()
+        self._watched.stop()
+        self._patches.undo()
+
+    def require_finite(self) -> None:
+        """Call it before saving: what is trained, moments and averages must be finite, unaltered and of use on every rank.
+
+        Puts the last good state back where it is not. Raises `NonFiniteError` on every rank where none is held, or
+        where memory has altered a frozen weight or a buffer, of which no copy is held.
+        """
+        self._steps.require_finite()
+
+    def _watch(self, lr_scheduler: Any, ema: Averages | None, loader: Any) -> None:
+        accelerator, patches, steps = self._host.accelerator, self._patches, self._steps
+        if accelerator is not None:
+            patches.method(accelerator, "backward", steps.backward)
+            patches.method(accelerator, "end_training", self._end)
+            patches.method(accelerator, "clip_grad_norm_", steps.clip)
+            patches.method(accelerator, "clip_grad_value_", steps.clip)
+            patches.method(accelerator, "load_state", steps.load)
+            patches.method(accelerator, "skip_first_batches", self._skip_batches)
+        for optimizer in self._state.optimizers:
+            patches.method(optimizer, "step", partial(steps.step, optimizer))
+            patches.method(optimizer, "load_state_dict", steps.load)
+            # In plain PyTorch nothing else says that a backward has been used up.
+            if accelerator is None:
+                patches.method(optimizer, "zero_grad", steps.zero_grad)
+        # Weights may be loaded past Accelerate: what is held from before is then of no use.
+        for module in self._watched.owners():
+            patches.handle(module.register_load_state_dict_post_hook(steps.loaded))
+        for owner in (lr_scheduler, ema):
+            if owner is not None:
+                # A step that is not taken must not move the learning rate or the average.
+                patches.gated_step(owner, lambda: steps.tripped)
+        prepared = accelerator._dataloaders if accelerator is not None else []
+        for data_loader in [*prepared, *([loader] if loader is not None else [])]:
+            self._names.watch(data_loader, patches)
+        self._state.ema = ema
+        schedules = [lr_scheduler] if lr_scheduler else []
+        self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
+        # The start is held, so that a fault in the first steps has something to go back to.
+        if not self._host.under_deepspeed:  # its optimizer state is the engine's
+            self._state.take(0)
+
+    def _require_wide_weights(self) -> None:
+        """Refuse fp16 weights, which cannot be trained: AdamW's eps of 1e-8 is 0 there, and 0 / 0 is NaN."""
+        dtypes = {name: p.dtype for name, p in self._state.parameters.items()}
+        if torch.float16 in dtypes.values():
+            names = [name for name, dtype in dtypes.items() if dtype is torch.float16]
+            raise DitLoraError(
+                listed(
+                    f"{len(names)} trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast "
+                    "them to fp32 before accelerator.prepare",
+                    names[:10],
+                )
+            )
+        if torch.bfloat16 in dtypes.values():
+            _LOG.warning(
+                "guard: trained parameters are bf16: small updates round to nothing; use fp32"
+            )
+
+    def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._say_what_was_lost()
+        return original(*args, **kwargs)
+
+    def _say_what_was_lost(self) -> None:
+        summary = self._recovery.budget.closing()
+        # Once: the end of training and `detach` may both come.
+        if summary and not self._said and self._host.rank == 0:
+            self._said = True
+            _LOG.warning("guard: %s", summary)
+
+    def _skip_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loader = original(*args, **kwargs)
+        self._names.watch(loader, self._patches)
+        return loader

@@ -1,0 +1,129 @@
+"""The trained state of a loop that is not ours, to go back to: weights, optimizer state, schedules."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.state import decay_share
+from dit_lora.numerics.optimizer_numbers import as_tensor, group_numbers, put_back
+
+
+class Averages(Protocol):
+    """The part of a moving average of weights that is needed, as Diffusers' EMAModel has it."""
+
+    shadow_params: list[torch.Tensor]
+    optimization_step: int
+
+
+class LoopState:
+    """Trained weights, optimizer state and learning rate schedules by name, with a snapshot of them.
+
+    One snapshot, and none with `every` 0: with AdamW it is three times the trained weights.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Any], *, every: int
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.optimizers = list(optimizers)
+        self.every = every
+        self.schedules: list[Any] = []
+        self.ema: Averages | None = None
+        self._ema_steps: dict[int, int] = {}
+        self.snapshots = Snapshots(self.tensors, every=max(every, 1), keep=1, put=self._put)
+        self._schedule_states: dict[int, list[dict[str, Any]]] = {}
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """Return state as `<parameter>/<name>` and `group <number>/<name>`; numbers become tensors, which are
+        copies.
+        """
+        return {
+            f"{prefix}/{key}": as_tensor(value)
+            for prefix, state in self._optimizer_state()
+            for key, value in state.items()
+            if isinstance(value, (torch.Tensor, int, float))
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        shadow = self.ema.shadow_params if self.ema is not None else []
+        averages = {f"ema/{number}": tensor for number, tensor in enumerate(shadow)}
+        return {**weights, **self.optimizer_tensors(), **averages}
+
+    def due(self, step: int) -> bool:
+        return bool(self.every) and self.snapshots.due(step)
+
+    def take(self, step: int) -> None:
+        """Hold the state of now as that of `step`, if snapshots are held at all."""
+        if not self.every:
+            return
+        self.snapshots.take(step)
+        self._schedule_states = {step: [dict(schedule.state_dict()) for schedule in self.schedules]}
+        # EMAModel's decay follows its count of steps, which so has to go back with the averages.
+        self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
+
+    def forget(self) -> None:
+        """Hold no snapshot: what was trained was loaded from elsewhere."""
+        for step in self.snapshots.steps:
+            self.snapshots.forget(step)
+
+    def newest(self, gathered: Callable[[Sequence[str]], list[str]]) -> int | None:
+        """Return the newest snapshot that is finite on every rank, after dropping those that are not; collective."""
+        for held in self.snapshots.steps:
+            # A snapshot that is bad on one rank is no state of the run.
+            if gathered(self.snapshots.not_finite(held)):
+                self.snapshots.forget(held)
+        return max(self.snapshots.steps, default=None)
+
+    def restore(self, step: int) -> None:
+        """Put back the state of a held step, bit for bit; optimizer state that is younger is dropped."""
+        self._drop(self.snapshots.restore(step))
+        for schedule, state in zip(self.schedules, self._schedule_states[step], strict=True):
+            schedule.load_state_dict(state)
+        if self.ema is not None:
+            self.ema.optimization_step = self._ema_steps[step]
+
+    def lower_rates(self, factor: float) -> None:
+        """Multiply every learning rate, now and in the schedules."""
+        for group in self._groups():
+            group["lr"] *= factor
+        for schedule in self.schedules:
+            # Accelerate's scheduler wraps torch's, which computes its rates from `base_lrs`.
+            inner = schedule.scheduler if "scheduler" in vars(schedule) else schedule
+            inner.base_lrs = [rate * factor for rate in inner.base_lrs]
+
+    def largest_decay(self) -> float:
+        """Return the largest share of a weight that a step's weight decay takes away."""
+        return decay_share(self._groups())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        for optimizer in self.optimizers:
+            yield from optimizer.state.items()
+
+    def _optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for parameter, state in self._states():
+            yield f"{names.get(parameter, id(parameter))}", state
+        for number, group in enumerate(self._groups()):
+            yield f"group {number}", group_numbers(group)
+
+    def _put(self, restored: Mapping[str, torch.Tensor]) -> None:
+        for number, group in enumerate(self._groups()):
+            put_back(group, f"group {number}", restored)
+        for prefix, state in self._optimizer_state():
+            put_back(state, prefix, restored)
+
+    def _drop(self, born_since: Sequence[str]) -> None:
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for optimizer in self.optimizers:
+            for parameter in list(optimizer.state):
+                owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
+                if any(f"{owner}/{key}" in born_since for key in state):
+                    # Without state an optimizer begins anew with a parameter, as it did then.
+                    del optimizer.state[parameter]

@@ -1,0 +1,78 @@
+"""Find which models an optimizer trains, and the names of what it holds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.dtensors import stock_class
+
+Models = dict[str, nn.Module]
+"""Models by the prefix of their parameters' names: empty for one that is alone."""
+
+
+def trained_models(
+    given: nn.Module, others: Sequence[nn.Module], optimizers: Sequence[Any]
+) -> Models:
+    """Return the models of which the optimizers hold a parameter, `given` first.
+
+    What they hold of no model (a textual inversion's vector, say) makes one more, which is never called.
+    Raises `DitLoraError` if they hold nothing of `given`.
+    """
+    held = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
+    trained: list[nn.Module] = []
+    for model in [given, *others]:
+        own_ids = {id(p) for p in model.parameters()} & held.keys()
+        if own_ids:
+            trained.append(model)
+        elif model is given:
+            raise DitLoraError(
+                f"Guard.attach: the optimizer holds no parameter of the {_name(model)}; give the model and the "
+                "optimizer that trains it, both as accelerator.prepare returned them"
+            )
+        # A parameter that models share counts for the first of them.
+        held = {key: p for key, p in held.items() if key not in own_ids}
+    models = {f"{name}.": model for name, model in zip(_unique(trained), trained, strict=True)}
+    if held:
+        loose = nn.Module()
+        for number, parameter in enumerate(held.values()):
+            # In a module, which is never called, they have names as all others do.
+            loose.register_parameter(f"parameter_{number}", parameter)
+        models["optimizer."] = loose
+    return models if len(models) > 1 else {"": given}
+
+
+def held_parameters(models: Models, optimizers: Sequence[Any]) -> dict[str, nn.Parameter]:
+    """Return what the optimizers train, by name."""
+    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    return {
+        prefix + name: parameter
+        for prefix, model in models.items()
+        for name, parameter in model.named_parameters()
+        if id(parameter) in held and parameter.requires_grad
+    }
+
+
+def trainable_parameters(models: Models) -> dict[str, nn.Parameter]:
+    """Return what wants a gradient, by name: DeepSpeed's optimizer holds copies."""
+    return {
+        prefix + name: parameter
+        for prefix, model in models.items()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _name(model: nn.Module) -> str:
+    return stock_class(model).__name__
+
+
+def _unique(models: Sequence[nn.Module]) -> list[str]:
+    """Return class names, numbered from the second of a kind on."""
+    names: list[str] = []
+    for model in models:
+        name = _name(model)
+        again = sum(earlier.split("_")[0] == name for earlier in names)
+        names.append(f"{name}_{again + 1}" if again else name)
+    return names

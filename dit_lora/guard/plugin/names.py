@@ -1,0 +1,123 @@
+"""Names for the rows of a batch: those that the loop gives, or the dataset's indices from the loader's batch sampler.
+
+A loader asks its sampler ahead of the loop, workers further still, but batches come in the sampler's order: each batch
+that is handed out has the oldest list of indices that none had yet.
+"""
+
+import logging
+import re
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.patching import Patches
+
+_LOG = logging.getLogger("dit_lora")
+_MOST = 256  # batches that a loop takes before it runs the first of them
+_NUMBERED = re.compile(r"sample \d+ of micro-batch \d+")
+
+
+def identifies(sample: str) -> bool:
+    """Return True if the name is a sample's own, and not its place in one batch."""
+    return _NUMBERED.fullmatch(sample) is None
+
+
+class _Batch:
+    """The indices of one batch in the dataset, and its tensors, which are the loop's."""
+
+    def __init__(self, indices: tuple[object, ...], batch: Any) -> None:
+        self.indices = indices
+        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        # Weak references: memory that the loop has freed must not be held for a name.
+        self._tensors = [weakref.ref(leaf) for leaf in leaves]
+
+    def has_one_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        wanted = {id(tensor) for tensor in tensors}
+        return any(id(tensor) in wanted for ref in self._tensors if (tensor := ref()) is not None)
+
+
+class Names:
+    """Says which samples a call of a model has; where that is not certain, rows are numbered."""
+
+    def __init__(self) -> None:
+        self.given: tuple[str, ...] = ()
+        """Names of the samples in the forward passes under way, as the loop gives them."""
+        self._handed_out: deque[_Batch] = deque(maxlen=_MOST)
+        self._current: _Batch | None = None
+        self._seen: Sequence[torch.Tensor] = ()
+        self._micro_step = -1
+        self._warned = False
+
+    def watch(self, loader: Any, patches: Patches) -> None:
+        """Learn indices from a loader with a batch sampler.
+
+        Not from one that hands batches out in another order, or cuts them for other ranks.
+        """
+        sampler = loader.batch_sampler
+        if sampler is None or not loader.in_order or isinstance(loader, DataLoaderDispatcher):
+            return
+        asked: deque[tuple[object, ...]] = deque()
+
+        def noted(indices_of_batches: Iterator[Any]) -> Iterator[Any]:
+            for indices in indices_of_batches:
+                # A sampler may yield anything: what is no list of indices names nobody.
+                asked.append(tuple(indices) if isinstance(indices, (list, tuple)) else ())
+                yield indices
+
+        def handed_out(batches: Iterator[Any]) -> Iterator[Any]:
+            # A new epoch: what the sampler was asked for and nobody took is gone.
+            asked.clear()
+            for batch in batches:
+                self._handed_out.append(_Batch(asked.popleft() if asked else (), batch))
+                yield batch
+
+        if patches.iterated(sampler, noted):
+            patches.iterated(loader, handed_out)
+
+    def see(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note what a call is given, before its names are asked for."""
+        self._seen = tensors
+
+    def ids(self, micro_step: int, count: int) -> tuple[str, ...]:
+        """Return the names of a call's samples."""
+        # Models that are called for one micro-batch share its batch.
+        if micro_step != self._micro_step:
+            self._micro_step = micro_step
+            self._advance(self._seen)
+        self._seen = ()
+        if len(self.given) == count:
+            return self.given
+        if self.given and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "guard.microbatch: %d ids for %d rows; rows are numbered", len(self.given), count
+            )
+        indices = self._current.indices if self._current is not None and not self.given else ()
+        if indices and len(indices) == count:
+            return tuple(f"dataset index {index}" for index in indices)
+        return tuple(f"sample {row} of micro-batch {micro_step}" for row in range(count))
+
+    def next_step(self) -> None:
+        self._micro_step = -1
+
+    def _advance(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Find the batch that a new micro-batch is of; without a new batch it is of the one before."""
+        waiting = self._handed_out
+        batch = next(
+            (waiting_batch for waiting_batch in waiting if waiting_batch.has_one_of(tensors)), None
+        )
+        if batch is not None:
+            # The batches handed out before it were never run.
+            while waiting.popleft() is not batch:
+                pass
+            self._current = batch
+        elif len(waiting) == 1:
+            self._current = waiting.popleft()
+        elif waiting:  # the loop took several: which of them this is cannot be told
+            waiting.clear()
+            self._current = None

@@ -1,0 +1,307 @@
+"""Look at one optimizer step of a loop that is not ours, and take it or leave it out."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from dit_lora.guard.gate import NonFiniteError, any_not_finite
+from dit_lora.guard.plugin.checks import StepChecks
+from dit_lora.guard.plugin.host import Host
+from dit_lora.guard.plugin.loop_state import LoopState
+from dit_lora.guard.plugin.recorded_calls import CapturedCall
+from dit_lora.guard.plugin.recovery import OF_FROZEN, OF_WEIGHTS, WEIGHTS, Recovery, Trip
+from dit_lora.guard.plugin.watched import Watched
+from dit_lora.guard.state import altered_state, has_run_away, weight_peak
+from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.finite import is_finite
+
+_LOG = logging.getLogger("dit_lora")
+# Below this a gradient scaler has halved itself 16 times from Accelerate's start at 2**16.
+_SCALE_FLOOR = 1.0
+
+
+class _GateShutError(Exception):
+    """Leaves an optimizer's step, from within its closure, before it changes anything."""
+
+
+class Steps:
+    """Stands between a loop and its `backward`, its clipping and its optimizers' `step`."""
+
+    def __init__(
+        self, host: Host, watched: Watched, recovery: Recovery, checks: frozenset[str]
+    ) -> None:
+        self.number = 1
+        """The number of the optimizer step under way."""
+        self.tripped = False
+        """True if the last step was left out."""
+        self._host = host
+        self._watched = watched
+        self._state: LoopState = recovery.state
+        self._recovery = recovery
+        self._checks = StepChecks(host, checks)
+        self._checks_weights = "weights" in checks
+        self._controls: dict[int, CapturedCall] = {}
+        self._stepped: set[int] = set()
+        self._is_due = False
+        self._was_loaded = False
+        self._noted_in = 0
+        """The step within which frozen weights and buffers were noted; 0 before the first."""
+
+    def require_finite(self) -> None:
+        """Recover if a trained weight, a moment or an average is not finite, altered or beyond use on any rank; stop
+        if memory has altered a frozen weight or a buffer.
+        """
+        kind = self._wrong_state()
+        if kind is None and self._is_frozen_damaged():
+            kind = OF_FROZEN
+        if kind is not None:
+            self._recover(kind, between_steps=True)
+
+    def _require_finite_weights(self) -> None:
+        if self._host.any_rank(any_not_finite(self._state.parameters.values(), self._host.device)):
+            self._recover(WEIGHTS)
+
+    def loaded(self, *_: Any) -> None:
+        """Note that a checkpoint was loaded: what is held from before is of no use to go back to."""
+        self._was_loaded = True
+
+    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._was_loaded = True
+        return result
+
+    def backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
+        bad = self._checks.loss(loss)
+        if self._host.under_deepspeed and self._host.any_rank(bad):
+            # Its backward also steps: this is the last moment, and costs a read by the host.
+            self._recover("non_finite_loss")
+            self._close(taken=False)
+            return None
+        result = original(loss, **kwargs)
+        if self._host.under_deepspeed:
+            self._close(taken=True)
+        return result
+
+    def clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._host.syncs_gradients and not self._host.under_deepspeed:  # it has used them
+            self._note_gradients()
+        return original(*args, **kwargs)
+
+    def zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Forget the calls of a plain loop that have had their backward: they are over, also where a scaler left
+        the step out.
+        """
+        calls = self._watched.calls
+        calls[:] = [call for call in calls if call.output_gradient is None]
+        return original(*args, **kwargs)
+
+    def step(self, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._host.syncs_gradients or self._host.under_deepspeed:
+            return original(*args, **kwargs)
+        # torch passes a closure first or by name, and None is none.
+        closure, *rest = args or (kwargs.pop("closure", None),)
+        if closure is not None:
+            return self._step_with_closure(
+                optimizer, lambda watched: original(watched, *rest, **kwargs), closure
+            )
+        if self._begins(optimizer):
+            kind = self._tripped_by(optimizer)
+            self.tripped = kind is not None
+            if kind is not None:
+                self._recover(kind)
+                self._close(taken=False)
+        return None if self.tripped else self._taken(optimizer, partial(original, *args, **kwargs))
+
+    def _step_with_closure(
+        self, optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any]
+    ) -> Any:
+        """Take a step whose closure makes the gradients: they are looked at each time that it has run."""
+        kind, loss = "", None
+
+        def watched() -> Any:
+            nonlocal kind, loss
+            self._forget()
+            loss = closure()
+            if isinstance(loss, torch.Tensor) and not self._checks.has_losses:
+                self._checks.loss(loss)
+            kind = self._tripped_by(optimizer) or ""
+            if kind:
+                raise _GateShutError
+            return loss
+
+        # An optimizer may call its closure several times and write in between, as LBFGS does.
+        before = self._versions()
+        self._stepped = {id(optimizer)}
+        self.tripped = False
+        try:
+            return self._taken(optimizer, lambda: original(watched))
+        except _GateShutError:
+            self._recover(kind, moved=self._versions() != before)
+            self._close(taken=False)
+            return loss
+
+    def _versions(self) -> list[int]:
+        """Return the counters that each write to a trained weight raises."""
+        return [local(parameter)._version for parameter in self._state.parameters.values()]
+
+    def _begins(self, optimizer: Any) -> bool:
+        """Return True if this optimizer's step begins one of the loop's, and is not another optimizer's part of it."""
+        begins = bool(
+            not self._stepped
+            or id(optimizer) in self._stepped
+            or self._watched.calls
+            or self._checks.has_losses
+        )
+        self._stepped = {id(optimizer)} if begins else {*self._stepped, id(optimizer)}
+        return begins
+
+    def _note_gradients(self) -> None:
+        """Note gradients, but for those that Accelerate's gradient scaler has scaled: its own check decides."""
+        if self._host.scaler is None:
+            self._checks.gradients(self._state.parameters)
+
+    def _tripped_by(self, optimizer: Any) -> str | None:
+        """Return what is wrong with the step on any rank, or None; takes a snapshot that is due where the weights
+        are good.
+        """
+        if self._watched.has_changed():
+            self._watched.survey()
+            self._was_loaded = True
+        if self._was_loaded:
+            self._start_from_here()
+        # Else torch's scaler decides, in the optimizer.
+        if vars(optimizer).get("found_inf") is None:
+            self._note_gradients()
+        kind = self._checks.tripped_by(self._asks_for_gradient)
+        if kind == WEIGHTS or not self._is_due:
+            return kind
+        self._is_due = False
+        # Bad weights must not take the place of a snapshot that is good.
+        wrong = self._wrong_state() if self._checks_weights else None
+        if wrong is None:
+            self._state.take(self.number - 1)
+        return wrong or kind
+
+    def _wrong_state(self) -> str | None:
+        """Return why what is trained must not take the place of the snapshot that is held, on any rank; None if it
+        may.
+        """
+        together = self._watched.together
+        peak = weight_peak(self._state.parameters.values())
+        wrong = [
+            not all(is_finite(local(tensor)) for tensor in self._state.tensors().values()),
+            bool(altered_state(together)),
+            has_run_away(peak, together.start_peak),
+        ]
+        flags = self._host.summed(torch.tensor(wrong, device=self._host.device).float())
+        return next((kind for kind, flag in zip(OF_WEIGHTS, flags, strict=True) if flag), None)
+
+    def _is_frozen_damaged(self) -> bool:
+        record = self._watched.record
+        # What a checkpoint loaded, or a loop froze since, is the next step's start.
+        is_as_noted = not self._was_loaded and not self._watched.has_changed()
+        return self._host.any_rank(record is not None and is_as_noted and record.is_damaged())
+
+    def _start_from_here(self) -> None:
+        self._was_loaded = self._is_due = False
+        self._noted_in = self.number
+        self._state.forget()
+        self._checks.forget_weights()
+        self._checks.weights(self._state.parameters)
+        self._state.take(self.number - 1)
+        self._watched.suspect()
+
+    def _asks_for_gradient(self) -> bool:
+        """Return True if anything came back to a model's output: if not, the loss wants nothing changed."""
+        gradients = [call.output_gradient for call in self._watched.calls]
+        return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+    def _taken(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+        # The snapshot is copied beside the forward and backward; its weights are not to be overwritten before.
+        self._state.snapshots.before_update()
+        result = step()
+        self._check_scaler(optimizer)
+        self._checks.weights(self._state.parameters)
+        # Of several optimizers the first ends the step; the others are parts of it.
+        if len(self._stepped) == 1:
+            self._close(taken=True)
+        if self._state.ema is not None and self._checks_weights:
+            self._require_finite_weights()  # an average that took in NaN has it for good
+        return result
+
+    def _check_scaler(self, optimizer: Any) -> None:
+        """Stop at a scaler that halves itself for ever: it never trains again and never says so."""
+        scaler = self._host.scaler
+        if scaler is None or not optimizer.step_was_skipped:
+            return
+        if (scale := scaler.get_scale()) < _SCALE_FLOOR:
+            raise NonFiniteError(
+                f"step {self.number}: gradients overflow fp16 at every loss scale down to {scale:g}; use bf16, or "
+                "a lower learning rate",
+                {"step": self.number, "kind": "loss_scale", "action": "stop"},
+            )
+
+    def _recover(self, kind: str, *, moved: bool = False, between_steps: bool = False) -> None:
+        """Recover from the trip. Raises `NonFiniteError` on every rank if leaving the step out, or going back, is
+        not enough.
+        """
+        self.tripped = True
+        gradients = self._checks.bad_gradients()
+        calls, controls = list(self._watched.calls), dict(self._controls)
+        trip = Trip(self.number, kind, calls, gradients, controls, moved, between_steps)
+        # No step may use the gradients of one that tripped.
+        self._forget_gradients()
+        with self._watched.unrecorded():  # replays are not to be recorded
+            went_back = self._recovery.recover(trip)
+        if went_back:
+            self._checks.forget_weights()
+            self._is_due = False
+        self._mark_optimizers()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._state.parameters.values():
+            parameter.grad = None
+        scaler = self._host.scaler
+        if scaler is not None and self._checks.has_losses:
+            # It has unscaled gradients that no step will use: begin its next iteration, at the same scale.
+            scaler.update(scaler.get_scale())
+
+    def _close(self, *, taken: bool) -> None:
+        """End the step, be it taken or not."""
+        syncs = self._host.syncs_gradients  # DeepSpeed's micro-steps count as one
+        if taken:
+            self.tripped = False
+            self._mark_optimizers()
+            # To compare a failing call with; its output is memory that nobody needs.
+            self._controls = {id(call.owner): call.without_output() for call in self._watched.calls}
+            if syncs:
+                self._recovery.budget.take()
+                self._settle()
+                self._is_due = self._is_due or self._state.due(self.number)
+        self.number += int(syncs)
+        self._forget()
+
+    def _settle(self) -> None:
+        """Leave out of the comparison what this step, which was healthy, has changed in frozen weights and buffers."""
+        record = self._watched.record
+        # A record that was made within a step has not seen the whole of it.
+        if record is not None and not record.is_settled and self.number > self._noted_in:
+            record.settle()
+
+    def _mark_optimizers(self) -> None:
+        """Say whether the step was taken by Accelerate's word for it, which its schedules obey; a scaler says so
+        itself.
+        """
+        for optimizer in self._state.optimizers:
+            if isinstance(optimizer, AcceleratedOptimizer) and (
+                self.tripped or self._host.scaler is None
+            ):
+                optimizer._is_overflow = self.tripped
+
+    def _forget(self) -> None:
+        self._watched.forget_calls()
+        self._checks.forget()

@@ -1,0 +1,87 @@
+"""The guard for Transformers' Trainer."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from dit_lora.config.recipe import LadderConfig
+from dit_lora.guard.plugin.checks import CHECKS
+from dit_lora.guard.plugin.guard import Guard
+
+if TYPE_CHECKING:  # seconds to import, for an annotation
+    from transformers import Trainer, TrainingArguments
+
+
+class GuardCallback(TrainerCallback):
+    """Guards a `Trainer`: `trainer.add_callback(GuardCallback(trainer))`.
+
+    Events go to `events.jsonl` in the trainer's output folder. A tripped step leaves weights, optimizer and
+    schedule alone; its loss still reaches the trainer's log. How many there were is said at the end.
+    `checks` are those of `Guard.attach`.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        config: LadderConfig | None = None,
+        *,
+        checks: Collection[str] = CHECKS,
+    ) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.checks = checks
+        self.guard: Guard | None = None
+        """The guard, from the start of training on."""
+
+    def on_train_begin(
+        self,
+        args: "TrainingArguments",
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        self.guard = Guard.attach(
+            self.trainer.accelerator,
+            self.trainer.model_wrapped,
+            self.trainer.optimizer,
+            lr_scheduler=self.trainer.lr_scheduler,
+            config=self.config,
+            folder=Path(args.output_dir) if args.output_dir else None,
+            checks=self.checks,
+        )
+
+    def on_step_end(
+        self,
+        args: "TrainingArguments",
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Check before a checkpoint: the trainer writes it after its callbacks, if they leave `should_save` set."""
+        if self.guard is not None and control.should_save:
+            self.guard.require_finite()
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(
+        self,
+        args: "TrainingArguments",
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self.guard is not None:  # save_strategy="best" decides to save right after this
+            self.guard.require_finite()
+
+    def on_train_end(
+        self,
+        args: "TrainingArguments",
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self.guard is not None:
+            self.guard.require_finite()
+            self.guard.detach()

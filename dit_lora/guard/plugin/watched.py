@@ -1,0 +1,163 @@
+"""The models of a loop that is not ours: the part of them that is trained, and the calls since the last step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from dit_lora.guard.plugin.host import Host
+from dit_lora.guard.plugin.loop_state import LoopState
+from dit_lora.guard.plugin.models import (
+    Models,
+    held_parameters,
+    trainable_parameters,
+    trained_models,
+)
+from dit_lora.guard.plugin.names import Names
+from dit_lora.guard.plugin.record import LoopRecord
+from dit_lora.guard.plugin.recorded_calls import CapturedCall, Recorder
+from dit_lora.guard.state import weight_peak
+from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.switches import all_switches
+
+
+class Watched:
+    """Records the calls of every model that the optimizers train."""
+
+    def __init__(
+        self,
+        host: Host,
+        given: Sequence[nn.Module],
+        state: LoopState,
+        names: Names,
+        *,
+        compares_frozen: bool,
+    ) -> None:
+        self.calls: list[CapturedCall] = []
+        """Calls of the step under way, in order."""
+        self.suspects: dict[int, Suspects] = {}
+        """Suspects of each model, by its id."""
+        self.prefixes: dict[int, str] = {}
+        """The prefix of its parameters' names, where there are several models."""
+        self.together: Suspects
+        """Suspects of all models as one, whose weights have the names that they have here."""
+        self.record: LoopRecord | None
+        """Frozen weights and buffers as they began; None if they are not to be compared."""
+        self.switched_off: set[str] = set()
+        """Switches that verdicts have turned off."""
+        self.names = names
+        self._host = host
+        self._given = list(given)
+        self._state = state
+        self._compares_frozen = compares_frozen
+        self._models: Models = {}
+        self._recorders: list[Recorder] = []
+        self._held = (0, 0)
+        self.survey()
+
+    def survey(self) -> None:
+        """Find what the optimizers train, and what it is part of."""
+        given, *others = self._host.models(self._given)
+        if self._host.under_deepspeed:  # its optimizer holds copies
+            self._models = {"": given}
+            self._state.parameters = trainable_parameters(self._models)
+        else:
+            self._models = trained_models(given, others, self._state.optimizers)
+            self._state.parameters = held_parameters(self._models, self._state.optimizers)
+            self._held = self._fingerprint()
+        self.stop()
+        self._recorders = [
+            Recorder(
+                model,
+                self.names.ids,
+                self.calls,
+                given=self.names.see,
+                begins=self._call_begins,
+                ends=self._call_ends,
+            )
+            for model in self._models.values()
+        ]
+        self._start()
+        self.suspect()
+
+    def suspect(self) -> None:
+        """Note weights, buffers and switches as those that training begins with."""
+        models = self._models
+        self.prefixes = {id(model): prefix for prefix, model in models.items()}
+        # One module whose parameters have the names that they have here, for what is judged over all models.
+        parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
+        whole = nn.ModuleDict(parts) if len(models) > 1 else next(iter(models.values()))
+        self.record = LoopRecord(whole) if self._compares_frozen else None
+        self.together = self._suspects(whole, "", self.record)
+        self.suspects = {
+            id(model): self._suspects(model, prefix, None) for prefix, model in models.items()
+        }
+
+    def _suspects(self, model: nn.Module, prefix: str, record: LoopRecord | None) -> Suspects:
+        def peaks() -> dict[str, float]:
+            of_all = self._state.snapshots.peaks()
+            return {**of_all, **{n.removeprefix(prefix): peak for n, peak in of_all.items()}}
+
+        return Suspects(
+            model=model,
+            optimizer_state=lambda: self._state.optimizer_tensors().items(),
+            switches=all_switches(model),
+            start_peak=weight_peak([p for p in model.parameters() if p.requires_grad]),
+            frozen=record,
+            peaks=peaks,
+            switched_off=self.switched_off,
+            decay=self._state.largest_decay,
+        )
+
+    def has_changed(self) -> bool:
+        """Return True if an optimizer was given more to train, or some of what it has was frozen or freed."""
+        return self._fingerprint() != self._held
+
+    def draw_from(self, generator: torch.Generator | None) -> None:
+        """Note the state of the loop's own generator with each call, from now on."""
+        for recorder in self._recorders:
+            recorder.generator = generator
+
+    def out_of_range(self) -> list[str]:
+        return [words for recorder in self._recorders for words in recorder.out_of_range()]
+
+    def owners(self) -> list[nn.Module]:
+        """Return the modules that hold what is trained themselves."""
+        wanted = {id(parameter) for parameter in self._state.parameters.values()}
+        modules = (module for model in self._models.values() for module in model.modules())
+        return [m for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))]
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self._start()
+
+    def stop(self) -> None:
+        for recorder in self._recorders:
+            recorder.stop()
+
+    def forget_calls(self) -> None:
+        self.calls.clear()
+        self.names.next_step()
+
+    def _call_begins(self) -> None:
+        if self.record is not None and not self.record.is_settled:
+            self.record.call_begins()
+
+    def _call_ends(self) -> None:
+        if self.record is not None and not self.record.is_settled:
+            self.record.call_ends()
+
+    def _start(self) -> None:
+        for recorder in self._recorders:
+            recorder.start()
+
+    def _fingerprint(self) -> tuple[int, int]:
+        groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
+        held = [parameter for group in groups for parameter in group["params"]]
+        # A loop may free weights, or give its optimizer more of them, at any step.
+        return len(held), sum(parameter.requires_grad for parameter in held)

@@ -1,0 +1,168 @@
+"""One micro-batch that can be run again, alone and bit for bit, without touching gradients or weights."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from dit_lora.guard.probe import Probe, Trace
+from dit_lora.guard.switches import eager
+from dit_lora.numerics.dtensors import local, needs_all_ranks
+from dit_lora.numerics.objectives import LossOutput
+
+
+# A sample may come twice: it is itself alone, and comparing tensors gives no one answer.
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """The inputs of one rank in one micro-step, which can be run again.
+
+    `forward` draws from named generators only, so every call gives the same bits while the weights are the
+    same; it runs the bare model, without DDP, so it needs no other rank unless the model is sharded.
+    """
+
+    ids: tuple[str, ...]
+    step: int
+    micro_step: int
+    rank: int
+    tensors: Mapping[str, torch.Tensor]
+    """The samples' tensors, each (B, ...)."""
+    forward: Callable[[], LossOutput]
+    single: Callable[[int], "MicroBatch"]
+    """The micro-batch of one of its samples alone."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """Faults that reading the samples found, by id."""
+    loss_is_sum: bool = False
+    """True if the step's loss is the sum of these losses, and not their mean."""
+    draws: tuple[int, ...] = ()
+    """Draw numbers, which seed the samples' random draws, where they are known."""
+    redrawn: Callable[[int], "MicroBatch"] | None = None
+    """The same samples with other noise and timesteps, numbered; None where they cannot be drawn anew."""
+    at: Callable[["MicroBatch", bool], "MicroBatch"] | None = None
+    """The same samples at another micro-batch's place in the run, and with its draws too if asked for; None where the
+    loop is not ours."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of one run of a micro-batch."""
+
+    losses: tuple[float, ...]
+    timesteps: tuple[int, ...]
+    bad_gradients: tuple[str, ...]
+    """Names of trained parameters whose gradient is not finite."""
+    gradient_is_zero: bool
+    """No trained parameter got a gradient other than zero."""
+    failed_on: tuple[int, ...] = ()
+    """Ranks of a model that needs all of them on which a loss is not finite, where it is finite on others."""
+
+    @property
+    def finite(self) -> bool:
+        return self.finite_losses and not self.bad_gradients
+
+    @property
+    def finite_losses(self) -> bool:
+        return all(loss == loss and abs(loss) != float("inf") for loss in self.losses)
+
+    def is_healthy(self, *, needs_gradient: bool) -> bool:
+        """Return True if the run is finite and, if asked for, has a gradient that is not zero everywhere."""
+        return self.finite and not (needs_gradient and self.gradient_is_zero)
+
+
+def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
+    """Run forward and backward once; gradients and random state are afterwards as before.
+
+    A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch: all get the losses of the rank
+    whose micro-batch it is, and what any rank found in its part of the gradients.
+    """
+    with _kept_gradients(model), torch.random.fork_rng(cuda_devices(model)):
+        output = _forward_backward(micro_batch)
+        named = list(model.named_parameters())
+        gradients = [(n, local(p.grad)) for n, p in named if p.grad is not None]
+        bad = [name for name, grad in gradients if not torch.isfinite(grad).all()]
+        zero = not any(bool(grad.any()) for _, grad in gradients)
+    outcome = Outcome(
+        losses=tuple(output.losses.detach().float().tolist()),
+        timesteps=tuple(int(t) for t in output.timesteps.tolist()),
+        bad_gradients=tuple(bad),
+        gradient_is_zero=zero,
+    )
+    return _agreed(outcome, micro_batch.rank) if needs_all_ranks(model) else outcome
+
+
+def _agreed(own: Outcome, owner: int) -> Outcome:
+    """Return one outcome for all ranks, so that none goes on alone."""
+    outcomes: list[Outcome] = gather_object([own])
+    # A dict, which keeps the order in which ranks found them.
+    bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
+    failed = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses)
+    # Where all ranks fail, the fault is no rank's own.
+    return replace(
+        outcomes[owner],
+        failed_on=failed if len(failed) < len(outcomes) else (),
+        bad_gradients=tuple(bad),
+        gradient_is_zero=all(outcome.gradient_is_zero for outcome in outcomes),
+    )
+
+
+def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
+    """Repeat the run under a probe, which names the first module and op to go wrong."""
+    with (
+        _kept_gradients(model),
+        torch.random.fork_rng(cuda_devices(model)),
+        eager(model),
+        Probe(model).watching() as trace,
+    ):
+        _forward_backward(micro_batch)
+    return trace
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The trace of a probe, and its rank: the micro-batch's, or of a sharded model one where it goes wrong."""
+
+    trace: Trace
+    rank: int
+    alone: tuple[int, ...] = ()
+    """Ranks of a model that needs all of them on which it begins, where on others it does not."""
+
+
+def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
+    """Probe a micro-batch, on all ranks of a model that needs them: all run the same one."""
+    own_trace, rank = probe(micro_batch, model), micro_batch.rank
+    if not needs_all_ranks(model):
+        return Traced(own_trace, rank)
+    traces: list[Trace] = gather_object([own_trace])
+    telling = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden)
+    # The micro-batch's own rank may hold a part in which nothing goes wrong.
+    if telling and rank not in telling:
+        rank = telling[0]
+    return Traced(traces[rank], rank, telling if len(telling) < len(traces) else ())
+
+
+def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
+    output = micro_batch.forward()
+    if output.losses.requires_grad:
+        loss = output.losses.sum() if micro_batch.loss_is_sum else output.losses.mean()
+        loss.backward()
+    return output
+
+
+@contextmanager
+def _kept_gradients(model: nn.Module) -> Iterator[None]:
+    """Start from no gradients, and give back those that were there."""
+    grads_before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in grads_before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in grads_before:
+            parameter.grad = grad
+
+
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """Return the devices whose random state a forward of this model draws from, beside the CPU's."""
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})

@@ -1,0 +1,119 @@
+"""The parts of a run that a diagnosis may look at and switch off, and the micro-batch that it is about."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.guard.frozen import FrozenRecord
+from dit_lora.guard.replay import MicroBatch, Outcome, run
+from dit_lora.guard.switches import Switch
+from dit_lora.guard.verdict import Cause, Verdict
+from dit_lora.numerics.dtensors import Describe, described
+from dit_lora.numerics.quantized_linear import weight_values
+
+NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+def _no_other(_wanted: MicroBatch, _without: Collection[str]) -> MicroBatch | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """The model, its state and its switches: all that a diagnosis may look at and switch off."""
+
+    model: nn.Module
+    """The bare model, as replays run it."""
+    optimizer_state: NamedTensors
+    switches: list[Switch] = field(default_factory=list)
+    start_peak: float = 0.0
+    """The largest trained weight when training started."""
+    limit: float | None = None
+    """Samples' values beyond this are bad though finite."""
+    lockstep: bool = False
+    """True if every rank runs the same diagnosis at the same time, as a sharded model (FSDP2) needs. All then get
+    the same verdict, on weights and moments as a whole.
+    """
+    frozen: FrozenRecord | None = None
+    """The frozen weights and buffers as they were at the start."""
+    peaks: Callable[[], Mapping[str, float]] = dict
+    """The largest magnitudes of the newest snapshot's tensors, by the names of trained weights and `optimizer_state`."""
+    switched_off: Collection[str] = ()
+    """Names of switches that an earlier verdict turned off: there is nothing to learn from them."""
+    decay: Callable[[], float] = float
+    """The largest share of a weight that one step's weight decay takes away: learning rate times decay."""
+    another: Callable[[MicroBatch, Collection[str]], MicroBatch | None] = _no_other
+    """A micro-batch of one sample that is none of those named, for comparison; None where there is none."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yield the parameters by name; this rank's part where ranks do not diagnose together."""
+        return self.model.named_parameters() if self.lockstep else weight_values(self.model)
+
+    def in_use(self) -> list[Switch]:
+        """Return the switches that are on: not one that is off, a part of one that is, or a set of them."""
+        off = set(self.switched_off)
+        return [
+            switch
+            for switch in self.switches
+            if switch.name not in off
+            and switch.part_of not in off
+            and not _all_off(switch.name, off)
+        ]
+
+
+def _all_off(name: str, off: Collection[str]) -> bool:
+    """Return True if a set of attention backends, `attention:flash+efficient`, is off backend by backend."""
+    kind, _, names = name.partition(":")
+    return bool(names) and all(f"{kind}:{backend}" in off for backend in names.split("+"))
+
+
+@dataclass
+class Case:
+    """One micro-batch under diagnosis; `found` makes its verdict."""
+
+    micro_batch: MicroBatch
+    suspects: Suspects
+    kind: str
+    control: MicroBatch | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+    rank: int = -1
+    """The rank at fault, where it is not the micro-batch's."""
+    failed: int = 0
+    """Runs of the micro-batch as it was that were not healthy, of `runs`."""
+    runs: int = 0
+
+    def wrong(self, tensors: Iterable[tuple[str, torch.Tensor]], how: Describe) -> list[str]:
+        """Describe what is wrong with tensors, and note the first rank that has it."""
+        descriptions = described(tensors, how, together=self.suspects.lockstep)
+        self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
+        return list(descriptions)
+
+    def found(self, cause: Cause, words: str, **facts: Any) -> Verdict:
+        """Make the verdict on this case."""
+        batch = self.micro_batch
+        return Verdict(
+            cause,
+            words,
+            step=batch.step,
+            rank=batch.rank if self.rank < 0 else self.rank,
+            micro_step=batch.micro_step,
+            evidence=self.evidence,
+            **facts,
+        )
+
+    def is_healthy(self, outcome: Outcome) -> bool:
+        return outcome.is_healthy(needs_gradient=self.kind == "zero_gradient")
+
+    def healthy(self, batch: MicroBatch | None = None) -> bool:
+        """Run a micro-batch, by default the one under diagnosis, once."""
+        return self.is_healthy(run(batch or self.micro_batch, self.suspects.model))
+
+    def again(self) -> Outcome:
+        """Run the micro-batch as it was, and count how it comes out."""
+        outcome = run(self.micro_batch, self.suspects.model)
+        self.runs += 1
+        self.failed += not self.is_healthy(outcome)
+        return outcome

@@ -1,0 +1,45 @@
+"""Push at the end of training: refused before it starts if it cannot be done, and never at the cost of the run."""
+
+from dit_lora.errors import DitLoraError
+from dit_lora.hub.account import HubError, UnreachableError, check_account
+from dit_lora.hub.push import push
+from dit_lora.training.session.session import Session, agree
+
+
+def require_hub(session: Session) -> None:
+    """Refuse a run whose result could not be pushed, before anything is encoded or trained. Collective.
+
+    A Hub that does not answer now may answer then: that is a warning.
+    """
+    hub = session.recipe.hub
+    if not hub.push or hub.repo_id is None:
+        return
+    error = None
+    if session.is_main:
+        try:
+            check_account(hub.repo_id, private=hub.private)
+        except UnreachableError as problem:
+            session.say(f"warning: hub.push: {problem}; the token is not checked")
+        except HubError as problem:
+            error = DitLoraError(f"hub.push: {problem}; or train with hub.push=false")
+    agree(session.accelerator, error)
+
+
+def push_result(session: Session) -> None:
+    """Push as `hub` says; the others wait for as long as it takes, and an error is raised on all. Collective.
+
+    The run is whole by then and stays as it is.
+    """
+    hub = session.recipe.hub
+    if not hub.push or hub.repo_id is None:
+        return
+    error = None
+    if session.is_main:
+        try:
+            session.say(push(session.dir, hub.repo_id, private=hub.private, say=session.say))
+        except DitLoraError as problem:
+            error = DitLoraError(
+                f"the run is whole in {session.dir}, but it was not pushed: {problem}"
+            )
+            error.exit_code = problem.exit_code
+    agree(session.accelerator, error)

@@ -1,0 +1,72 @@
+"""The largest sample of a chat recipe: of its conversations, or made up where they are not there."""
+
+from collections.abc import Mapping
+
+import torch
+
+from dit_lora.config.chat import ChatConfig
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.cache import Spec
+from dit_lora.data.chat.conversation import Conversation, Turn
+from dit_lora.data.chat.fitting import fit
+from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.tensors import bucket_length
+from dit_lora.data.media.video import VideoHeader
+from dit_lora.errors import DitLoraError
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.families.without_weights import data_is_here
+from dit_lora.training.tasks.chat.samples import find_conversations, training_set
+from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape
+
+_SECONDS = 60.0
+
+
+def chat_specs(
+    recipe: Recipe, checkpoint: ChatCheckpoint
+) -> dict[ChatShape, tuple[Spec, Mapping[str, torch.Tensor]]]:
+    """The largest shape, its tensors, and the token ids on which the model's shapes depend.
+
+    Without data: a video at the recipe's size and as many tokens as `chat.max_tokens` lets be, half of those
+    that are not the video's in the answer.
+    """
+    clips = (
+        training_set(
+            find_conversations(recipe, checkpoint, recipe.data, quiet=True).entries,
+            checkpoint,
+            recipe,
+        )
+        if data_is_here(recipe)
+        else _made_up(recipe, checkpoint)
+    )
+    if not clips.entries:
+        raise DitLoraError(f"data.path: {recipe.data.path} has no conversation that can be used")
+    shape, spec = clips.largest
+    return {shape: (spec, clips.known())}
+
+
+def _made_up(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
+    chat, data = recipe.chat or ChatConfig(), recipe.data
+    # As wide as it has most tiles, where there are tiles.
+    height, width = data.height, data.width * (chat.tiles or 1)
+    header = VideoHeader(fps=8.0, seconds=_SECONDS, frames=None, height=height, width=width)
+    pixels = checkpoint.shape("video", height, width)
+    assert pixels is not None
+    seconds = [_SECONDS * (index + 0.5) / pixels.frames for index in range(pixels.frames)]
+
+    def rendered(words: int) -> tuple[Conversation, Rendered]:
+        turn = Turn("a " * chat.max_tokens, "a " * words, "a")
+        one = Conversation("largest", "video", None, (turn,), system=chat.system)
+        return one, fit(checkpoint.render(one, pixels, seconds), chat.max_tokens)
+
+    _, short = rendered(1)
+    _, longer = rendered(9)
+    a_word = max(
+        1, (longer.answers - short.answers) // 8
+    )  # a tokenizer may take several tokens for one
+    questions = sum(len(piece.ids) for piece in short.pieces if piece.part == "question")
+    free = chat.max_tokens - len(short) + questions
+    conversation, long = rendered(max(1, free // 2 // a_word))
+    length = bucket_length(len(long), chat.length_step)
+    shape = ChatShape(length, pixels.frames, pixels.height, pixels.width, "video")
+    entry = ChatEntry(conversation, header, shape, long.answers, len(long.instruction))
+    return ChatSet.of([entry], checkpoint, chat, checkpoint.pad_token_id)

@@ -1,0 +1,244 @@
+"""`dit-lora plan`: a recipe's budget, and what would make it fit."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.load import load_recipe
+from dit_lora.config.optimizers import OPTIMIZERS
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.families.without_weights import opened, without_weights
+from dit_lora.numerics.precision import choose_precision
+from dit_lora.planning.budget import GIB, Budget, Launch, count
+from dit_lora.planning.subject import Subject
+from dit_lora.training.execution.activation_checkpointing import MODES
+from dit_lora.training.session.launch import require_for_zero, require_shardable
+
+Settings = Mapping[str, object]
+"""Keys of a recipe, and `_SHARDING`, with their values."""
+_SHARDING = "sharding"
+_SCALES = (0.75, 0.5)  # of a side that is made smaller
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings to add to the command, so that a run fits."""
+
+    overrides: tuple[str, ...]
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A budget, and what makes it fit if it does not."""
+
+    budget: Budget
+    change: Change | None
+    """None where it fits, and where nothing that is known here makes it fit."""
+
+    @property
+    def sharding(self) -> str | None:
+        """Return what the change shares out that the launch did not."""
+        after = self.change.budget.launch if self.change else self.budget.launch
+        return after.sharding if after != self.budget.launch else None
+
+    def record(self) -> dict[str, Any]:
+        """Return what `plan --json` prints; sizes in GiB."""
+        budget, change = self.budget, self.change
+        cheapest = None
+        if change is not None:
+            needs = change.budget.needs / GIB
+            overrides = list(change.overrides)
+            cheapest = {"overrides": overrides, "sharding": self.sharding, "needs": needs}
+        return {
+            "phases": _gib(budget.phases),
+            "fits": budget.fits,
+            "gpu": budget.gpu / GIB if budget.gpu is not None else None,
+            "cheapest_change": cheapest,
+            "training": _gib(vars(budget.training)),
+            "checkpointing": budget.mode,
+            "activations": {shape: _gib(needs) for shape, needs in budget.activations.items()},
+            "host": _gib(budget.host),
+            "disk": _gib(budget.disk),
+            "clips": budget.clips,
+            "steps": budget.recipe.train.steps,
+            "ranks": budget.launch.ranks,
+            "sharding": budget.launch.sharding,
+            "assumed": list(budget.assumed),
+        }
+
+
+def plan(path: str | Path, overrides: Sequence[str], launch: Launch, gpu: int | None) -> Planned:
+    """Return the budget of a recipe on a GPU of so many bytes (None: no limit), counted as for a GPU.
+
+    Raises `DitLoraError` for a recipe that is wrong, a checkpoint whose configs are nowhere, and what a launch
+    cannot do.
+    """
+    recipe = load_recipe(path, overrides)
+    _require_possible(recipe, launch)
+    with without_weights(recipe) as local:
+        variants = _Variants(path, overrides, local.model.path, launch, gpu)
+        budget = variants.count()
+        return Planned(budget, None if budget.fits else _what_fits(variants, budget))
+
+
+def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:
+    """Open the checkpoint of a recipe whose `model.path` is local."""
+    family, checkpoint = opened(recipe)
+    precision = choose_precision(recipe.model.dtype, torch.device("cpu"))
+    dtype = torch.bfloat16 if gpu and recipe.model.dtype == "auto" else precision.dtype
+    return Subject(recipe, family, checkpoint, dtype, gpu)
+
+
+def _require_possible(recipe: Recipe, launch: Launch) -> None:
+    """Raise `DitLoraError` for what training refuses of a recipe and a launch together."""
+    if launch.sharding != "ddp" and launch.ranks == 1:
+        raise DitLoraError(f"--sharding {launch.sharding} needs --ranks 2 or more; got 1")
+    if launch.sharding == "fsdp2":
+        require_shardable(recipe)
+    if launch.sharding == "zero2":
+        require_for_zero(recipe, some_idle=False)
+    if recipe.train.offload != "none" and recipe.model.quantize is not None:
+        raise DitLoraError("train.offload and model.quantize do not go together; leave one out")
+    if launch.ranks % recipe.train.context_parallel:
+        raise DitLoraError(
+            f"train.context_parallel={recipe.train.context_parallel} must divide --ranks {launch.ranks}"
+        )
+
+
+@dataclass
+class _Variants:
+    """One recipe with other settings, each counted."""
+
+    path: str | Path
+    overrides: Sequence[str]
+    local: str
+    """Where the checkpoint's configs are."""
+    launch: Launch
+    gpu: int | None
+    _subjects: dict[str, Subject] = field(default_factory=dict)
+
+    def count(self, changes: Sequence[Settings] = ()) -> Budget:
+        """Return the budget with these changes. Raises `DitLoraError` for what the recipe or the launch refuses."""
+        settings = _together(changes)
+        recipe = load_recipe(self.path, [*self.overrides, *_typed(settings)])
+        launch = Launch(self.launch.ranks, "fsdp2") if _SHARDING in settings else self.launch
+        _require_possible(recipe, launch)
+        model = recipe.model.model_copy(update={"path": self.local})
+        recipe = recipe.model_copy(update={"model": model})
+        return count(recipe, self.subject(recipe), launch, self.gpu)
+
+    def tried(self, changes: Sequence[Settings]) -> Budget | None:
+        """Count as `count` does; None for what is refused."""
+        try:
+            return self.count(changes)
+        except DitLoraError:
+            return None
+
+    def subject(self, recipe: Recipe) -> Subject:
+        """Return the recipe's; it is another for other data, on which shapes depend."""
+        key = repr((recipe.data, recipe.chat))
+        if key not in self._subjects:
+            self._subjects[key] = subject_of(recipe, gpu=True)
+        return self._subjects[key]
+
+
+def _what_fits(variants: _Variants, budget: Budget) -> Change | None:
+    """Return the first change that is enough alone, else several together; of the data's shape if no other is enough."""
+    taken: list[Settings] = []
+    least = budget.needs
+    smaller = _smaller(budget.recipe, variants.subject(budget.recipe))
+    for changes in (list(_settings(budget)), list(smaller)):
+        for change in changes:
+            alone = variants.tried([change])
+            if alone is not None and alone.fits:
+                return _as_typed([change], alone)
+        for change in changes:
+            together = variants.tried([*taken, change])
+            if together is None or together.needs >= least:
+                continue
+            taken.append(change)
+            least = together.needs
+            if together.fits:
+                return _without_excess(variants, taken, together)
+    return None
+
+
+def _without_excess(variants: _Variants, taken: list[Settings], fitting: Budget) -> Change:
+    """Leave out, the dearest first, what the others do without: full checkpointing, say, for selective before it."""
+    for change in reversed(taken):
+        fewer = [one for one in taken if one is not change]
+        found = variants.tried(fewer)
+        if found is not None and found.fits:
+            taken, fitting = fewer, found
+    return _as_typed(taken, fitting)
+
+
+def _as_typed(changes: Sequence[Settings], budget: Budget) -> Change:
+    return Change(tuple(_typed(_together(changes))), budget)
+
+
+def _together(changes: Sequence[Settings]) -> Settings:
+    """Return all settings; of the same one, the last."""
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def _typed(settings: Settings) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING]
+
+
+def _settings(budget: Budget) -> Iterator[Settings]:
+    """Yield what can be changed, by what it costs: time first, then precision, and machines at last."""
+    recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
+    too_much = {name for name, size in budget.phases.items() if size > (budget.gpu or size)}
+    if too_much & {"clips", "validation"}:
+        yield {"data.vae_tiling": "true"}
+    if too_much == {"validation"}:
+        yield {"validation.prompts": "[]"}
+    if train.checkpointing != "auto":
+        for mode in MODES[MODES.index(train.checkpointing) + 1 :]:
+            yield {"train.checkpointing": mode}
+    for size in range(train.batch_size - 1, 0, -1):
+        if train.batch_size % size == 0:
+            accumulate = train.accumulate * train.batch_size // size
+            yield {"train.batch_size": size, "train.accumulate": accumulate}
+    narrower = OPTIMIZERS[recipe.optim.name].narrower
+    if narrower is not None:
+        yield {"optim.name": narrower}
+    if recipe.model.quantize is None and train.mode == "lora":
+        yield {"model.quantize": "fp8"}
+        yield {"model.quantize": "nf4"}
+    if train.offload == "none" and train.mode == "lora":
+        yield {"train.checkpointing": "full", "train.offload": "group"}
+    if launch.ranks > 1 and launch.sharding != "fsdp2":
+        yield {_SHARDING: "fsdp2"}
+
+
+def _smaller(recipe: Recipe, subject: Subject) -> Iterator[Settings]:
+    """Yield fewer frames, then smaller pictures, of those that the model takes."""
+    data, checkpoint = recipe.data, subject.checkpoint
+    if subject.is_chat:
+        for frames in {data.frames // 2, data.frames // 4} - {0}:
+            yield {"data.frames": frames}
+        return
+    for scale in _SCALES:
+        for frames in range(int(data.frames * scale), 1, -1):
+            if checkpoint.refusal(VideoShape(frames, data.height, data.width)) is None:
+                yield {"data.frames": frames}
+                break
+    step = checkpoint.side_step
+    for scale in _SCALES:
+        height, width = (
+            max(step, round(side * scale / step) * step) for side in (data.height, data.width)
+        )
+        if checkpoint.refusal(VideoShape(data.frames, height, width)) is None:
+            yield {"data.height": height, "data.width": width}
+
+
+def _gib(sizes: Any) -> dict[str, float]:
+    return {name: size / GIB for name, size in sizes.items()}

@@ -1,0 +1,316 @@
+"""The subject of a budget: the model on the meta device, the tensors of a sample of each shape, the encoders."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from diffusers import AutoencoderKL
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dit_lora.adapters.groups import base_members
+from dit_lora.adapters.quantize import quantized_bytes
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.buckets.buckets import buckets_of
+from dit_lora.data.cache.cache import Spec
+from dit_lora.families import CHAT_FAMILIES
+from dit_lora.families.without_weights import data_is_here, from_configs, text_encoder
+from dit_lora.fuse import api, kernel_support
+from dit_lora.numerics.streams import Streams
+from dit_lora.patching import Patches
+from dit_lora.planning.chat_shapes import chat_specs
+from dit_lora.planning.step import autocasting, step_peak
+from dit_lora.training.execution.activation_checkpointing import Mode
+from dit_lora.training.execution.activations import Needs, measure
+from dit_lora.training.execution.blocks import read_outside, repeated_blocks
+from dit_lora.training.execution.fake_step import CPU, FakeStep, Live, Losses, tensor_bytes
+from dit_lora.training.tasks.diffusion.samples import Sample, find_samples
+from dit_lora.training.tasks.registry import task_of
+
+T = TypeVar("T")
+
+_NOTHING_KNOWN: Mapping[str, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model on one device, and of what trains."""
+
+    frozen: int
+    """As stored: in the dtype of the run, or as `model.quantize` says."""
+    in_blocks: int
+    """Of them, those of blocks that can be offloaded."""
+    largest_block: int
+    """Of one block, trained weights included."""
+    trained: tuple[torch.Tensor, ...]
+    """What trains, fp32, without values."""
+
+    @property
+    def trained_bytes(self) -> int:
+        return sum(one.nbytes for one in self.trained)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One encoder at work on one sample."""
+
+    weights: int
+    most: int
+    """Bytes at its peak beside its weights."""
+
+
+@dataclass
+class Subject:
+    """One checkpoint, opened; counts are made when asked for and kept."""
+
+    recipe: Recipe
+    """Without weights, as `without_weights` gives it."""
+    family: Any
+    checkpoint: Any
+    dtype: torch.dtype
+    gpu: bool
+    """Count what a GPU would keep: CUDA's autocast, fused kernels."""
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` does, which is called the first time alone."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        value: T = self._kept[key]
+        return value
+
+    @property
+    def is_chat(self) -> bool:
+        return self.recipe.model.family in CHAT_FAMILIES
+
+    def model(self, recipe: Recipe) -> nn.Module:
+        """Return it with adapter and kernels, on the meta device, in training; wide whatever `model.quantize` says."""
+
+        def load() -> nn.Module:
+            with _meta(), _kernels_of_a_gpu(self.gpu):
+                model, _, _ = task_of(recipe.model.family).load_trainable(
+                    _wide(recipe), self.family, self.checkpoint, self.dtype
+                )
+            return model.train()
+
+        return self._once(("model", _model_key(recipe)), load)
+
+    def weights(self, recipe: Recipe) -> Weights:
+        """Return what the model takes; quantised by counting."""
+        model = self.model(recipe)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        blocks, kept = (
+            repeated_blocks(model),
+            {id(p) for p in read_outside(model, self.family.called_alone)},
+        )
+        in_blocks = [
+            sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in kept)
+            for block in blocks
+        ]
+        narrowed = self._narrowed(recipe)
+        largest = max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
+        return Weights(
+            frozen - narrowed,
+            sum(in_blocks) - narrowed,
+            largest - narrowed // max(1, len(blocks)),
+            tuple(trained),
+        )
+
+    def _narrowed(self, recipe: Recipe) -> int:
+        """Return the bytes that `model.quantize` saves."""
+        kind = recipe.model.quantize
+        if kind is None:
+            return 0
+
+        def load() -> nn.Module:
+            whole = self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
+            with _meta():
+                bare: nn.Module = whole(self.dtype)
+            return bare
+
+        bare = self._once("bare", load)
+        names = base_members(bare, recipe.optim.groups, self.family.group_patterns)
+        return quantized_bytes(bare, None) - quantized_bytes(bare, kind, names)
+
+    @cached_property
+    def shapes(self) -> tuple[Any, ...]:
+        """Return the shapes of the samples, the largest first."""
+        return tuple(sorted(self._specs, key=lambda shape: shape.volume, reverse=True))
+
+    def spec(self, shape: Any) -> Spec:
+        """Return the shapes and dtypes of one sample's tensors."""
+        return self._specs[shape][0]
+
+    @cached_property
+    def _specs(self) -> dict[Any, tuple[Spec, Mapping[str, torch.Tensor]]]:
+        if self.is_chat:
+            return chat_specs(self.recipe, self.checkpoint)
+        return {shape: (self._encoded(shape), _NOTHING_KNOWN) for shape in self._video_shapes()}
+
+    @cached_property
+    def samples(self) -> Sequence[Sample] | None:
+        """Find the samples of a diffusion model's data; None where it is not here."""
+        if self.is_chat or not data_is_here(self.recipe):
+            return None
+        return find_samples(self.recipe, self.checkpoint, group=1, quiet=True).all
+
+    def _video_shapes(self) -> Sequence[VideoShape]:
+        used = {sample.shape for sample in self.samples or ()}
+        return tuple(used) or buckets_of(
+            self.recipe.data, self.checkpoint.side_step, self.checkpoint.refusal
+        )
+
+    def _encoded(self, shape: VideoShape) -> Spec:
+        """Return a sample's tensors: what the encoders make of its pixels and its caption."""
+        made, _ = self._encode(shape)
+        video = {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()}
+        return video | self.checkpoint.text_spec(self.dtype)
+
+    def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
+        """Return what the video encoder gives of one sample, and its peak."""
+        encode, vae, fake = self._vae
+
+        def run() -> tuple[Mapping[str, torch.Tensor], int]:
+            size = (shape.frames, 3, shape.height, shape.width)
+            with fake:
+                pixels = torch.empty(size, dtype=torch.uint8, device=CPU)
+            first = torch.zeros(size[1:], dtype=torch.uint8)
+            with Live([*vae.parameters(), *vae.buffers(), pixels]) as live:
+                made = encode(pixels, first)
+            return made, live.most
+
+        return self._once(shape, run)
+
+    @cached_property
+    def _vae(self) -> tuple[Any, Any, FakeTensorMode]:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, from_configs() as built:
+            encode = self.checkpoint.load_video_encoder(self.dtype, CPU)
+        return encode, built[0], fake
+
+    @cached_property
+    def video_encoder(self) -> Encoder:
+        """Count the encoding of one sample of the largest shape."""
+        _, vae, _ = self._vae
+        return Encoder(tensor_bytes(vae.parameters()), self._encode(self.shapes[0])[1])
+
+    @cached_property
+    def video_decoder(self) -> Encoder:
+        """Count the decoding of one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
+        _, vae, fake = self._vae
+        size, _ = self._encoded(VideoShape.of(self.recipe.data))["latent_mean"]
+        if isinstance(vae, AutoencoderKL) and len(size) == 4:
+            size = torch.Size([size[0], *size[2:]])
+        with fake:
+            latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
+        with torch.no_grad(), Live([*vae.parameters(), *vae.buffers(), latents]) as live:
+            vae.decode(latents)
+        return Encoder(tensor_bytes(vae.parameters()), live.most)
+
+    @cached_property
+    def caption_encoder(self) -> Encoder | None:
+        """Count one caption of the length that is kept; None without an encoder, or without its config."""
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = text_encoder(self.checkpoint.path, self.dtype)
+        if model is None:
+            return None
+        config: Any = model.config
+        limit = self.checkpoint.text_facts().get("tokens")
+        tokens = limit or config.get_text_config().max_position_embeddings
+        with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
+            model(torch.ones((1, tokens), dtype=torch.int64))
+        return Encoder(tensor_bytes(model.parameters()), live.most)
+
+    def needs(self, recipe: Recipe, shape: Any) -> Needs:
+        """Return the bytes of a micro-batch's activations under each mode."""
+        size, model = recipe.train.batch_size, self.model(recipe)
+
+        def count() -> Needs:
+            batch, known = self._batch(self.spec(shape), size), self.known(shape, size)
+            with autocasting(model, self.dtype, gpu=self.gpu):
+                return measure(model, self._losses(size), batch, CPU, known)
+
+        return self._once(("needs", _model_key(recipe), size, shape), count)
+
+    def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> int:
+        """Return the peak of a whole micro-step, in bytes."""
+        size, model = recipe.train.batch_size, self.model(recipe)
+        exist = recipe.train.accumulate > 1
+
+        def count() -> int:
+            batch, known = self._batch(self.spec(shape), size), self.known(shape, size)
+            losses = self._losses(size)
+            with autocasting(model, self.dtype, gpu=self.gpu):
+                return step_peak(model, losses, batch, mode, known=known, gradients_exist=exist)
+
+        return self._once(("peak", _model_key(recipe), size, exist, shape, mode), count)
+
+    def inference_peak(self, recipe: Recipe) -> int:
+        """Return the peak of one denoising call of a sampled video, which guidance makes a batch of two."""
+        size = 2 if recipe.validation.guidance_scale > 1 else 1
+        model = self.model(recipe)
+
+        def count() -> int:
+            spec = self._encoded(VideoShape.of(recipe.data))
+            step = FakeStep(model.eval(), self._batch(spec, size))
+            try:
+                with (
+                    torch.no_grad(),
+                    autocasting(model, self.dtype, gpu=self.gpu),
+                    step.live() as live,
+                ):
+                    step.run(self._losses(size))
+            finally:
+                model.train()
+            return live.most
+
+        return self._once(("inference", _model_key(recipe), size), count)
+
+    def sample_bytes(self, shape: Any) -> int:
+        """Return the bytes of one sample's tensors."""
+        return sum(size.numel() * dtype.itemsize for size, dtype in self.spec(shape).values())
+
+    def _batch(self, spec: Spec, size: int) -> Spec:
+        return {n: (torch.Size([size, *one]), dtype) for n, (one, dtype) in spec.items()}
+
+    def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
+        """Return the integers of a micro-batch on which shapes depend, such as token ids."""
+        known = self._specs[shape][1]
+        return {name: tensor.expand(size, *tensor.shape) for name, tensor in known.items()}
+
+    def _losses(self, size: int) -> Losses:
+        streams = Streams(self.recipe.train.seed, range(size))
+        return lambda model, batch: self.checkpoint.losses(model, batch, streams)
+
+
+def _model_key(recipe: Recipe) -> str:
+    """Name what of a recipe makes another model."""
+    return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
+
+
+def _wide(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
+
+
+@contextmanager
+def _meta() -> Iterator[None]:
+    with torch.device("meta"), from_configs():
+        yield
+
+
+@contextmanager
+def _kernels_of_a_gpu(assumed: bool) -> Iterator[None]:
+    """Within it, `auto` puts kernels in as where Triton has a GPU."""
+    patches = Patches()
+    if assumed:
+        there = kernel_support()._replace(mode="gpu", reason="assumed")
+        patches.method(api, "triton_support", lambda _own: there)
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -1,0 +1,132 @@
+"""Charts of a data set: how many samples have a value, and what the channels of its latents are."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dit_lora.report.charts.bars import Bar, BarChart, number, ticks
+
+_BINS = 24
+_DISTINCT = 8  # values that are counted one by one, such as 24, 25 and 30 frames per second
+_RATIOS = ("9:21", "9:16", "2:3", "3:4", "1:1", "4:3", "3:2", "16:9", "21:9")
+
+
+@dataclass(frozen=True)
+class Bin:
+    """One column of a histogram; `left` is its lower edge, and `percent` its height of the highest."""
+
+    left: str
+    span: str
+    count: int
+    percent: float
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts by value; `about` says it in words."""
+
+    title: str
+    unit: str
+    about: str
+    bins: Sequence[Bin]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The mean of one channel, and its range of a standard deviation to each side, in percent of the chart's height."""
+
+    words: str
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ChannelChart:
+    """Channels beside each other, and the ticks of their scale as words and percent of its height."""
+
+    about: str
+    channels: Sequence[Channel]
+    ticks: Sequence[tuple[str, float]]
+
+
+def counted(title: str, names: Iterable[str], order: Sequence[str] = ()) -> BarChart | None:
+    """Return one bar a name, of the most frequent, in the order given or by count; None without any name."""
+    counts = Counter(names)
+    if not counts:
+        return None
+    kept, total = counts.most_common(_DISTINCT), counts.total()
+    if order:
+        kept.sort(key=lambda item: order.index(item[0]))
+    rest = total - sum(count for _, count in kept)
+    if rest:
+        kept.append(("others", rest))
+    bars = [Bar(name, count, f"{count:,}", f"{100 * count / total:.0f}%") for name, count in kept]
+    return BarChart(title, bars)
+
+
+def aspect_ratios(sizes: Iterable[tuple[float, float]]) -> BarChart | None:
+    """Count samples by the nearest of the usual ratios; sizes are width and height, pixels."""
+    names = (_ratio_name(width / height) for width, height in sizes)
+    return counted("Aspect ratio", names, order=_RATIOS)
+
+
+def histogram(title: str, values: Sequence[float], unit: str) -> Histogram | BarChart | None:
+    """Count samples by value; what lies far beyond the rest is in an open last bin."""
+    distinct = sorted({round(value, 2) for value in values})
+    if len(distinct) <= _DISTINCT:
+        names = (f"{round(value, 2):g}" for value in values)
+        return counted(f"{title}, {unit}", names, order=[f"{value:g}" for value in distinct])
+    edges, counts, open_end = _binned(sorted(values))
+    bins = []
+    for index, count in enumerate(counts):
+        last = index == len(counts) - 1 and open_end
+        end = "and more" if last else f"to {edges[index + 1]:g}"
+        percent = round(100 * count / max(counts), 2)
+        bins.append(Bin(f"{edges[index]:,g}", f"{edges[index]:g} {end}", count, percent))
+    about = f"{title}: from {number(min(values))} to {number(max(values))} {unit}"
+    return Histogram(title, unit, about, bins)
+
+
+def _ratio_name(ratio: float) -> str:
+    """Return the usual ratio, width to height, that is nearest."""
+
+    def distance(name: str) -> float:
+        width, height = name.split(":")
+        return abs(math.log(ratio * int(height) / int(width)))
+
+    return min(_RATIOS, key=distance)
+
+
+def _binned(values: Sequence[float]) -> tuple[list[float], list[int], bool]:
+    """Return edges, counts, and whether the last bin is open, of sorted values that are not all alike."""
+    top = values[int(0.98 * (len(values) - 1))]
+    open_end = values[-1] > top + 2 * (top - values[0]) and top > values[0]
+    inner = ticks(values[0], top if open_end else values[-1], _BINS)
+    step = inner[1] - inner[0]
+    edges = [inner[0] - step, *inner, inner[-1] + step, inner[-1] + 2 * step]
+    counts = [0] * (len(edges) - 1)
+    for value in values:
+        place = math.floor((value - edges[0]) / step + 1e-9)
+        counts[min(place, len(counts) - 1)] += 1
+    first = next(index for index, count in enumerate(counts) if count)
+    last = max(index for index, count in enumerate(counts) if count)
+    return [round(edge, 9) for edge in edges[first : last + 2]], counts[first : last + 1], open_end
+
+
+def channel_chart(name: str, means: Sequence[float], stds: Sequence[float]) -> ChannelChart:
+    """Return the mean and the standard deviation of each channel, for all on one scale."""
+    low = min(mean - std for mean, std in zip(means, stds, strict=True))
+    high = max(mean + std for mean, std in zip(means, stds, strict=True))
+    span = (high - low) or 1.0
+
+    def percent(value: float) -> float:
+        return round(100 * (value - low) / span, 2)
+
+    channels = []
+    for index, (mean, std) in enumerate(zip(means, stds, strict=True)):
+        words = f"channel {index}: mean {number(mean)}, standard deviation {number(std)}"
+        channels.append(Channel(words, percent(mean - std), percent(mean), percent(mean + std)))
+    places = [(f"{round(tick, 9):g}", percent(tick)) for tick in ticks(low, low + span)]
+    return ChannelChart(f"Mean and standard deviation of each channel of {name}", channels, places)

@@ -1,0 +1,342 @@
+"""The audit of a data set as one self-contained page: what cannot be used, what is worth a look, what there is."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from dit_lora.data.audit.finding import VERDICTS, Finding, Judged, Verdict
+from dit_lora.report.audit.charts import (
+    ChannelChart,
+    Histogram,
+    aspect_ratios,
+    channel_chart,
+    counted,
+    histogram,
+)
+from dit_lora.report.charts.bars import BarChart, number
+from dit_lora.report.pages import Pictures, clipped, render, write_page
+
+CARDS = 200
+"""Samples that are shown; the others are in the JSON file."""
+_REJECT_CARDS = 140  # warnings keep the rest, however many rejects there are
+_NAMES = 24  # in one line
+_LINES = 50  # of a list
+_FINDINGS = 6  # of one card
+_CHANNELS = 128
+
+
+@dataclass(frozen=True)
+class Card:
+    """One sample of the contact sheet; `picture` is a data URI or nothing."""
+
+    file: str
+    facts: str
+    findings: Sequence[Finding]
+    more: int
+    picture: str
+
+
+@dataclass
+class Group:
+    """Samples with one code before all others, and the names of those shown under another."""
+
+    code: str
+    count: int
+    cards: list[Card] = field(default_factory=list)
+    elsewhere: str = ""
+    hidden: int = 0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One row of the table of buckets."""
+
+    frames: int
+    pixels: str
+    cells: Sequence[str]
+    unused: bool
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A bucket report, its rows in words."""
+
+    advice: Sequence[str]
+    rows: Sequence[Bucket]
+    dropped: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Channels:
+    """One encoded tensor over the set."""
+
+    name: str
+    facts: str
+    chart: ChannelChart | None
+
+
+def write_audit_page(
+    path: Path,
+    judged: Sequence[Judged],
+    *,
+    title: str,
+    totals: Mapping[str, Any],
+    buckets: Mapping[str, Any] | None = None,
+    encoded: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write the page in one rename; it fetches and runs nothing, and everything from the data is escaped.
+
+    `totals` are `audit.summary.totals`, `buckets` a `BucketReport.as_dict()`, `encoded` the statistics of
+    `audit.encoded.check_encoded`. At most `CARDS` samples are shown. Raises `DitLoraError` if it cannot be written.
+    """
+    return write_page(path, _render(judged, title, totals, buckets, encoded, notes))
+
+
+def _render(
+    judged: Sequence[Judged],
+    title: str,
+    totals: Mapping[str, Any],
+    buckets: Mapping[str, Any] | None,
+    encoded: Mapping[str, Any] | None,
+    notes: Sequence[str],
+) -> str:
+    rejects, warnings = _sheet(judged)
+    return render(
+        "audit_page.html",
+        title=title,
+        totals=totals,
+        shares=_shares(totals),
+        notes=notes,
+        rejects=rejects,
+        warnings=warnings,
+        codes=_codes(judged),
+        charts=_charts(judged),
+        buckets=bucket_rows(buckets) if buckets else None,
+        encoded=[_channels(name, stats) for name, stats in (encoded or {}).items()],
+        outliers=_encoded_findings(judged) if encoded else [],
+        duplicates=_duplicates(judged),
+        lines=_LINES,
+    )
+
+
+def _shares(totals: Mapping[str, Any]) -> list[tuple[Verdict, str, int, float]]:
+    """Return for each verdict what it means, its samples, and their percentage of all."""
+    meanings: tuple[tuple[Verdict, str], ...] = (
+        ("ok", "ready to train on"),
+        ("warn", "usable, worth a look"),
+        ("reject", "cannot be used"),
+    )
+    samples = max(1, totals["samples"])
+    return [(name, words, totals[name], 100 * totals[name] / samples) for name, words in meanings]
+
+
+def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
+    """Return the rejected samples, and those with warnings by their first code, within the page's room."""
+    pictures = Pictures()
+    rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
+    count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
+    shown = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
+    cards = [_card(one, pictures) for code, ones in rejected.items() for one in ones[: shown[code]]]
+    rejects = Group("reject", count, cards, hidden=count - len(cards))
+    shown = _even(warned, CARDS - len(cards))
+    return rejects, [
+        _warning_group(code, samples, warned.get(code, []), shown.get(code, 0), judged, pictures)
+        for code, samples in _counts(judged, "warn").most_common()
+    ]
+
+
+def _by_first_code(judged: Sequence[Judged], verdict: Verdict) -> dict[str, list[Judged]]:
+    """Group the samples with this verdict by the first finding that gives it."""
+    groups: dict[str, list[Judged]] = {}
+    for one in judged:
+        if one.verdict == verdict:
+            code = next(finding.code for finding in one.findings if finding.verdict == verdict)
+            groups.setdefault(code, []).append(one)
+    return groups
+
+
+def _warning_group(
+    code: str,
+    count: int,
+    own: Sequence[Judged],
+    room: int,
+    judged: Sequence[Judged],
+    pictures: Pictures,
+) -> Group:
+    files = {one.file for one in own}
+    elsewhere = [
+        one.file
+        for one in judged
+        if one.file not in files and any(finding.code == code for finding in one.findings)
+    ]
+    cards = [_card(one, pictures) for one in own[:room]]
+    return Group(code, count, cards, _names(elsewhere), len(own) - len(cards))
+
+
+def _card(one: Judged, pictures: Pictures) -> Card:
+    ordered = sorted(one.findings, key=lambda f: -VERDICTS.index(f.verdict))
+    findings = [
+        Finding(f.code, clipped(f.words), f.verdict, clipped(f.remedy)) for f in ordered[:_FINDINGS]
+    ]
+    more = len(one.findings) - len(findings)
+    return Card(one.file, _facts(one.facts), findings, more, pictures.uri(one.thumbnail))
+
+
+def _even(groups: Mapping[str, Sequence[Judged]], room: int) -> dict[str, int]:
+    """Return how many of each may be shown: all alike, and what one does not need the others get."""
+    shares: dict[str, int] = {}
+    ordered = sorted(groups.items(), key=lambda item: len(item[1]))
+    for index, (code, group) in enumerate(ordered):
+        shares[code] = min(len(group), room // (len(ordered) - index))
+        room -= shares[code]
+    return shares
+
+
+def _counts(judged: Sequence[Judged], verdict: Verdict) -> Counter[str]:
+    """Count samples by code."""
+    return Counter(
+        code
+        for one in judged
+        for code in dict.fromkeys(f.code for f in one.findings if f.verdict == verdict)
+    )
+
+
+def _codes(judged: Sequence[Judged]) -> list[tuple[Verdict, str, int, str]]:
+    """Return verdict, code, samples and remedy, the worst and most frequent first."""
+    remedies: dict[str, str] = {}
+    for one in judged:
+        for finding in one.findings:
+            remedies[finding.code] = remedies.get(finding.code) or finding.remedy
+    verdicts: tuple[Verdict, ...] = ("reject", "warn")
+    return [
+        (verdict, code, count, clipped(remedies[code]))
+        for verdict in verdicts
+        for code, count in _counts(judged, verdict).most_common()
+    ]
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    """Return what is known of a clip, such as `1280 x 720, 25 fps, 4 s, h264`."""
+    height, width = _number(facts.get("height")), _number(facts.get("width"))
+    fps, seconds = _number(facts.get("fps")), _number(facts.get("seconds"))
+    parts = [
+        f"{width:g} x {height:g}" if height and width else "",
+        f"{fps:.4g} fps" if fps else "",
+        f"{seconds:.3g} s" if seconds else "",
+        clipped(str(facts.get("codec") or "")),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _charts(judged: Sequence[Judged]) -> list[BarChart | Histogram]:
+    """Return charts of what the set is made of; what nobody measured is left out."""
+
+    def column(key: str) -> list[float]:
+        found = (_number(one.facts.get(key)) for one in judged)
+        return [value for value in found if value is not None]
+
+    sizes = [
+        (width, height)
+        for one in judged
+        if (width := _number(one.facts.get("width")))
+        and (height := _number(one.facts.get("height")))
+    ]
+    charts = [
+        histogram("Duration", column("seconds"), "seconds"),
+        histogram("Frame rate", column("fps"), "frames per second"),
+        counted("Resolution", (f"{width:g}x{height:g}" for width, height in sizes)),
+        aspect_ratios(sizes),
+        histogram("Caption length", column("caption_tokens"), "tokens"),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _channels(name: str, stats: Mapping[str, Any]) -> Channels:
+    means, stds = list(stats["mean"]), list(stats["std"])
+    facts = (
+        f"{stats['samples']:,} samples, {len(means):,} channels; largest magnitude "
+        f"{number(stats['abs_max'])} in {stats['abs_max_file'] or 'none'}"
+    )
+    if not means:
+        return Channels(name, facts, None)
+    facts += (
+        f"; means from {number(min(means), 3)} to {number(max(means), 3)}, standard deviations from "
+        f"{number(min(stds), 3)} to {number(max(stds), 3)}"
+    )
+    chart = channel_chart(name, means, stds) if len(means) <= _CHANNELS else None
+    return Channels(name, facts, chart)
+
+
+def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]]:
+    """Return verdict, file and words of what the encoders' output showed."""
+    found = [
+        (finding.verdict, one.file, clipped(finding.words))
+        for one in judged
+        for finding in one.findings
+        if finding.code.startswith(("latent_", "embedding_"))
+    ]
+    return sorted(found)
+
+
+def _duplicates(judged: Sequence[Judged]) -> list[str]:
+    """Return the files of each group that is one clip, the largest group first."""
+    files = {one.file for one in judged}
+    parents = {
+        one.file: other
+        for one in judged
+        for finding in one.findings
+        if finding.code in ("duplicate_clip", "near_duplicate_clip")
+        and (other := _named_last(finding.words, files))
+    }
+    groups: dict[str, list[str]] = {}
+    for file in parents:
+        first, seen = file, {file}
+        while (before := parents.get(first)) and before not in seen:
+            seen.add(before)
+            first = before
+        groups.setdefault(first, [first]).append(file)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    return [_names(dict.fromkeys(members)) for members in ordered]
+
+
+def _named_last(words: str, files: Collection[str]) -> str | None:
+    """Return the file whose name these words end with; a name may have spaces."""
+    parts = words.split(" ")
+    tails = (" ".join(parts[start:]) for start in range(len(parts)))
+    return next((tail for tail in tails if tail in files), None)
+
+
+def bucket_rows(report: Mapping[str, Any]) -> Buckets:
+    """Return what buckets.html shows, from `BucketReport.as_dict`."""
+    rows = []
+    for row in report["buckets"]:
+        shape = row["shape"]
+        cells = [
+            f"{row['clips']:,}",
+            f"{row['samples']:,}",
+            f"{row['share']:.1%}",
+            f"{row['mean_crop']:.0%}",
+            f"{row['worst_crop']:.0%}",
+            f"{row['upscaled']:,}",
+        ]
+        size = f"{shape['width']} x {shape['height']}"
+        rows.append(Bucket(shape["frames"], size, cells, unused=not row["samples"]))
+    dropped = [(one["id"], one["code"], clipped(one["words"])) for one in report["dropped"]]
+    return Buckets(report["advice"], rows, dropped)
+
+
+def _names(files: Iterable[str]) -> str:
+    listed = list(files)
+    more = f" and {len(listed) - _NAMES:,} more" if len(listed) > _NAMES else ""
+    return ", ".join(listed[:_NAMES]) + more
+
+
+def _number(value: Any) -> float | None:
+    """Return a fact as a number, None where it cannot be drawn."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return float(value) if real and math.isfinite(value) else None

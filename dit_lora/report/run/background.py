@@ -1,0 +1,54 @@
+"""A run's report while the run goes on: written beside the training, which never waits for it nor fails by it."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from dit_lora.report.run.files import RunReader
+from dit_lora.report.run.page import write_run_page
+
+
+class Reporting:
+    """One thread that writes report.html of a folder, one at a time; what goes wrong is said, and no more.
+
+    While the run goes on, samples are linked and not embedded, so that a report takes a second however many there are.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], *, writes: bool = True) -> None:
+        self.path = Path(folder) / "report.html"
+        self._say, self._writes = say, writes
+        self._reader = RunReader(folder)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="report")
+        self._job: Future[Path] | None = None
+        self._told = False
+
+    def update(self) -> None:
+        """Begin to write it anew, unless that is still under way."""
+        if self._writes and (self._job is None or self._job.done()):
+            self._settle()
+            self._job = self._thread.submit(
+                write_run_page, self._reader, state="running", embed=False
+            )
+
+    def finish(self) -> Path | None:
+        """Write the last one, whole, when the run has ended; None where it could not be written."""
+        self._settle()
+        if self._writes:
+            self._told = False
+            self._job = self._thread.submit(write_run_page, self._reader)
+        written = self._settle()
+        self._thread.shutdown()
+        return written
+
+    def _settle(self) -> Path | None:
+        """Wait for what is under way; an error of any kind is said once."""
+        job, self._job = self._job, None
+        if job is None:
+            return None
+        error = job.exception()
+        if error is None:
+            return job.result()
+        if not self._told:
+            self._told = True
+            self._say(f"warning: no report: {type(error).__name__}: {error}")
+        return None

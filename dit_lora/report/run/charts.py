@@ -1,0 +1,263 @@
+"""The charts of a run: curves over its steps, which page.js draws, and bars for its end."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dit_lora.report.charts.bars import Bar, BarChart, number, wants_log
+from dit_lora.report.charts.data import (
+    Numbers,
+    Values,
+    extremes,
+    joined,
+    means,
+    values_per_point,
+)
+from dit_lora.report.run.files import RunFiles
+from dit_lora.report.run.history import Metrics, mapping
+
+_WINDOWS = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+_PALETTE = 6  # --c0 to --c5 in style.css
+_MARKS, _WORDS = 200, 160  # events that are marked, and characters of one
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart, with a value for each step of the run."""
+
+    name: str
+    values: Numbers
+    color: int = 0
+    smooth: bool = True
+    """True if the page draws means of as many steps as its reader chooses."""
+    faint: bool = False
+    """True if the values themselves are drawn behind the means."""
+    sparse: bool = False
+    """True if most steps have no value, which is then no gap in the line."""
+    steps: Sequence[int] = ()
+    """Steps of its own, drawn as dots; empty where it has those of the run."""
+
+    def data(self) -> dict[str, object]:
+        """Return what page.js reads."""
+        thinned = self.faint and values_per_point(len(self.values)) > 1
+        return {
+            "name": self.name,
+            "color": self.color % _PALETTE,
+            "y": means(self.values, sparse=self.sparse),
+            "range": extremes(self.values) if thinned else None,
+            "smooth": self.smooth,
+            "faint": self.faint,
+            "sparse": self.sparse,
+            "steps": list(self.steps) or None,
+        }
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Curves over the steps of a run; `unit` says what their values are."""
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    log: bool
+    from_zero: bool
+
+    def data(self) -> dict[str, object]:
+        """Return what page.js reads."""
+        return {
+            "log": self.log,
+            "fromZero": self.from_zero,
+            "curves": [curve.data() for curve in self.curves],
+        }
+
+
+def window_of(run: RunFiles) -> int:
+    """Return how many steps a smoothed line averages: a twentieth of the run, at least 5 and at most 100."""
+    count = len(run.metrics.steps)
+    return max(1, min(count, 100, max(5, count // 20)))
+
+
+def windows_of(run: RunFiles) -> list[int]:
+    """Return the windows that the page offers, `window_of` among them."""
+    count = len(run.metrics.steps)
+    return sorted({window_of(run), *(one for one in _WINDOWS if one <= max(1, count // 2))})
+
+
+def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
+    """Return the page's charts, in order; those without data are left out."""
+    metrics = run.metrics
+    seconds, waiting = metrics.column("seconds"), metrics.column("data_seconds")
+    charts = [
+        _loss(run),
+        _lines(run, "loss_by_timestep", "Loss by timestep, over the run"),
+        _bars(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
+        _lines(run, "loss_by_media", "Loss by kind of media, over the run"),
+        _bars(metrics, "loss_by_media", "Loss by kind of media, at the end"),
+        _gradients(run),
+        _rates(run),
+        _chart(
+            run,
+            "Throughput",
+            "samples per second",
+            [Curve("samples per second", samples_a_second(metrics), 2, faint=True)],
+            from_zero=True,
+        ),
+        _chart(
+            run,
+            "Time per step",
+            "seconds",
+            [Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)],
+            from_zero=True,
+        ),
+        _chart(
+            run,
+            "Share of the time waiting for data",
+            "percent",
+            [Curve("waiting for data", _waiting(metrics), 1)],
+            from_zero=True,
+        ),
+        _chart(
+            run,
+            "Peak memory so far",
+            "GiB",
+            [Curve("peak", metrics.column("peak_gib"), 4, smooth=False)],
+            from_zero=True,
+        ),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def curve_data(run: RunFiles) -> dict[str, object]:
+    """Return what page.js reads of the run beside its charts: steps, and what the guard said at which."""
+    steps = run.metrics.steps
+    return {
+        "steps": joined(steps)[:, -1].astype(int).tolist() if steps else [],
+        "end": run.last_step,
+        "stepsPerPoint": values_per_point(len(steps)),
+        "marks": marks(run)[:_MARKS],
+    }
+
+
+def marks(run: RunFiles) -> list[tuple[int, str]]:
+    """Return the steps of the guard's events, and what it said."""
+    found = []
+    for event in run.events:
+        step, verdict = event.get("step"), mapping(event.get("verdict"))
+        if isinstance(step, int):
+            kind = str(event.get("kind", "event")).replace("_", " ")
+            words = f": {verdict['words']}" if verdict.get("words") else ""
+            said = f"{kind}, {event.get('action', 'report')}{words}"
+            found.append((step, said[:_WORDS]))
+    return found
+
+
+def samples_a_second(metrics: Metrics) -> Values:
+    """Return the rate of each step; metrics.jsonl counts samples from the beginning of the run."""
+    counts, seconds = np.asarray(metrics.column("samples")), np.asarray(metrics.column("seconds"))
+    new = np.diff(counts, prepend=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((new > 0) & (seconds > 0), new / seconds, np.nan)
+
+
+def _loss(run: RunFiles) -> LineChart | None:
+    curves = [Curve("training", run.metrics.column("loss"), 0, faint=True)]
+    if run.held_out:
+        losses = list(run.held_out.values())
+        curves.append(Curve("held-out", losses, 1, smooth=False, steps=list(run.held_out)))
+    return _chart(run, "Loss", "loss", curves)
+
+
+def _lines(run: RunFiles, key: str, title: str) -> LineChart | None:
+    """Return a chart of losses by part of the batch, such as a range of timesteps."""
+    parts = _in_order(run.metrics.groups(key))
+    curves = [
+        Curve(_range_name(name), values, color, sparse=True)
+        for color, (name, values) in enumerate(parts)
+    ]
+    return _chart(run, title, "loss", curves)
+
+
+def _bars(metrics: Metrics, key: str, title: str) -> BarChart | None:
+    """Return means over the last quarter of the run: the early steps would blur where the adapter ended up."""
+    first = len(metrics.steps) - math.ceil(len(metrics.steps) / 4)
+    bars = []
+    for part, column in _in_order(metrics.groups(key)):
+        seen = [loss for loss in column[first:] if not math.isnan(loss)]
+        finite = [loss for loss in seen if math.isfinite(loss)]
+        if seen:
+            mean = sum(finite) / len(finite) if finite else math.nan
+            count = f"{len(finite):,} step{'' if len(finite) == 1 else 's'}"
+            bars.append(Bar(_range_name(part), mean, number(mean), count))
+    if not bars:
+        return None
+    return BarChart(
+        title, bars, f"mean loss, steps {metrics.steps[first]:,} to {metrics.steps[-1]:,}"
+    )
+
+
+def _in_order(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[float]]]:
+    return sorted(parts.items(), key=lambda item: (len(item[0]), item[0]))
+
+
+def _range_name(name: str) -> str:
+    """Return `0-249` with the dash that ranges have."""
+    return name.replace("-", "\u2013")
+
+
+def _gradients(run: RunFiles) -> LineChart | None:
+    norms = run.metrics.groups("grad_norm_groups")
+    name = "all groups" if len(norms) > 1 else "gradient norm"
+    curves = [Curve(name, run.metrics.column("grad_norm"), 0, faint=True)]
+    if len(norms) > 1:
+        curves += [Curve(*item, color) for color, item in enumerate(norms.items(), start=1)]
+    return _chart(run, "Gradient norm", "norm before clipping", curves)
+
+
+def _rates(run: RunFiles) -> LineChart | None:
+    rates = run.metrics.groups("lr_groups")
+    curves = [Curve(*item, color, smooth=False) for color, item in enumerate(rates.items())]
+    peaks = [np.max(values, where=np.isfinite(values), initial=0.0) for values in rates.values()]
+    # By the peaks: a warm-up or decay to zero alone reads well on a linear axis.
+    return _chart(
+        run, "Learning rate", "learning rate", curves, log=wants_log(peaks), from_zero=True
+    )
+
+
+def _chart(
+    run: RunFiles,
+    title: str,
+    unit: str,
+    curves: Iterable[Curve],
+    *,
+    log: bool | None = None,
+    from_zero: bool = False,
+) -> LineChart | None:
+    """Return a chart of the curves that have a finite value; None where there is none."""
+    drawn = [curve for curve in curves if np.isfinite(curve.values).any()]
+    if not drawn:
+        return None
+    if log is None:
+        log = wants_log(np.concatenate([np.asarray(curve.values) for curve in drawn]))
+    return LineChart(title, unit, drawn, log, from_zero)
+
+
+def _waiting(metrics: Metrics) -> Values:
+    """Return the percentage of each step's time that passed waiting for data."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.asarray(metrics.column("data_seconds")) / np.asarray(metrics.column("seconds"))
+    return 100 * np.where(np.isfinite(share), share, np.nan)
+
+
+def share_waiting(metrics: Metrics) -> float:
+    """Return the part of all steps' time that passed waiting for data, NaN where no step says."""
+    waiting = np.asarray(metrics.column("data_seconds"))
+    seconds = np.asarray(metrics.column("seconds"))
+    measured = np.isfinite(waiting + seconds)
+    total = seconds[measured].sum()
+    return float(waiting[measured].sum() / total) if total else math.nan
+
+
+def percent(share: float) -> str:
+    return f"{number(100 * share, 2)}%" if math.isfinite(share) else "\u2013"

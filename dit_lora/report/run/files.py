@@ -1,0 +1,232 @@
+"""A run's folder as far as it is written: what training leaves there, in whatever state, with notes on what is amiss."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dit_lora.errors import DitLoraError
+from dit_lora.parsing import parse_json, parse_yaml
+from dit_lora.report.run.history import Metrics, Tail, mapping, number_or_nan
+from dit_lora.training.session.run_lock import is_live
+
+EVENTS, LEFT_OUT = 1000, 1000
+"""Lines of events.jsonl and quarantine.jsonl that are kept: the last ones."""
+_SILENCE, _STEPS = 180.0, 20
+"""Seconds without a line, or so many steps' time, after which a run that says nothing is no longer going."""
+_FILES = (
+    "config.yaml",
+    "environment.json",
+    "status.json",
+    "data.json",
+    "facts.json",
+    "audit.json",
+    "verification.json",
+)
+
+State = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """All that could be read of a run's folder; `notes` says what could not."""
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: Metrics
+    held_out: dict[int, float]
+    events: list[dict[str, Any]]
+    event_count: int
+    quarantine: list[dict[str, Any]]
+    status: dict[str, Any]
+    data: dict[str, Any]
+    facts: dict[str, Any]
+    audit: dict[str, Any]
+    verification: dict[str, Any]
+    state: State
+    notes: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def done(self) -> int:
+        """Return the steps taken."""
+        return self.metrics.steps[-1] if self.metrics.steps else 0
+
+    @property
+    def asked(self) -> int | None:
+        """Return the steps of the recipe."""
+        steps = mapping(self.config.get("train")).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def last_step(self) -> int:
+        return max([self.done, *self.held_out])
+
+
+class RunReader:
+    """Reads a run's folder again and again: lines that were read once are kept as numbers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._metrics = Tail(self.folder / "metrics.jsonl")
+        self._held_out = Tail(self.folder / "held_out.jsonl")
+        self._events = Tail(self.folder / "events.jsonl")
+        self._quarantine = Tail(self.folder / "quarantine.jsonl")
+        self._columns = Metrics()
+        self._by_step: dict[int, float] = {}
+        self._in_metrics: dict[int, float] = {}
+        self._happened: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._event_count = 0
+        self._left_out: deque[dict[str, Any]] = deque(maxlen=LEFT_OUT)
+
+    def fingerprint(self) -> str:
+        """Return words that change when anything of the run that a page shows does."""
+        tails = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl", *_FILES)
+        stats = [_stat(self.folder / name) for name in tails]
+        samples = sorted((self.folder / "samples").glob("step_*/*"))
+        spoke = time.time() - self._last_word() < _SILENCE
+        newest = [_stat(path) for path in samples[-2:]]
+        return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
+
+    def read(self, state: State | None = None) -> RunFiles:
+        """Read everything but samples; raises `DitLoraError` for a folder without a readable config.yaml.
+
+        `state` is what the caller knows of the run; else it is judged by what the folder says.
+        """
+        notes: list[str] = []
+        config = _config(self.folder)
+        self._go_on()
+        found = {name: _json(self.folder / name, notes) for name in _FILES[1:]}
+        state = state or self._state(found["status.json"], config)
+        held_out = {**self._in_metrics, **self._by_step}
+        for tail in (self._metrics, self._held_out, self._events, self._quarantine):
+            notes += tail.notes(going=state == "running")
+        metrics = self._columns
+        notes += [
+            *_not_finite("loss", metrics.steps, metrics.column("loss")),
+            *_not_finite("gradient norm", metrics.steps, metrics.column("grad_norm")),
+            *_not_finite("held-out loss", list(held_out), list(held_out.values())),
+        ]
+        return RunFiles(
+            folder=self.folder,
+            config=config,
+            environment=found["environment.json"],
+            metrics=metrics,
+            held_out={step: held_out[step] for step in sorted(held_out)},
+            events=list(self._happened),
+            event_count=self._event_count,
+            quarantine=list(self._left_out),
+            status=found["status.json"],
+            data=found["data.json"],
+            facts=found["facts.json"],
+            audit=found["audit.json"],
+            verification=found["verification.json"],
+            state=state,
+            notes=notes,
+        )
+
+    def _go_on(self) -> None:
+        if self._metrics.is_anew():
+            self._columns, self._in_metrics = Metrics(), {}
+        for line in self._metrics.lines():
+            self._columns.add(line)
+            self._in_metrics.update(_held_out(line))
+        if self._held_out.is_anew():
+            self._by_step = {}
+        for line in self._held_out.lines():
+            self._by_step.update(_held_out(line))
+        if self._events.is_anew():
+            self._happened, self._event_count = deque(maxlen=EVENTS), 0
+        for line in self._events.lines():
+            self._event_count += 1
+            self._happened.append(line)
+        if self._quarantine.is_anew():
+            self._left_out = deque(maxlen=LEFT_OUT)
+        self._left_out.extend(self._quarantine.lines())
+
+    def _state(self, status: Mapping[str, Any], config: Mapping[str, Any]) -> State:
+        said = status.get("state")
+        if said in ("finished", "stopped", "interrupted", "failed"):
+            return said
+        lives = is_live(self.folder)
+        if lives is not None:
+            return "running" if lives else "silent"
+        steps = self._columns.steps
+        asked = mapping(config.get("train")).get("steps")
+        if not said:  # a run of a version that wrote none
+            if isinstance(asked, int) and steps and steps[-1] >= asked:
+                return "finished"
+            if self._happened and self._happened[-1].get("action") == "stop":
+                return "stopped"
+        seconds = [s for s in self._columns.column("seconds")[-50:] if math.isfinite(s)]
+        patience = max(_SILENCE, _STEPS * max(seconds, default=0.0))
+        return "running" if time.time() - self._last_word() < patience else "silent"
+
+    def _last_word(self) -> float:
+        names = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "status.json", "config.yaml")
+        paths = [self.folder / name for name in names]
+        paths += [*(self.folder / "samples").glob("step_*"), self.folder / "checkpoints"]
+        return max((stat[0] for path in paths if (stat := _stat(path))), default=0.0)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    try:
+        config = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DitLoraError(
+            f"{folder} is not a run: it has no config.yaml; give the folder that run.dir named"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise DitLoraError(
+            f"{path} is not a recipe: it must hold sections such as model: and data:; got {config!r}"
+        )
+    return config
+
+
+def _json(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Read an object of a file that is written whole; nothing where there is none."""
+    if not path.exists():
+        return {}
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} is not a JSON object and is left out.")
+        return {}
+    return found
+
+
+def _stat(path: Path) -> tuple[float, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime, found.st_size
+
+
+def _held_out(line: Mapping[str, Any]) -> dict[int, float]:
+    step = line.get("step")
+    if not isinstance(step, int) or "held_out_loss" not in line:
+        return {}
+    return {step: number_or_nan(line["held_out_loss"])}
+
+
+def _not_finite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:
+    steps = [steps[int(index)] for index in np.flatnonzero(~np.isfinite(values))]
+    if steps:
+        shown = ", ".join(str(step) for step in steps[:8])
+        more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""
+        yield f"The {name} is not finite at step{'s' if len(steps) > 1 else ''} {shown}{more}."

@@ -1,0 +1,138 @@
+"""The report of a run: what its folder holds, finished or not, as one self-contained page."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dit_lora.redact import redactor
+from dit_lora.report.charts.heat_map import heat_maps
+from dit_lora.report.pages import render, write_page
+from dit_lora.report.run.charts import curve_data, run_charts, window_of, windows_of
+from dit_lora.report.run.data import ROWS as DATA_ROWS
+from dit_lora.report.run.data import run_data
+from dit_lora.report.run.files import RunFiles, RunReader, State
+from dit_lora.report.run.history import mapping
+from dit_lora.report.run.recipe_diff import against_stock, flat
+from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_sampled
+from dit_lora.report.run.words import (
+    BARS,
+    STATES,
+    event_rows,
+    figures,
+    left_out,
+    verified,
+)
+
+SHOWN = 20
+"""Events and rows that are open; the others are in a fold."""
+_FILE = "img-src data: file: 'self'; media-src data: file: 'self'"
+_SERVED = "img-src data: 'self'; media-src 'self'; connect-src 'self'"
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` in one rename from whatever the run has written so far."""
+    return write_run_page(RunReader(Path(run_dir)))
+
+
+def write_run_page(reader: RunReader, *, state: State | None = None, embed: bool = True) -> Path:
+    """Write the report of a reader that knows what it read before; samples are linked without `embed`."""
+    page = render_run(reader.read(state), embed=embed)
+    return write_page(reader.folder / "report.html", page)
+
+
+def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
+    """Return the page; `live` is the fingerprint that a served page compares with the server's."""
+    run = _public(run)
+    prompts = mapping(run.config.get("validation")).get("prompts")
+    sampled = find_sampled(
+        run.folder, [str(one) for one in prompts] if isinstance(prompts, list) else [], embed=embed
+    )
+    events = event_rows(run)
+    packages = mapping(run.environment.get("packages"))
+    machine = {key: value for key, value in run.environment.items() if key != "packages"}
+    state, color = STATES[run.state]
+    return render(
+        "page.html",
+        scripts=("vendor/uPlot.iife.min.js", "page.js"),
+        sources=_SERVED if live else _FILE,
+        run=run,
+        live=live,
+        state=state,
+        state_color=color,
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        about=_about(run),
+        figures=figures(run),
+        charts=run_charts(run),
+        curve_data=curve_data(run),
+        window=window_of(run),
+        windows=windows_of(run),
+        heat=heat_maps(run.metrics.modules),
+        sampled=sampled,
+        limit_mib=EMBED_LIMIT_BYTES // 2**20,
+        embedding=embed,
+        events=events[:SHOWN],
+        more_events=events[SHOWN:],
+        earlier_events=run.event_count - len(events),
+        verified=verified(run.verification),
+        bars=BARS,
+        data=run_data(run),
+        data_rows=DATA_ROWS,
+        left_out=left_out(run),
+        shown=SHOWN,
+        diff=against_stock(run.config, _recipe_file(run)),
+        config={str(name): list(flat(section)) for name, section in run.config.items()},
+        machine=list(flat(machine)) if machine else [],
+        packages=list(flat(packages)) if packages else [],
+    )
+
+
+def _public(run: RunFiles) -> RunFiles:
+    """Return the run's files as others may read them, for what is drawn in charts too."""
+    names = ("config", "environment", "events", "quarantine", "status", "data", "facts", "audit")
+    clean = redactor()
+    changed = {name: clean(getattr(run, name)) for name in (*names, "verification")}
+    return replace(run, **changed)
+
+
+def _recipe_file(run: RunFiles) -> str | None:
+    name = run.status.get("recipe")
+    return name if isinstance(name, str) else None
+
+
+def _about(run: RunFiles) -> list[tuple[str, str]]:
+    """Return what was trained, on what, in one line each."""
+    model, data = mapping(run.config.get("model")), mapping(run.config.get("data"))
+    rows = [
+        ("Model", str(model.get("path", "unknown model"))),
+        ("Family", str(model.get("family", "unknown family"))),
+        ("Trained", _trained(run.config)),
+        ("Data", _data(data, run)),
+    ]
+    return [(name, words) for name, words in rows if words]
+
+
+def _trained(config: Mapping[str, Any]) -> str:
+    train, lora, optim = (mapping(config.get(name)) for name in ("train", "lora", "optim"))
+    if train.get("mode") == "full":
+        return "every weight of the transformer"
+    groups = mapping(optim.get("groups"))
+    base = [name for name in ("connector", "backbone") if groups.get(name)]
+    words = f"LoRA of rank {lora['rank']}" if "rank" in lora else "LoRA"
+    if groups.get("adapter", True) is None:
+        words = "no adapter"
+    return f"{words}; of the base {' and '.join(base)}" if base else words
+
+
+def _data(data: Mapping[str, Any], run: RunFiles) -> str:
+    sources = data.get("sources")
+    paths = [str(data["path"])] if data.get("path") else []
+    if isinstance(sources, list):
+        paths += [str(one["path"]) for one in sources if isinstance(one, dict) and "path" in one]
+    shape = [str(data.get(name)) for name in ("frames", "height", "width")]
+    count = run.data.get("samples")
+    words = [", ".join(paths[:4]) + (" and others" if paths[4:] else "")]
+    words += [f"{count:,} samples"] if isinstance(count, int) else []
+    words += [f"{'x'.join(shape)} (frames, height, width)"] if "None" not in shape else []
+    return "; ".join(word for word in words if word)

@@ -1,0 +1,250 @@
+"""A run's tables in words: headline, what the guard said and did, checks of the result, data, what is left out."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dit_lora.report.charts.bars import Bar, BarChart, number
+from dit_lora.report.run.charts import percent, samples_a_second, share_waiting, window_of
+from dit_lora.report.run.files import RunFiles, State
+from dit_lora.report.run.history import mapping, number_or_nan
+from dit_lora.report.run.recipe_diff import in_words
+
+NONE = "\u2013"
+BARS = 16
+"""Modules whose update is drawn: the largest."""
+ROWS = 500
+"""Of one table."""
+
+STATES: dict[State, tuple[str, str]] = {
+    "running": ("running", "ok"),
+    "finished": ("finished", "ok"),
+    "stopped": ("stopped by the guard", "reject"),
+    "interrupted": ("interrupted", "warn"),
+    "failed": ("ended with an error", "reject"),
+    "silent": ("not finished, and nothing is written any more", "warn"),
+}
+"""A cell's words, with the class of their colour."""
+_CAUSES = {
+    "data": "a sample\u2019s own data is bad",
+    "labels": "labels that nothing can be learned from",
+    "inputs": "the noise, timestep or schedule, not the sample",
+    "precision": "the precision: finite in fp32",
+    "kernel": "a kernel: finite with its reference",
+    "attention_backend": "an attention backend: finite with it off",
+    "weights": "weights that are not finite",
+    "optimizer": "the optimizer\u2019s state",
+    "learning_rate": "weights that ran away under this learning rate",
+    "transient": "nothing that comes again: finite when run again",
+    "unknown": "not found",
+}
+_ACTIONS = {
+    "retry": "took the step again",
+    "skip": "took the step again without the sample, this once",
+    "quarantine": "left the sample out for good, and took the step again",
+    "fallback": "switched it off for this run, and took the step again",
+    "rollback": "rolled back to an earlier step",
+    "stop": "stopped the run",
+    "report": "reported it, and trained on",
+}
+_PLACES = ("module", "op", "direction", "dtype", "timesteps", "switch")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of the headline row."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the guard said, and the rows of its fold."""
+
+    step: str
+    kind: str
+    action: str
+    words: str
+    rows: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    passed: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    passed: bool
+    checks: Sequence[Check]
+    chart: BarChart | None
+    modules: Sequence[tuple[str, str, str]]
+    hidden: int
+
+
+def figures(run: RunFiles) -> list[Figure]:
+    """Return the headline row."""
+    metrics, window, asked = run.metrics, window_of(run), run.asked
+    seconds, peaks = metrics.column("seconds"), metrics.column("peak_gib")
+    seconds, peaks, rates = (
+        column[np.isfinite(column)]
+        for column in map(np.asarray, (seconds, peaks, samples_a_second(metrics)))
+    )
+    waiting = share_waiting(metrics)
+    short = asked is not None and run.done < asked and run.state != "running"
+    of = "" if asked is None else f"of {asked:,}{', not finished' if short else ''}"
+    median = number(float(np.median(seconds)), 3) if len(seconds) else NONE
+    details = ["median" if len(seconds) else ""]
+    if math.isfinite(waiting):
+        details.append(f"{percent(waiting)} waiting for data")
+    return [
+        Figure("Steps", f"{run.done:,}", of),
+        Figure(
+            "Training loss", _last_loss(run), f"mean of the last {window}" if window > 1 else ""
+        ),
+        _held_out(run.held_out),
+        Figure("Seconds per step", median, ", ".join(filter(None, details))),
+        Figure(
+            "Samples per second",
+            number(float(np.median(rates)), 3) if len(rates) else NONE,
+            "median" if len(rates) else "",
+        ),
+        Figure("Peak memory", f"{number(peaks.max(), 3)} GiB" if len(peaks) else NONE),
+        Figure("Guard events", f"{run.event_count:,}", _actions(run.events)),
+    ]
+
+
+def _last_loss(run: RunFiles) -> str:
+    """Return the mean of the finite losses in the window that ends with the last of them."""
+    losses = np.asarray(run.metrics.column("loss"))
+    finite = np.flatnonzero(np.isfinite(losses))
+    if not finite.size:
+        return NONE
+    window = losses[max(0, finite[-1] + 1 - window_of(run)) : finite[-1] + 1]
+    return number(float(np.mean(window, where=np.isfinite(window))))
+
+
+def _held_out(held_out: Mapping[int, float]) -> Figure:
+    label = "Held-out loss"
+    if not held_out:
+        return Figure(label, NONE, "not measured")
+    first, last = min(held_out), max(held_out)
+    before, after = held_out[first], held_out[last]
+    if first == last:
+        return Figure(label, number(before), f"at step {first:,} only")
+    steps = f"step {first:,} to {last:,}"
+    comparable = math.isfinite(before) and math.isfinite(after) and before != 0
+    change = f"{100 * (after / before - 1):+.1f}%, " if comparable else ""
+    return Figure(label, f"{number(before)} \u2192 {number(after)}", change + steps)
+
+
+def _actions(events: Iterable[Mapping[str, Any]]) -> str:
+    acted = [str(one.get("action")) for one in events if one.get("action") not in (None, "report")]
+    counts = {name: acted.count(name) for name in dict.fromkeys(acted)}
+    return ", ".join(f"{count:,} {name}" for name, count in list(counts.items())[:4])
+
+
+def event_rows(run: RunFiles) -> list[Event]:
+    """Return the rows of the event table, in the order of events.jsonl."""
+    return [_event(one) for one in run.events]
+
+
+def _event(event: Mapping[str, Any]) -> Event:
+    verdict = mapping(event.get("verdict"))
+    cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
+    rows = [
+        ("Cause", f"{cause}: {_CAUSES[cause]}" if cause in _CAUSES else cause),
+        ("What was done", f"{action}: {_ACTIONS[action]}" if action in _ACTIONS else action),
+        ("Samples", in_words(event.get("sample_ids"))),
+        ("Micro-step, rank", _place(event)),
+        *((name.capitalize(), in_words(verdict.get(name))) for name in _PLACES),
+        ("Evidence", in_words(verdict.get("evidence"))),
+        ("Bundle", in_words(event.get("bundle"))),
+        ("Seconds", _seconds(event.get("seconds"))),
+    ]
+    told = {"cause", "words", "evidence", "step", "rank", "micro_step", "sample_ids", *_PLACES}
+    more = {key: value for key, value in verdict.items() if key not in told}
+    rows.append(("Verdict", in_words(more)))
+    words = in_words(verdict.get("words"))
+    kind = in_words(event.get("kind")).replace("_", " ")
+    step = event.get("step")
+    shown = f"{step:,}" if isinstance(step, int) else in_words(step) or NONE
+    return Event(shown, kind, action, words, [(name, text) for name, text in rows if text])
+
+
+def _place(event: Mapping[str, Any]) -> str:
+    micro, rank = event.get("micro_step"), event.get("rank")
+    return f"{micro}, {rank}" if micro is not None else ""
+
+
+def _seconds(value: Any) -> str:
+    seconds = number_or_nan(value)
+    return number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""
+
+
+def verified(record: Mapping[str, Any]) -> Verified | None:
+    """Return the checks of verification.json; None where there is none."""
+    if not record:
+        return None
+    checks = [
+        Check(name, one.get("passed") is True, in_words(one.get("words")))
+        for name, one in mapping(record.get("checks")).items()
+        if isinstance(one, dict)
+    ]
+    listed = record.get("modules")
+    modules = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    modules.sort(key=lambda one: -_rank(one))
+    relative = any(math.isfinite(number_or_nan(one.get("relative"))) for one in modules)
+    key = "relative" if relative else "norm"
+    bars = []
+    for one in modules[:BARS]:
+        value = number_or_nan(one.get(key))
+        bars.append(Bar(_short(str(one.get("name", ""))), value, number(value)))
+    rows = [
+        (str(one.get("name", "")), _number(one.get("norm")), _number(one.get("relative")))
+        for one in modules[:ROWS]
+    ]
+    title = "Largest updates" if len(modules) > BARS else "Updates by module"
+    label = "norm of the update" + (" / norm of the weight" if relative else "")
+    chart = BarChart(title, bars, label) if bars else None
+    return Verified(record.get("passed") is True, checks, chart, rows, max(0, len(modules) - ROWS))
+
+
+def _rank(module: Mapping[str, Any]) -> float:
+    for key in ("relative", "norm"):
+        value = number_or_nan(module.get(key))
+        if not math.isnan(value):
+            return value
+    return -math.inf
+
+
+def _short(name: str) -> str:
+    """Return the end of a module's name, which tells it from others."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[0] :]) if numbers else parts[-1]
+
+
+def _number(value: Any) -> str:
+    given = number_or_nan(value)
+    return NONE if math.isnan(given) else number(given)
+
+
+def left_out(run: RunFiles) -> list[tuple[str, str, str, str]]:
+    """Return the quarantine's rows: sample, epochs without it, cause and reason."""
+    rows = []
+    for one in run.quarantine:
+        first, last = one.get("from_epoch"), one.get("to_epoch")
+        epochs = f"{first}" if last == first else f"{first} to {last}"
+        if last is None:
+            epochs = f"from {first} on"
+        cause, reason = in_words(one.get("cause")), in_words(one.get("reason"))
+        rows.append((in_words(one.get("sample_id")), epochs, cause, reason))
+    return rows

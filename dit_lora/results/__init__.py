@@ -1,0 +1,1 @@
+"""Finished results: where they are, what they were trained on, verification and export."""

@@ -1,0 +1,1 @@
+"""Adapters in other programs' formats, and merged into their base."""

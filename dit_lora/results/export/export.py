@@ -1,0 +1,281 @@
+"""Writes an adapter, or several merged by weight, in the forms that other programs take."""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from dit_lora.adapters.diffusers_format import base_weights
+from dit_lora.config.recipe import ModelConfig
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families import get_family
+from dit_lora.families.base import Denoiser
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.without_weights import configs_alone, from_configs
+from dit_lora.results.export.chat import export_merged
+from dit_lora.results.export.formats import LayoutOf, LoraForm, write_form
+from dit_lora.results.export.hollow import combine, hollowed, load_lora_file, load_state
+from dit_lora.results.export.key_maps import comfyui_layout, kohya_layout
+from dit_lora.results.export.merge_pipeline import require_merged, stored_dtype, write_merged
+from dit_lora.results.export.updates import require_same, summed, updates_of
+from dit_lora.results.locate import Source, find_source, is_chat
+from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.tasks.diffusion.samples import bar
+
+Form = Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"]
+Say = Callable[[str], None]
+
+_OF_MODEL = (
+    "version",
+    "family",
+    "base_model",
+    "revision",
+    "transformer_digest",
+    "index",
+    "video",
+)
+_OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """A request to export: what to write, and where."""
+
+    targets: tuple[Path, ...]
+    """Folders of runs or adapters, or adapters' files."""
+    to: Form
+    out: Path
+    """A folder that is not there yet."""
+    weights: tuple[float, ...] = ()
+    """One weight for each target; 1 for all where it is empty."""
+    model: str | None = None
+    """The base checkpoint; by default the run's, or the Hub id that the adapter names."""
+
+
+@dataclass
+class _Loaded:
+    """The adapter that is exported, on a hollow model."""
+
+    model: Any
+    base: ModelConfig
+    index: Mapping[str, Any]
+    hollow: Callable[[], Any]
+    pipeline_class: Any
+    made: dict[str, Any] = field(default_factory=dict)
+
+
+def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
+    """Write the adapter in that form, read back and compared before it has its name; returns `request.out`.
+
+    Raises `DitLoraError` for what cannot be exported, and `CheckFailedError`, with nothing left behind, for what is
+    not the same once read back.
+    """
+    quiet_libraries()
+    if request.out.exists():
+        raise DitLoraError(f"{request.out} exists already; give another folder, or remove it")
+    weights = _weights(request)
+    if is_chat(request.targets[0], request.model):
+        return _export_chat(request, say)
+    sources = [find_source(target) for target in request.targets]
+    _require_one_base(sources)
+    base = sources[0].base(request.model)
+    with configs_alone(base) as configs, _aside(request.out) as staged:
+        loaded = _load(sources, weights, base, configs)
+        loaded.made = _header(loaded.made, request.to, sources, weights)
+        if request.to == "merged":
+            _write_merged(loaded, staged, say)
+        else:
+            write_form(
+                cast(LoraForm, request.to),
+                loaded.model,
+                staged,
+                hollow=loaded.hollow,
+                pipeline_class=loaded.pipeline_class,
+                family=base.family,
+                layout_of=_layout_of(request.to, base.family),
+                made=loaded.made,
+                name=request.out.name,
+            )
+        say(f"{len(updates_of(loaded.model))} layers, read back and compared: the same update")
+    return request.out
+
+
+def _layout_of(form: Form, name: str) -> LayoutOf | None:
+    """The layout of another program, with what the family says of its names; None of the forms that are not one."""
+    family: DiffusionFamily = get_family(name)
+    layouts: dict[str, LayoutOf] = {
+        "comfyui": partial(comfyui_layout, family.comfyui),
+        "kohya": partial(kohya_layout, family.kohya),
+    }
+    return layouts.get(form)
+
+
+@contextlib.contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """Yield a folder beside `out` that gets its name if all goes well, and is gone otherwise."""
+    staged = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DitLoraError(f"cannot make {out.parent}: {error.strerror}") from error
+    try:
+        yield staged
+        staged.rename(out)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _weights(request: ExportRequest) -> list[float]:
+    targets, weights = len(request.targets), list(request.weights)
+    if not weights:
+        return [1.0] * targets
+    if len(weights) != targets:
+        raise DitLoraError(
+            f"{targets} adapters and {len(weights)} weights; give --weight once for each adapter, in order"
+        )
+    if any(not math.isfinite(weight) or weight == 0 for weight in weights):
+        raise DitLoraError(f"--weight takes numbers other than 0; got {weights}")
+    return weights
+
+
+def _require_one_base(sources: Sequence[Source]) -> None:
+    """Raise unless all are of one family, and trained on the same transformer where they say which."""
+    for key, what in (("family", "families"), ("transformer_digest", "base models")):
+        if len({one.made[key] for one in sources if one.made.get(key)}) > 1:
+            lines = [
+                f"{one.file}: {one.made.get('family')}, trained on {one.made.get('base_model')} "
+                f"(transformer {str(one.made.get('transformer_digest'))[:12]})"
+                for one in sources
+            ]
+            raise DitLoraError(listed(f"these adapters are of different {what}", lines))
+
+
+def _load(
+    sources: Sequence[Source], weights: Sequence[float], base: ModelConfig, configs: ModelConfig
+) -> _Loaded:
+    """Load the adapters on hollow models; several, or weighted ones, as their sum."""
+    index = sources[0].made.get("index") or {}
+    checkpoint = get_family(base.family).open(configs, index=index)
+    loaded = _Loaded(
+        model=None,
+        base=base,
+        index=index,
+        hollow=partial(_hollow, checkpoint),
+        pipeline_class=checkpoint.pipeline_class,
+    )
+    models = []
+    for source in sources:
+        models.append(loaded.hollow())
+        load_lora_file(models[-1], source.file, loaded.pipeline_class)
+    # One adapter at weight 1 goes as it is, with its own provenance.
+    if len(sources) == 1 and weights[0] == 1:
+        loaded.model, loaded.made = models[0], dict(sources[0].made)
+        return loaded
+    _require_lora_alone(sources, models)
+    state, config = combine(models, weights, loaded.hollow())
+    loaded.model = loaded.hollow()
+    load_state(loaded.model, state, config.to_dict(), "the sum of the adapters")
+    parts = [updates_of(m, weight=w) for m, w in zip(models, weights, strict=True)]
+    # Ranks are concatenated: compared as products B A, for the factors differ.
+    require_same(summed(parts), updates_of(loaded.model), "the sum of the adapters")
+    loaded.made = _made_of_sum(sources, config.r)
+    return loaded
+
+
+def _hollow(checkpoint: Denoiser) -> Any:
+    # Sums and scales need no base weight: the architecture alone gives names and shapes.
+    with torch.device("meta"), from_configs():
+        model = checkpoint.load_transformer(torch.float32)
+    return hollowed(model)
+
+
+def _require_lora_alone(sources: Sequence[Source], models: Sequence[Any]) -> None:
+    wider = [
+        f"{source.file}: {len(base_weights(model))} base weights"
+        for source, model in zip(sources, models, strict=True)
+        if base_weights(model)
+    ]
+    if wider:
+        raise DitLoraError(
+            listed("adapters with base weights that trained too cannot be weighted or added", wider)
+        )
+
+
+def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
+    """Return what the adapters' headers say alike of model and videos; of training each has its own."""
+    first, *others = (source.made for source in sources)
+    shared = {
+        key: first[key]
+        for key in _OF_MODEL
+        if key in first and all(one.get(key) == first[key] for one in others)
+    }
+    return {**shared, "rank": rank, "alpha": rank}
+
+
+def _header(
+    made: Mapping[str, Any], form: Form, sources: Sequence[Source], weights: Sequence[float]
+) -> dict[str, Any]:
+    """Return the provenance to write: as it was made, what was done to it, and what `verify` can compare."""
+    done: dict[str, Any] = {"to": form}
+    header = dict(made)
+    if len(sources) > 1 or weights[0] != 1:
+        done["combination"] = "cat"
+        done["adapters"] = [
+            {"weight": weight, **{key: source.made.get(key) for key in _OF_TRAINING}}
+            for source, weight in zip(sources, weights, strict=True)
+        ]
+    if form == "folded" and {"rank", "alpha"} <= made.keys():
+        done["alpha"], header["alpha"] = made["alpha"], made["rank"]
+    if form == "merged" and "output" in made:
+        # The merged file holds no base any more to compare with.
+        header["output"] = {k: v for k, v in made["output"].items() if k not in ("base", "louder")}
+    return {**header, "exported": done}
+
+
+def _write_merged(loaded: _Loaded, staged: Path, say: Say) -> None:
+    family: DiffusionFamily = get_family(loaded.base.family)
+    checkpoint = family.open(loaded.base, index=loaded.index)
+    base = checkpoint.path
+    updates, weights = updates_of(loaded.model), base_weights(loaded.model)
+    dtype = stored_dtype(base)
+    say(f"merging {len(updates)} layers into {base.name}, {str(dtype).removeprefix('torch.')}")
+    write_merged(
+        base,
+        staged,
+        updates,
+        weights,
+        config=checkpoint.config_changes(),
+        index=checkpoint.index_changes(),
+        made=loaded.made,
+        progress=bar("merging", "tensor", quiet=False),
+    )
+    # What is on disk counts, not what was in memory: the folder gets its name after this.
+    say("reading it back")
+    merged = loaded.base.model_copy(update={"path": str(staged), "revision": None})
+    require_merged(base, family.open(merged).load_transformer(dtype), updates, weights)
+
+
+def _export_chat(request: ExportRequest, say: Say) -> Path:
+    target = request.targets[0]
+    if len(request.targets) > 1 or request.weights:
+        raise DitLoraError(
+            "several adapters, and --weight, are for diffusion models; give one adapter"
+        )
+    if request.to == "peft":
+        raise DitLoraError(
+            f"{target} is of a chat model, whose adapter is in PEFT's own format already"
+        )
+    if request.to != "merged":
+        raise DitLoraError(
+            f"--to {request.to} is for diffusion models; a chat model's adapter is in PEFT's format, and "
+            "--to merged writes the whole checkpoint"
+        )
+    folder = target.parent if target.is_file() else target
+    return export_merged(folder, request.out, request.model, say)

@@ -1,0 +1,158 @@
+"""Diffusion adapters added to their base: a whole pipeline that stock `from_pretrained` loads, with no PEFT."""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dit_lora.adapters.diffusers_format import PROVENANCE_FILE, Tensors
+from dit_lora.adapters.own_files import copy_own
+from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.parsing import read_json
+from dit_lora.results.export.updates import Updates, update
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHARDS = "transformer/diffusion_pytorch_model.safetensors.index.json"
+# Files of a variant, such as fp16's, have its name between; they are not read.
+_WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")
+
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
+"""A progress bar around an iterable that is worked through, as tqdm is."""
+
+
+def write_merged(
+    base: Path,
+    out: Path,
+    updates: Updates,
+    weights: Tensors,
+    *,
+    config: Mapping[str, Any],
+    index: Mapping[str, Any],
+    made: Mapping[str, Any],
+    progress: Progress = iter,
+) -> None:
+    """Write `out` as the pipeline `base` with the updates in its transformer, and `weights` in place of its own.
+
+    Each weight is the fp32 sum, rounded once to the dtype that it is stored in; every other tensor keeps
+    its bytes, and so do the other components' files. One file of the transformer is in memory at a time.
+    `config` and `index` replace entries of the base's transformer/config.json and model_index.json.
+
+    Raises `DitLoraError` for a quantised base or one that lacks a layer, and `CheckFailedError` if a merged
+    weight is not finite.
+    """
+    source = base / "transformer"
+    stored = read_json(source / "config.json")
+    files = _require_mergeable(source, stored, updates, weights)
+    # The index of the shards stays right, because merged files keep their names and tensors.
+    copy_own(base, out, lambda name: not name.startswith("transformer/") or name == _SHARDS)
+    (out / "transformer").mkdir(exist_ok=True)
+    _write_json(out / "transformer" / "config.json", {**stored, **config})
+    model_index = read_json(base / "model_index.json")
+    _write_json(out / "model_index.json", {**model_index, **index})
+    _write_json(out / PROVENANCE_FILE, dict(made))
+    for file, names in files.items():
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            tensors = {
+                name: _merged(name, opened.get_tensor(name), updates, weights)
+                for name in progress(names)
+            }
+        bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise CheckFailedError(
+                listed(f"refused to write {file.name}: not finite once merged", bad)
+            )
+        save_file(tensors, out / "transformer" / file.name, metadata=metadata)
+
+
+def require_merged(base: Path, transformer: Any, updates: Updates, weights: Tensors) -> None:
+    """Raise `CheckFailedError` unless a loaded transformer's weights are the sums in fp64, but for one rounding."""
+    loaded = dict(transformer.named_parameters())
+    deviating = []
+    for file in _weight_files(base / "transformer"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                terms = updates.get(name.removesuffix(".weight"))
+                if not terms and name not in weights:
+                    continue
+                stored = opened.get_tensor(name)
+                exact = weights.get(name, stored).double()
+                change = update(terms, torch.float64) if terms else torch.zeros(())
+                exact = exact + change
+                precision = torch.finfo(stored.dtype)
+                # One rounding to the stored dtype, and what fp32 loses in the product of the matrices.
+                allowed = precision.eps * (exact.abs() + precision.tiny) + 1e-6 * change.abs().max()
+                if (
+                    loaded[name].shape != exact.shape
+                    or not ((loaded[name].double() - exact).abs() <= allowed).all()
+                ):
+                    deviating.append(name)
+    if deviating:
+        raise CheckFailedError(
+            listed(
+                "these merged weights, read back, are not base plus adapter; nothing was kept",
+                deviating,
+            )
+        )
+
+
+def stored_dtype(base: Path) -> torch.dtype:
+    """Return the widest dtype of the transformer's weights, in which loading them loses nothing."""
+    stored = set()
+    for file in _weight_files(base / "transformer"):
+        with safe_open(file, framework="pt") as opened:
+            stored |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    kinds = [_FLOATS[name] for name in stored if name in _FLOATS]
+    return functools.reduce(torch.promote_types, kinds)
+
+
+def _merged(name: str, tensor: torch.Tensor, updates: Updates, weights: Tensors) -> torch.Tensor:
+    terms = updates.get(name.removesuffix(".weight"))
+    if not terms and name not in weights:
+        return tensor
+    total = weights.get(name, tensor).float()
+    if terms:
+        total = total + update(terms, torch.float32)
+    return total.to(tensor.dtype)
+
+
+def _require_mergeable(
+    source: Path, config: Mapping[str, Any], updates: Updates, weights: Tensors
+) -> dict[Path, list[str]]:
+    """Return the weight files with their tensors' names; raise `DitLoraError` if anything cannot be merged into."""
+    if "quantization_config" in config:
+        raise DitLoraError(
+            f"{source} is quantised; give --model the checkpoint that it was made from"
+        )
+    wanted = {*weights, *(f"{name}.weight" for name in updates)}
+    files: dict[Path, list[str]] = {}
+    faults = []
+    for file in _weight_files(source):
+        with safe_open(file, framework="pt") as opened:
+            files[file] = list(opened.keys())
+            for name in wanted.intersection(files[file]):
+                dtype = opened.get_slice(name).get_dtype()
+                faults += [] if dtype in _FLOATS else [f"{name}: {dtype}"]
+    present = {name for names in files.values() for name in names}
+    faults += [f"{name}: not there" for name in wanted - present]
+    if faults:
+        what = f"{source} needs these weights in fp32, bf16 or fp16, to merge into"
+        raise DitLoraError(listed(what, sorted(faults)))
+    return files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = [file for file in sorted(folder.glob("*.safetensors")) if _WEIGHTS.fullmatch(file.name)]
+    if not files:
+        raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors to merge into")
+    return files
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,101 @@
+"""Terms that an adapter adds to each weight, whatever file it is written in: to compare files, and to merge them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+
+from dit_lora.adapters.attach import ADAPTER_NAME
+from dit_lora.adapters.update_norms import product_norm
+from dit_lora.errors import CheckFailedError, listed
+
+# Share of an update's norm; a factor that is rounded to fp32 once changes it by 6e-8.
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Term:
+    """The product B A times `scale`, for a linear layer or a 2D convolution."""
+
+    a: torch.Tensor
+    """Matrix A: (rank, inputs), of a convolution (rank, inputs, height, width)."""
+    b: torch.Tensor
+    """Matrix B: (outputs, rank), of a convolution (outputs, rank, 1, 1)."""
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+    def update(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the product in the shape of the layer's weight, computed in `dtype`."""
+        product = self.b.to(dtype).flatten(1) @ self.a.to(dtype).flatten(1)
+        return (self.scale * product).reshape(len(self.b), *self.a.shape[1:])
+
+
+Updates = Mapping[str, Sequence[Term]]
+"""Terms whose sum is added to a layer's weight, by the layer's name in the unadapted model."""
+
+
+def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
+    """Return the terms of an attached adapter, as PEFT scales them, times `weight`."""
+    adapted: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
+    return {
+        name: [
+            Term(
+                module.lora_A[adapter].weight.detach(),
+                module.lora_B[adapter].weight.detach(),
+                weight * module.scaling[adapter],
+            )
+        ]
+        for name, module in adapted.items()
+        if adapter in module.lora_A
+    }
+
+
+def summed(many: Sequence[Updates]) -> Updates:
+    """Return the sum of several adapters' updates: each layer has the terms of all adapters that have it."""
+    names = dict.fromkeys(name for updates in many for name in updates)
+    return {name: [term for updates in many for term in updates.get(name, ())] for name in names}
+
+
+def update(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of one layer's terms, computed in `dtype`."""
+    first, *others = (term.update(dtype) for term in terms)
+    for other in others:
+        first += other
+    return first
+
+
+def require_same(expected: Updates, found: Updates, what: str) -> None:
+    """Raise `CheckFailedError` with every layer whose update is not the expected one, compared in fp64."""
+    faults = [f"{name}: not in it" for name in expected if name not in found]
+    faults += [f"{name}: not in the adapter" for name in found if name not in expected]
+    for name in expected.keys() & found.keys():
+        expected_terms, found_terms = expected[name], found[name]
+        if _shape(expected_terms) != _shape(found_terms):
+            faults.append(f"{name}: {_shape(found_terms)}, not {_shape(expected_terms)}")
+            continue
+        minus = [Term(term.a, term.b, -term.scale) for term in found_terms]
+        size, difference = _norm(expected_terms), _norm([*expected_terms, *minus])
+        # Written so that NaN, which is not less than anything, is a fault too.
+        if not difference <= _TOLERANCE * size:
+            faults.append(f"{name}: differs by {difference:.2g}, of {size:.2g}")
+    if faults:
+        raise CheckFailedError(
+            listed(f"{what}, read back, is not the adapter; nothing was kept", sorted(faults))
+        )
+
+
+def _shape(terms: Sequence[Term]) -> list[int]:
+    return [len(terms[0].b), *terms[0].a.shape[1:]]
+
+
+def _norm(terms: Sequence[Term]) -> float:
+    """Return the Frobenius norm of a sum without the sum: an update can be a thousand times as large as its factors."""
+    b = torch.cat([term.scale * term.b.double().flatten(1) for term in terms], dim=1)
+    return product_norm(b, torch.cat([term.a.double().flatten(1) for term in terms]))

@@ -1,0 +1,1 @@
+"""Checks of a result in a fresh stock model."""

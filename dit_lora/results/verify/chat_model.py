@@ -1,0 +1,99 @@
+"""Loads chat models as Transformers and PEFT do, for checks of an adapter: a fresh model, and one call of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
+from dit_lora.data.chat.conversation import Conversation, Turn
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.families.without_weights import as_constructed, from_configs
+from dit_lora.numerics.streams import generator
+from dit_lora.results.verify.reference_model import Inputs
+
+_POSITIONS = 8  # of which the logits are compared, at the end
+
+
+@dataclass(frozen=True)
+class ChatStock:
+    """The stock model of one checkpoint."""
+
+    checkpoint: ChatCheckpoint
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.model_class.__name__
+
+    def inputs(self, clips: Any, *, whole: bool) -> Inputs:
+        """Return a question about one picture of random pixels."""
+        how = self.checkpoint.how
+        return {"question": "What is shown?", "height": how.height, "width": how.width}
+
+    def output(
+        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return logits (1, 8, vocabulary) at the prompt's last tokens."""
+        device = next(model.parameters()).device
+        shape = self.checkpoint.shape("image", inputs["height"], inputs["width"])
+        assert shape is not None
+        about = Conversation("output", "image", None, (Turn(inputs["question"], ""),))
+        rendered = self.checkpoint.render(about, shape, (0.0,), answered=False)
+        size = (1, 1, 3, shape.height, shape.width)
+        pixels = torch.randint(0, 256, size, generator=generator(seed, "output", "pixels"))
+        batch = {"input_ids": torch.tensor([rendered.ids]), "pixels": pixels.to(torch.uint8)}
+        # A Q-Former reads the instruction by itself.
+        if rendered.instruction:
+            batch["instruction_ids"] = torch.tensor([rendered.instruction])
+            batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
+        inputs_of_model = self.checkpoint.inputs(
+            {name: one.to(device) for name, one in batch.items()}
+        )
+        logits: torch.Tensor = model(**inputs_of_model).logits[:, -_POSITIONS:]
+        return logits
+
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """Load by Transformers alone: nothing of ours is put around its forward."""
+        model: nn.Module = load_pretrained(
+            self.checkpoint.model_class, self.checkpoint.path, dtype=dtype, use_safetensors=True
+        )
+        return model.requires_grad_(False).eval()
+
+    def without_values(self, dtype: torch.dtype) -> nn.Module:
+        with init_empty_weights(), from_configs():
+            model = self.load(dtype)
+        return as_constructed(model)
+
+    def put(self, model: nn.Module, file: Path) -> nn.Module:
+        base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
+        # Before PEFT wraps the layers and renames their weights.
+        if base.is_file():
+            # Not strict: the file holds only what trained.
+            _, unexpected = model.load_state_dict(load_file(base), strict=False)
+            if unexpected:
+                raise ValueError(f"the model has no {', '.join(unexpected)}")
+        if config.is_file():
+            device = next(model.parameters()).device.type
+            lazy = device == "meta"  # to which no file is read
+            PeftModel.from_pretrained(
+                model,
+                file.parent,
+                torch_device="cpu" if lazy else device,
+                low_cpu_mem_usage=lazy,
+            )
+        return model
+
+    def stored(self, file: Path) -> dict[str, torch.Tensor]:
+        adapter: Any = file.with_name(CHAT_ADAPTER_FILE)
+        state = load_file(adapter) if adapter.is_file() else {}
+        return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+    def weight_files(self) -> list[Path]:
+        return sorted(self.checkpoint.path.glob("*.safetensors"))

@@ -1,0 +1,229 @@
+"""Checks an adapter by what its file holds and what its own library made of it, and says so in words."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_lora.adapters.update_norms import EXTREME, STRONG, LoadedLayer, ModuleUpdate
+from dit_lora.errors import listed
+from dit_lora.numerics.finite import not_finite
+
+Tensors = Mapping[str, torch.Tensor]
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check."""
+
+    passed: bool
+    words: str
+
+    def record(self) -> dict[str, Any]:
+        return {"passed": self.passed, "words": self.words}
+
+
+def finite(tensors: Tensors, base: Tensors) -> Check:
+    """Check that no NaN and no Inf is in the adapter or in the base weights beside it."""
+    bad = not_finite([*tensors.items(), *base.items()])
+    if bad:
+        summary = "not finite; take an earlier checkpoint, or train again:"
+        return Check(False, listed(summary, bad))
+    return Check(True, f"all {len(tensors) + len(base)} tensors are finite")
+
+
+def keys(
+    loader: str, stored: Tensors, loaded: Tensors, expected: Sequence[str], base: Sequence[str]
+) -> Check:
+    """Check that every tensor of the file is in the loaded model, and none that belongs there is missing.
+
+    `expected` are the layers that the header's targets match, `base` the names of the base weights beside it.
+    """
+    problems = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
+    problems += [f"{name}: not in the file" for name in loaded if name not in stored]
+    modules = {name.partition(".lora_")[0] for name in loaded}
+    if stored.keys() <= loaded.keys():  # else it is there under another name
+        problems += [
+            f"{name}: the header's targets match it, and the file has nothing for it"
+            for name in expected
+            if name not in modules
+        ]
+    problems += [
+        f"{name}: {loader} did not take its values"
+        for name, tensor in stored.items()
+        if name in loaded and not _same(tensor, loaded[name])
+    ]
+    if problems:
+        summary = f"{loader} does not load the file as it is; use the file as the run wrote it"
+        return Check(False, listed(summary, problems))
+    beside = f", and {len(base)} base weights beside it" if base else ""
+    if not stored:
+        return Check(True, f"{loader} takes all {len(base)} base weights; there is no adapter")
+    return Check(
+        True,
+        f"{loader} takes all {len(stored)} tensors of {len(modules)} modules{beside}; none lacks",
+    )
+
+
+def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
+    """Return true if values are equal in the dtype of the loaded tensor, or shapes where it has no values (meta)."""
+    if loaded.is_meta:
+        return stored.shape == loaded.shape
+    # Compared as loaded: a loader that narrows the dtype changes values on purpose.
+    there = stored.to(loaded.device, loaded.dtype)
+    if there.shape != loaded.shape:
+        return False
+    return torch.allclose(there, loaded, rtol=0, atol=0, equal_nan=True)
+
+
+def effect(
+    updates: Sequence[ModuleUpdate],
+    base: Sequence[str],
+    changes: Sequence[ModuleUpdate] = (),
+    *,
+    allow_extreme: bool = False,
+) -> Check:
+    """Check that one update at least is more than rounding, and none far beyond its weight; name the odd ones.
+
+    `base` names the base weights that trained, and `changes` are theirs.
+    """
+    # One that is not finite is told by `finite`.
+    extreme = [one for one in (*updates, *changes) if EXTREME < (one.share or 0) < math.inf]
+    if extreme and not allow_extreme:
+        return _extreme(extreme)
+    if not updates:
+        return no_adapter(base)
+    # Single dead modules are a note; all of them dead is a failure.
+    dead = [one for one in updates if one.is_lost]
+    if len(dead) == len(updates):
+        return _without_effect(updates)
+    words = f"{len(updates)} modules{_range(updates)}"
+    notes = []
+    if dead:
+        notes.append(
+            listed("dead, their update is zero or lost in rounding:", [o.name for o in dead])
+        )
+    strong = [one for one in updates if one.relative is not None and one.relative > STRONG]
+    if strong:
+        summary = (
+            "over-strong, their update is larger than the weight that it is added to; where samples break, lower the "
+            "learning rate or load the adapter at a lower weight:"
+        )
+        notes.append(listed(summary, _relative(strong)))
+    return Check(True, "\n".join([words, *notes]))
+
+
+def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
+    largest = max((one.relative or 0.0 for one in updates), default=0.0)
+    are = f"lost in rounding (at most {percent(largest)} of their weights)" if largest else "zero"
+    return Check(
+        False,
+        f"the adapter has no effect: the updates of all {len(updates)} modules are {are}; no gradient reached it that "
+        "the optimizer could follow, or it was saved before it trained",
+    )
+
+
+def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
+    summary = (
+        f"extreme, an update of more than {EXTREME:g} times the weight that it is added to: next to nothing of the base "
+        "is left, as after a learning rate that is too high; take an earlier checkpoint, or let it pass with "
+        "guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
+    )
+    return Check(False, listed(summary, _relative(updates)))
+
+
+def _relative(updates: Sequence[ModuleUpdate]) -> list[str]:
+    shares = [(one.name, one.share if one.relative is None else one.relative) for one in updates]
+    return [f"{name}: {percent(share)}" for name, share in shares if share is not None]
+
+
+def _range(updates: Sequence[ModuleUpdate]) -> str:
+    shares = [one.relative for one in updates if one.relative is not None]
+    if not shares:
+        return "; the norms of their weights are not known here"
+    least, most = percent(min(shares)), percent(max(shares))
+    return f", update {least if least == most else f'{least[:-1]} to {most}'} of their weights"
+
+
+def percent(share: float) -> str:
+    """Return two digits, or all that are before the point."""
+    value = 100 * share
+    return f"{value:.0f}%" if value >= 100 else f"{value:.2g}%"
+
+
+def no_adapter(base: Sequence[str]) -> Check:
+    return Check(True, f"no adapter: {len(base)} base weights were trained in full")
+
+
+def scale(
+    config: Mapping[str, Any] | None,
+    layers: Mapping[str, LoadedLayer],
+    ranks: Mapping[str, tuple[int, int]],
+    made: Mapping[str, Any],
+) -> Check:
+    """Check that rank and alpha agree in the header, in the tensors, in the loaded layers and in the provenance.
+
+    `ranks` are those of A and of B in the file, by module.
+    """
+    if not ranks:
+        return Check(True, "no adapter, and so no rank and no alpha")
+    problems = _in_the_file(config, ranks) + _as_trained(config, layers, made)
+    scales = sorted({layer.scaling for layer in layers.values()})
+    if problems:
+        summary = "rank and alpha do not agree; restore the file that the run wrote"
+        return Check(False, listed(summary, problems))
+    if not layers:
+        return Check(True, "the loaded layers' scale is not known: the file was not loaded")
+    every = ", ".join(f"{one:g}" for one in scales)
+    pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
+    words = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
+    sources = [
+        name for name, there in (("header", config), ("provenance", made.get("rank"))) if there
+    ]
+    source = (
+        f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
+    )
+    return Check(True, f"{words}, {source}: updates are scaled by {every}")
+
+
+def _in_the_file(
+    config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]
+) -> list[str]:
+    problems = [
+        f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b
+    ]
+    # A pattern gives layers ranks of their own; the loaded layers are compared with those.
+    if config and not config.get("rank_pattern"):
+        header_rank = config.get("r")
+        problems += [
+            f"{name}: rank {a} in the file, {header_rank} in its header"
+            for name, (a, _) in ranks.items()
+            if a != header_rank
+        ]
+    return problems
+
+
+def _as_trained(
+    config: Mapping[str, Any] | None, layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
+) -> list[str]:
+    rank, alpha = made.get("rank"), made.get("alpha")
+    if not rank or not alpha:
+        return []
+    problems = []
+    for name, key, trained in (("rank", "r", rank), ("alpha", "lora_alpha", alpha)):
+        if config and config.get(key) != trained:
+            problems.append(f"{name} {config.get(key)} in the header, and {trained} was trained")
+    if not config:
+        problems.append(
+            f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
+        )
+    # PEFT's plain scale; where a header leaves alpha out, loaders take rank for it and the scale is 1.
+    off = {layer.scaling for layer in layers.values()} - {alpha / rank}
+    problems += [
+        f"loaded layers scale their update by {one:g}, and {alpha / rank:g} was trained"
+        for one in sorted(off)
+    ]
+    return problems

@@ -1,0 +1,142 @@
+"""Loads diffusion models as Diffusers does, for checks of an adapter: a fresh pipeline, and one call of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from dit_lora.adapters.diffusers_format import load_adapter
+from dit_lora.adapters.lora_mixins import lora_pipeline_class
+from dit_lora.config.data import VideoShape
+from dit_lora.data.cache.cache import Spec
+from dit_lora.environment.pretrained import load_pretrained
+from dit_lora.families.base import Checkpoint, read_component_config
+from dit_lora.families.without_weights import as_constructed, from_configs
+from dit_lora.numerics.streams import Streams, generator
+from dit_lora.results.verify.reference_model import Inputs
+
+_SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
+_COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
+
+
+@dataclass(frozen=True)
+class DiffusionStock:
+    """The stock pipeline of one checkpoint, with nothing in it but its transformer."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.pipeline_class.__name__
+
+    def inputs(self, clips: Any, *, whole: bool) -> Inputs:
+        """Return shapes and dtypes of a sample as the run has them.
+
+        Unless `whole`, height and width are smaller, where the model takes that.
+        """
+        shape = min(clips.video_specs, key=lambda one: one.volume)
+        video: Spec = clips.video_specs[shape]
+        if not whole:
+            video = _shrunk(video, shape, self._smallest(shape))
+        return {
+            name: {
+                "shape": list(size),
+                "dtype": _COMPUTE if dtype.is_floating_point else str(dtype).removeprefix("torch."),
+            }
+            for name, (size, dtype) in {**video, **clips.text_spec}.items()
+        }
+
+    def _smallest(self, shape: VideoShape) -> VideoShape:
+        # A few patches, where the model takes so few: the check is to cost little beside a step.
+        most = _SIDE * self.checkpoint.side_step
+        small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
+        return small if self.checkpoint.refusal(small) is None else shape
+
+    def output(
+        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the transformer's output in one training forward of made-up inputs, as it returns it."""
+        device = next(model.parameters()).device
+        batch = {name: _drawn(name, one, seed, dtype).to(device) for name, one in inputs.items()}
+        outputs: list[Any] = []
+        # The family's own loss calls the model as training does; the hook keeps what it returned.
+        handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+        try:
+            self.checkpoint.losses(model, batch, Streams(seed, [seed]))
+        finally:
+            handle.remove()
+        output: torch.Tensor = outputs[-1][0]
+        return output
+
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """Return a fresh transformer with the checkpoint's weights, on the CPU."""
+        return self.checkpoint.load_transformer(dtype).eval()
+
+    def without_values(self, dtype: torch.dtype) -> nn.Module:
+        """Return a fresh transformer on the meta device; its buffers are whole."""
+        with init_empty_weights(), from_configs():
+            model = self.checkpoint.load_transformer(dtype)
+        return as_constructed(model)
+
+    def put(self, model: nn.Module, file: Path) -> nn.Module:
+        """Load the adapter and what was trained beside it, as users of the stock pipeline do; return the model with it.
+
+        Raises what Diffusers, PEFT and PyTorch raise for files that do not fit.
+        """
+        load_adapter(self._pipeline(model), file)
+        return model
+
+    def stored(self, file: Path) -> dict[str, torch.Tensor]:
+        """Return the adapter's tensors by the names that a loaded one has, as Diffusers reads the file."""
+        loader = lora_pipeline_class(self.checkpoint.pipeline_class)
+        loaded = loader.lora_state_dict(file.parent, weight_name=file.name)
+        state = loaded[0] if isinstance(loaded, tuple) else loaded
+        return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+
+    def weight_files(self) -> list[Path]:
+        return sorted((self.checkpoint.path / "transformer").glob("*.safetensors"))
+
+    def _pipeline(self, model: nn.Module) -> Any:
+        index = read_component_config(self.checkpoint.path)
+        others = [
+            name
+            for name, value in index.items()
+            if isinstance(value, list) and name not in ("transformer", "scheduler")
+        ]
+        components: dict[str, Any] = dict.fromkeys(others)
+        for name, value in index.items():
+            if isinstance(value, dict):  # names of classes: JSON's keys are text
+                components[name] = {int(row): label for row, label in value.items()}
+        return load_pretrained(
+            self.checkpoint.pipeline_class, self.checkpoint.path, transformer=model, **components
+        )
+
+
+def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
+    """Return the spec with height and width, each tensor's last sizes, shrunk in the proportions of the pixels'."""
+    return {
+        name: (
+            torch.Size(
+                [
+                    *size[:-2],
+                    size[-2] * small.height // shape.height,
+                    size[-1] * small.width // shape.width,
+                ]
+            ),
+            dtype,
+        )
+        for name, (size, dtype) in spec.items()
+    }
+
+
+def _drawn(name: str, one: Mapping[str, Any], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a batch of one: normal values that bf16 holds, to be the same in every dtype; ones for integers."""
+    size = (1, *one["shape"])
+    if one["dtype"] != _COMPUTE:
+        return torch.ones(size, dtype=getattr(torch, one["dtype"]))
+    values = torch.randn(size, generator=generator(seed, "output", name))
+    return values.bfloat16().to(dtype)

@@ -1,0 +1,264 @@
+"""Implements `dit-lora verify`: what was saved, loaded by its own library, is whole, finite, effective and as trained.
+
+Five checks: `keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says what each compares. A run verifies
+its result when it ends, with the frozen weights that it already holds, once these are shown to be those of its start.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors import SafetensorError
+from torch import nn
+
+from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.update_norms import (
+    LoadedLayer,
+    ModuleUpdate,
+    base_updates,
+    loaded_layers,
+    module_updates,
+    weight_norms,
+)
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.parsing import parse_json, read_json
+from dit_lora.results.tensor_file import header_of, tensors_of
+from dit_lora.results.verify.checks import Check, effect, finite, keys, scale
+from dit_lora.results.verify.output import NOT_RECORDED, WRONG, compare_output
+from dit_lora.results.verify.reference_model import ReferenceModel
+
+VERIFICATION_FILE = "verification.json"
+# What Diffusers, Transformers, PEFT and PyTorch raise of a file that does not fit the model.
+_REFUSALS = (
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OSError,
+    SafetensorError,
+    DitLoraError,
+)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The checks of one result."""
+
+    adapter: str
+    base_model: str
+    checks: Mapping[str, Check]
+    modules: Sequence[ModuleUpdate] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks.values())
+
+    @property
+    def wrong(self) -> list[str]:
+        """Lines on what is wrong, one for each check that failed."""
+        return [f"{name}: {self.checks[name].words}" for name in self._failed()]
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "adapter": self.adapter,
+            "base_model": self.base_model,
+            "passed": self.passed,
+            "checks": {name: check.record() for name, check in self.checks.items()},
+            "modules": [one.record() for one in self.modules],
+        }
+
+    def lines(self) -> list[str]:
+        """Return a line for each check, and what to think of all of them."""
+        lines = [f"{self.adapter} on {self.base_model}"]
+        for name, check in self.checks.items():
+            words = check.words.replace("\n", "\n" + " " * 15)
+            lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {words}")
+        failed = f"failed: {', '.join(self._failed())}"
+        return [*lines, "every check passed" if self.passed else failed]
+
+    def line(self) -> str:
+        """Return one line for a run's summary."""
+        if not self.passed:
+            return f"verified: failed: {', '.join(self._failed())}"
+        update = self.checks["effect"].words.partition("\n")[0]
+        output = self.checks["output"].words.partition(":")[0]
+        return f"verified: {update}; output {output}"
+
+    def _failed(self) -> list[str]:
+        return [name for name, one in self.checks.items() if not one.passed]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result to check, and what is known of it."""
+
+    file: Path
+    """The adapter's file (or its base weights'), or a pipeline's folder."""
+    made: Mapping[str, Any]
+    base_name: str
+    stock: ReferenceModel
+    dtype: torch.dtype
+    """The dtype that the fresh model computes in."""
+    noted: Mapping[str, Any] | None
+    """The record that `output` compares; None for a file that says nothing of it."""
+    later: str | None = None
+    """The reason why the output is not compared here, and what does it."""
+    allow_extreme: bool = False
+    """True if an update far beyond its weight passes."""
+    own: bool = False
+    """True if the fresh model holds the very weights of the run."""
+
+    @property
+    def base_file(self) -> Path:
+        return self.file.with_name(BASE_FILE)
+
+    @property
+    def name(self) -> str:
+        """The result's name without the folders that it lies in."""
+        return self.file.name if self.file.is_dir() else f"{self.file.parent.name}/{self.file.name}"
+
+    def config(self) -> dict[str, Any] | None:
+        """Return PEFT's config as the adapter brings it; None where it does not."""
+        # PEFT's folder has its config beside the weights, Diffusers' file in the header.
+        beside = self.file.with_name(peft.utils.CONFIG_NAME)
+        if beside.is_file():
+            return read_json(beside)
+        text = header_of(self.file).get("lora_adapter_metadata")
+        stored = parse_json(text) if text else {}
+        adapter_config = {
+            name.removeprefix("transformer."): value for name, value in stored.items()
+        }
+        return adapter_config or None
+
+    def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
+        """Return the check `output`, for the model with the result in it."""
+        if self.noted is None:
+            return Check(True, "not recorded at training's end: the file says nothing of it")
+        if self.later and not {NOT_RECORDED, WRONG} & self.noted.keys():
+            return Check(True, f"not compared: {self.later}")
+        made = self.made.get("base_model") or "the checkpoint that it was trained on"
+        try:
+            return compare_output(self.stock, model, self.noted, dtype, made, own=self.own)
+        except torch.OutOfMemoryError:
+            device = next(model.parameters()).device
+            return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
+
+
+def check_pipeline(
+    result: Result, checks: Mapping[str, Check], load: Callable[[], nn.Module]
+) -> Verification:
+    output = Check(False, "not compared: the files do not hold what they should")
+    if all(check.passed for check in checks.values()):
+        fresh = load()
+        output = result.output(fresh, next(fresh.parameters()).dtype)
+    return Verification(result.name, result.base_name, {**checks, "output": output})
+
+
+def check_adapter(result: Result, fresh: nn.Module) -> Verification:
+    """Return the checks of an adapter, and of base weights beside it, in a fresh model of its base."""
+    config, stored, base = result.config(), _stored(result), tensors_of(result.base_file)
+    expected = _expected(config, fresh)
+    layers: Mapping[str, LoadedLayer] = {}
+    updates: list[ModuleUpdate] = []
+    effects = output = Check(False, "not known: the file is not loaded as it is")
+    key_check = _refusal(result, fresh)
+    if key_check is None:
+        key_check = keys(result.stock.name, stored, _loaded(fresh), expected, [*base])
+        layers = loaded_layers(fresh)
+    # Without loaded layers there is no scale, and so no update to measure.
+    if layers or not stored:
+        norms = weight_norms(fresh, result.stock.weight_files())
+        updates = module_updates(stored, layers, norms)
+        changes = base_updates(base, result.stock.weight_files())
+        effects = effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
+    if key_check.passed:
+        output = result.output(fresh, result.dtype)
+    checks = {
+        "keys": key_check,
+        "finite": finite(stored, base),
+        "effect": effects,
+        "scale": scale(config, layers, _ranks(stored), result.made),
+        "output": output,
+    }
+    return Verification(result.name, result.base_name, checks, updates)
+
+
+def _stored(result: Result) -> dict[str, torch.Tensor]:
+    header_of(result.file)  # of a file that cannot be read, in one line
+    return result.stock.stored(result.file)
+
+
+def _refusal(result: Result, fresh: nn.Module) -> Check | None:
+    """Load the result as users do, and return a failed `keys` if its library refuses it.
+
+    What the library would log is said by the checks.
+    """
+    try:
+        with _unheard():
+            result.stock.put(fresh, result.file)
+    except _REFUSALS as error:
+        trained_on = result.made.get("base_model")
+        hint = f" (it was trained on {trained_on})" if trained_on else ""
+        first, *others = (str(error).strip() or type(error).__name__).splitlines()
+        words = f"{result.stock.name} refuses the file on this base{hint}: {first.strip()}"
+        return Check(False, listed(words, [line.strip() for line in others]))
+    return None
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    # The libraries warn of each missing key; the checks list them.
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model's adapter by the names of a file; none without one."""
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return {}
+    state = peft.get_peft_model_state_dict(
+        model, adapter_name=next(iter(adapters)), save_embedding_layers=False
+    )
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+
+def _expected(config: Mapping[str, Any] | None, fresh: nn.Module) -> list[str]:
+    """Return the layers that the config's targets match, by PEFT's own rule."""
+    if not config or not config.get("target_modules"):
+        return []
+    asked = peft.LoraConfig(target_modules=config["target_modules"])
+    return [
+        name
+        for name, module in fresh.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and check_target_module_exists(asked, name)
+    ]
+
+
+def _ranks(stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Return the ranks of A and of B, by module."""
+    ranks = {}
+    for name, a in stored.items():
+        module, is_a, _ = name.partition(".lora_A.")
+        b = stored.get(f"{module}.lora_B.weight")
+        if is_a and b is not None:
+            ranks[module] = (a.shape[0], b.shape[1])
+    return ranks

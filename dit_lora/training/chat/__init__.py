@@ -1,1 +1,0 @@
-"""Chat models: trained, evaluated, talked to."""

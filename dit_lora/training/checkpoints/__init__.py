@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, checked, and resumed bit for bit."""

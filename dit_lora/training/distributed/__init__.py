@@ -1,0 +1,1 @@
+"""Ways of spreading a step over ranks, one engine each."""

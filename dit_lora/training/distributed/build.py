@@ -1,0 +1,30 @@
+"""Chooses the engine that a launch asks for."""
+
+from typing import Any
+
+from torch import nn
+
+from dit_lora.families import get_family
+from dit_lora.training.distributed.context_parallel import ContextParallel
+from dit_lora.training.distributed.engine import Engine, Replicated
+from dit_lora.training.distributed.fsdp import shard
+from dit_lora.training.distributed.zero import Zero2
+from dit_lora.training.execution.offload import placement
+from dit_lora.training.session.session import Session
+
+
+def build_engine(session: Session, model: nn.Module, optimizer: Any) -> Engine:
+    """Place the model and its optimizer as the launch and `train.context_parallel` say."""
+    accelerator = session.accelerator
+    if session.sharding is not None:
+        alone = get_family(session.recipe.model.family).called_alone
+        return shard(accelerator, model, optimizer, session.sharding, alone)
+    if session.zero is not None:
+        return Zero2(accelerator, model, optimizer)
+    degree = session.recipe.train.context_parallel
+    if degree > 1:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        return ContextParallel(accelerator, model, optimizer, degree=degree)
+    # With offload the model is on two devices already, and Accelerate must not move it to one.
+    placed = placement(model, optimizer)
+    return Replicated(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))

@@ -1,0 +1,67 @@
+"""Ranks that share each sample's tokens (context parallelism), for videos whose activations one GPU cannot hold."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import nn
+
+from dit_lora.data.loading.training_set import Prepared
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import Denoiser, Trained
+from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.distributed.token_split import (
+    BACKENDS,
+    context_problems,
+    has_context_plan,
+    split_context,
+    whole_context,
+)
+from dit_lora.training.session.session import Session
+
+
+@dataclass
+class ContextParallel(Replicated):
+    """Replicated weights, where every `degree` ranks run the same samples, each on its share of the tokens."""
+
+    degree: int = 1
+    lockstep: ClassVar[bool] = True
+
+    def alone(self) -> AbstractContextManager[None]:
+        return whole_context(self.bare)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # A rank has its own tokens' part of the gradient: the parts add up, where DDP takes their mean.
+        super().backward(loss * self.degree)
+
+
+def share_context(session: Session, checkpoint: Trained, data: Prepared, model: nn.Module) -> None:
+    """Split the model's tokens as `train.context_parallel` says, before DDP. Refuses what cannot be shared."""
+    recipe, accelerator = session.recipe, session.accelerator
+    degree, ranks = recipe.train.context_parallel, accelerator.num_processes
+    if degree == 1:
+        return
+    asked = f"train.context_parallel={degree}"
+    if not has_context_plan(model):
+        name = type(model).__name__
+        raise DitLoraError(f"{asked}: {name} has no plan for its tokens; CogVideoX has one")
+    denoiser = cast(Denoiser, checkpoint)  # such a plan is a diffusion transformer's
+    tokens = {denoiser.context_tokens(entry.shape) for entry in data.clips.entries}
+    # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
+    problems = context_problems(model, degree, tokens)
+    # Attention that bypasses Diffusers' dispatcher would see a share of the tokens and no error.
+    if recipe.kernels.attention not in ("auto", *BACKENDS):
+        problems.append(
+            f"kernels.attention={recipe.kernels.attention} does not exchange tokens; choose auto, "
+            f"{', '.join(BACKENDS)}"
+        )
+    if recipe.train.offload != "none" or recipe.train.compile:
+        problems.append(
+            "train.offload and train.compile, whose hooks are on the same blocks: leave them out"
+        )
+    if recipe.lora.dropout:
+        problems.append("lora.dropout draws for each rank's tokens, which no replay can repeat; 0")
+    if problems:
+        raise DitLoraError(listed(f"{asked} cannot be", problems))
+    split_context(model, degree, accelerator.device, accelerator.process_index, ranks)

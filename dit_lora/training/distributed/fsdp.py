@@ -1,0 +1,178 @@
+"""Weights spread over ranks by torch's `fully_shard` (FSDP2): a block is whole on a rank only while it computes.
+
+Accelerate's `prepare` shards on GPUs alone. This is the same few calls on GPUs and on CPUs, so that what is
+tested without a GPU is what runs on one. Accelerate keeps autocast and the process group.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.dtensors import GATHERING, fill, gathered, spread, without_gathering
+from dit_lora.numerics.parameters import trainable_state
+from dit_lora.training.distributed.engine import Replicated, Tensors
+from dit_lora.training.execution.blocks import repeated_blocks
+from dit_lora.training.optim.state import load_optimizer_state, optimizer_state
+from dit_lora.training.session.launch import Sharding
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@dataclass
+class Sharded(Replicated):
+    """Every rank holds a part of each weight, gradient and moment; a forward pass needs all ranks."""
+
+    sharding: Sharding = field(default_factory=Sharding)
+    lockstep: ClassVar[bool] = True
+
+    @property
+    def bare(self) -> nn.Module:
+        return self.model
+
+    @property
+    def bytes_in_flight(self) -> int:  # type: ignore[override]
+        """Bytes of the root's weights and of two blocks': the next one is gathered while one computes."""
+        blocks = [_bytes(block) for block in _outermost(repeated_blocks(self.model))]
+        most = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
+        return _bytes(self.model) - sum(blocks) + sum(most)
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        model = cast(FSDPModule, self.model)
+        # Outside of training no weight may stay whole after a forward pass: it would miss what changes it.
+        model.set_reshard_after_forward(self.sharding.reshard_after_forward)
+        with self.accelerator.accumulate(self.model):
+            # What no_sync is for DDP: gradients of earlier micro-steps stay unreduced until the last.
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients)
+            try:
+                yield
+            finally:
+                model.set_requires_gradient_sync(True)
+                model.set_reshard_after_forward(True)
+
+    def alone(self) -> AbstractContextManager[None]:
+        return without_gathering(self.model)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return gathered(trainable_state(self.model), keep=self.accelerator.is_main_process)
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        return gathered(optimizer_state(self.optimizer), keep=self.accelerator.is_main_process)
+
+    def load(self, weights: Tensors, moments: Tensors) -> None:
+        for name, tensor in trainable_state(self.model).items():
+            fill(tensor, weights[name])
+        load_optimizer_state(self.optimizer, self._spread(moments))
+
+    def _spread(self, moments: Tensors) -> dict[str, torch.Tensor]:
+        """Return each moment sharded as its parameter is; step counts, which have no shape, as they are."""
+        like = {
+            f"{group['name']}/{name}": parameter
+            for group in self.optimizer.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        return {
+            name: spread(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
+            for name, tensor in moments.items()
+        }
+
+
+def shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharding: Sharding,
+    called_alone: Sequence[str] = (),
+) -> Sharded:
+    """Spread the model's blocks and the rest over all ranks, and give the optimizer the parameters that result.
+
+    Call it with the adapter attached, equal on all ranks, and an optimizer that has not stepped. Block by block
+    moves to the accelerator's device: the model never is there as a whole. What is `called_alone`, parts of blocks that
+    the model calls by themselves too, is gathered by itself. Raises `DitLoraError` for parameters
+    that cannot be spread.
+    """
+    _require_spreadable(model)
+    # Of models that return a view, as all of Diffusers' do; nothing writes into what they return.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    apart = [model.get_submodule(name) for name in called_alone]
+    # Inner modules first: `fully_shard` gives a module the parameters that none inside of it has taken.
+    for module in (*apart, *_outermost(repeated_blocks(model)), model):
+        before = {name: dict(getattr(module, name)) for name in _HOOKS}
+        # A block is a shard again after each forward pass: whole weights would miss what changes them.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
+        module.__dict__[GATHERING] = added
+    _gather_for_features(model)
+    # `fully_shard` replaced the parameters by DTensors, so that the optimizer holds the old ones.
+    named = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [named[name] for name in group["param_names"]]
+    return Sharded(accelerator, model, optimizer, sharding=sharding)
+
+
+_FEATURES = ("get_image_features", "get_video_features")
+"""Methods of a model's trunk that Transformers' `generate` calls before its first forward pass."""
+
+
+def _gather_for_features(model: nn.Module) -> None:
+    """Gather the root's weights where a method of `_FEATURES` is called outside of a forward pass."""
+    trunk: Any = getattr(model, "base_model", model)
+    for name in _FEATURES if trunk is not model else ():
+        stock = getattr(trunk, name, None)
+        if stock is None:
+            continue
+        # FSDP2 wraps a method of the sharded module alone, so that the trunk's is lent to it under a name.
+        gathered_name = f"_gathered_{name}"
+        setattr(model, gathered_name, stock)
+        register_fsdp_forward_method(model, gathered_name)
+        trunk.__dict__[name] = _inside_or_by(model, stock, getattr(model, gathered_name))
+
+
+def _inside_or_by(
+    model: Any, stock: Callable[..., Any], gathering: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(stock)  # `generate` reads its signature
+    def features(*args: Any, **kwargs: Any) -> Any:
+        # Inside a forward pass the root is whole already, and a second gathering would end by sharding it too soon.
+        is_outside = isinstance(model.get_input_embeddings().weight, DTensor)
+        return gathering(*args, **kwargs) if is_outside else stock(*args, **kwargs)
+
+    return features
+
+
+def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that are in no other: inner ones are gathered with them."""
+    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if id(block) not in inside]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _require_spreadable(model: nn.Module) -> None:
+    refused = [
+        f"{name}: {'a single number' if not p.ndim else 'not contiguous in memory'}"
+        for name, p in model.named_parameters()
+        if not p.ndim or not p.is_contiguous()
+    ]
+    if refused:
+        # `fully_shard` would raise for the first of them, after it has spread others.
+        summary = (
+            "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
+        )
+        raise DitLoraError(listed(summary, refused))

@@ -1,0 +1,125 @@
+"""Context parallelism: the tokens of a sample spread over ranks, by Diffusers' hooks and Ulysses attention.
+
+Each rank runs the blocks on its share of text and video tokens; attention exchanges them, so that it sees all tokens for
+a share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). Diffusers has plans for Flux, LTX, Qwen-Image, Wan and others;
+CogVideoX's is here, because its stock attention processor calls PyTorch past the dispatcher.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+from diffusers.models._modeling_parallel import (
+    ContextParallelConfig,
+    ContextParallelInput,
+    ContextParallelOutput,
+    ParallelConfig,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.fuse.models.cogvideox import CogVideoXProcessor
+
+Plan = dict[str, Any]
+
+
+def _cogvideox(model: Any) -> Plan:
+    """Return a plan that splits both streams before the first block, and the positions, and joins the output layer's."""
+    # Hooks on the first block's inputs split what the embeddings made of whole samples; all blocks behind it see a share.
+    tokens = ContextParallelInput(split_dim=1, expected_dims=3)
+    plan: dict[str, Any] = {
+        "transformer_blocks.0": {"hidden_states": tokens, "encoder_hidden_states": tokens},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
+    if model.config.use_rotary_positional_embeddings:
+        positions = ContextParallelInput(split_dim=0, expected_dims=2)
+        plan[""] = {"image_rotary_emb": [positions, positions]}
+    return plan
+
+
+# By the name of the model's class: the processor that exchanges tokens there, and what makes its plan.
+_PLANS: dict[str, tuple[type, Callable[[Any], Plan]]] = {
+    "CogVideoXTransformer3DModel": (CogVideoXProcessor, _cogvideox)
+}
+BACKENDS = ("native", "flash", "_native_flash", "_native_cudnn")
+"""Diffusers' attention backends that train and exchange tokens."""
+
+
+def has_context_plan(model: Any) -> bool:
+    """Return whether it is known how this model's tokens are split."""
+    return type(model).__name__ in _PLANS
+
+
+def context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]]) -> list[str]:
+    """Return why `degree` ranks cannot share this model's samples, each of the text and video tokens in `tokens`."""
+    problems = []
+    # In attention each rank has all tokens of its share of heads, everywhere else all heads of its share of tokens.
+    heads = model.config.num_attention_heads
+    if heads % degree:
+        problems.append(f"its {heads} attention heads cannot be shared by {degree}")
+    for text, video in sorted(set(tokens)):
+        if text % degree or video % degree:
+            problems.append(f"{text} text and {video} video tokens cannot be shared by {degree}")
+    return problems
+
+
+def split_context(model: Any, degree: int, device: torch.device, rank: int, ranks: int) -> None:
+    """Let each `degree` consecutive ranks share every sample of a fused model that they run together; collective.
+
+    Raises `DitLoraError` if an attention processor would attend to its own rank's tokens alone.
+    """
+    processor_class, _ = _PLANS[type(model).__name__]
+    others = {
+        type(processor).__name__
+        for processor in _processors(model)
+        if not isinstance(processor, processor_class)
+    }
+    if others:
+        summary = "train.context_parallel: these attention processors do not exchange tokens"
+        raise DitLoraError(listed(summary, sorted(others)))
+    # What Diffusers' `enable_parallelism` does, which needs an accelerator for it.
+    mesh = init_device_mesh(
+        device.type, (ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses")
+    )
+    context = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
+    config = ParallelConfig(context_parallel_config=context)
+    config.setup(rank, ranks, device, mesh=mesh)
+    _apply(model, config)
+
+
+@contextmanager
+def whole_context(model: Any) -> Iterator[None]:
+    """Let a forward pass within it exchange nothing: this rank runs all tokens of its samples, as without the split."""
+    config = getattr(model, "_parallel_config", None)
+    if config is None:
+        yield
+        return
+    # The hooks come off and processors forget the ranks, so that a rank may run what the others do not.
+    _, plan = _PLANS[type(model).__name__]
+    remove_context_parallel(model, plan(model))
+    _configure(model, None)
+    try:
+        yield
+    finally:
+        _apply(model, config)
+
+
+def _apply(model: Any, config: Any) -> None:
+    """Put Diffusers' hooks that split and join tokens on the model, and tell its processors of the ranks."""
+    _, plan = _PLANS[type(model).__name__]
+    _configure(model, config)
+    apply_context_parallel(model, config.context_parallel_config, plan(model))
+
+
+def _configure(model: Any, config: ParallelConfig | None) -> None:
+    """Set the configuration of ranks where Diffusers reads it, on the model and on each processor."""
+    model._parallel_config = config
+    for processor in _processors(model):
+        processor._parallel_config = config
+
+
+def _processors(model: Any) -> list[Any]:
+    """Return the processor of every attention layer."""
+    return [m.processor for m in model.modules() if hasattr(m, "processor")]

@@ -1,0 +1,1 @@
+"""Ways of fitting a step: recomputation, offload, compilation."""

@@ -1,0 +1,209 @@
+"""Chooses a run's gradient checkpointing by the memory of its activations, counted before the first step.
+
+The count is of the run's own model, autocast and shapes, on fake tensors: no weight is read, no memory taken.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.data.cache.cache import Spec
+from dit_lora.families.base import Tensors
+from dit_lora.guard.switches import eager
+from dit_lora.numerics import objectives
+from dit_lora.numerics.opaque import ONLY_COUNTS
+from dit_lora.patching import Patches
+from dit_lora.training.execution.activation_checkpointing import (
+    MODES,
+    Mode,
+    blocks_called_by,
+    keeps_outputs,
+    supports_checkpointing,
+)
+from dit_lora.training.execution.fake_step import FakeStep, Losses
+
+Needs = Mapping[Mode, int]
+"""Bytes of activations at the peak of a step, by mode; a model without checkpointing has `none` alone."""
+
+SHARE = 0.9
+"""Share of the free memory that activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in CogVideoX-5B's
+backward pass, on tensors without values) and for what the allocator rounds up."""
+
+
+@dataclass
+class _Block:
+    """Storages of one checkpointed call, by number."""
+
+    inputs: set[int]
+    in_every_mode: bool
+    saved: set[int] = field(default_factory=set)
+    attention: set[int] = field(default_factory=set)
+
+
+class _Ledger:
+    """The bytes that a forward pass saves for its backward pass: each storage once, weights and buffers left out."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        # Storages are kept alive: a number is an address, which another tensor would get again.
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._weights = self._numbers(weights)
+        self.outside: set[int] = set()
+        self.blocks: list[_Block] = []
+        self._current: _Block | None = None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called by autograd with each tensor that it saves."""
+        saved = self.outside if self._current is None else self._current.saved
+        saved |= self._activations([tensor])
+        return tensor.detach()
+
+    setattr(pack, ONLY_COUNTS, True)
+
+    @contextmanager
+    def block(self, inputs: Iterable[Any], *, in_every_mode: bool) -> Iterator[_Block]:
+        """Count what is saved within as a block's, which some modes compute again, or all."""
+        self._current = _Block(self._activations(inputs), in_every_mode)
+        self.blocks.append(self._current)
+        try:
+            with _AttentionOutputs(self._current.attention, self._activations):
+                yield self._current
+        finally:
+            self._current = None
+
+    def needs(self) -> dict[Mode, int]:
+        """Return the bytes that are kept until the backward pass, and what the largest block adds when it is computed again."""
+        kept = self.outside.union(*(block.inputs for block in self.blocks))
+        some = [block for block in self.blocks if not block.in_every_mode]
+        always = [block for block in self.blocks if block.in_every_mode]
+        attention = kept.union(*(block.attention for block in some))
+        return {
+            "none": self._peak(
+                self.outside.union(
+                    *(block.inputs for block in always), *(block.saved for block in some)
+                )
+            ),
+            "selective": self._peak(attention),
+            "full": self._peak(kept),
+        }
+
+    def _peak(self, kept: set[int]) -> int:
+        again = (self._bytes(block.saved - kept) for block in self.blocks)
+        return self._bytes(kept) + max(again, default=0)
+
+    def _bytes(self, numbers: Iterable[int]) -> int:
+        return sum(self._storages[number].nbytes() for number in numbers)
+
+    def _activations(self, values: Iterable[Any]) -> set[int]:
+        return self._numbers(v for v in values if isinstance(v, torch.Tensor)) - self._weights
+
+    def _numbers(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        storages = {(s := tensor.untyped_storage())._cdata: s for tensor in tensors}
+        self._storages |= storages
+        return set(storages)
+
+
+class _AttentionOutputs(TorchDispatchMode):
+    """Notes the outputs of attention ops, as selective checkpointing keeps them."""
+
+    def __init__(self, found: set[int], numbers: Callable[[Iterable[Any]], set[int]]) -> None:
+        super().__init__()
+        self._found, self._numbers_of = found, numbers
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if keeps_outputs(func, args, kwargs or {}):
+            self._found |= self._numbers_of(tree_leaves(output))
+        return output
+
+
+def measure(
+    transformer: nn.Module,
+    losses: Losses,
+    batch: Spec,
+    device: torch.device,
+    known: Tensors | None = None,
+    alone: AbstractContextManager[None] | None = None,
+) -> Needs:
+    """Peak bytes of activations under each mode, of `losses` of a batch of these shapes and dtypes.
+
+    `known` holds integers on which the forward depends, such as token ids. Within `alone` one process can call the
+    model by itself. Counted by autograd's hooks on saved tensors, of a `FakeStep` on `device`: the model's own forward,
+    its autocast and its attention as they are. Checkpointing must be off; it is off afterwards. Raises what
+    `FakeStep.run` raises.
+    """
+    step = FakeStep(transformer, batch, known, device)
+    ledger = _Ledger(step.weights.values())
+    with (
+        alone or nullcontext(),
+        eager(transformer),
+        _blocks_into(ledger, transformer),
+        saved_tensors_hooks(ledger.pack, lambda saved: saved),
+    ):
+        step.run(losses)
+    needs = ledger.needs()
+    return needs if supports_checkpointing(transformer) else {"none": needs["none"]}
+
+
+@contextmanager
+def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
+    """Within it, what would be checkpointed is told to the ledger as a block; so are chunks of logits."""
+
+    def run(block: Callable[..., Any], *args: Any) -> Any:
+        held = block.keywords if isinstance(block, partial) else {}
+        with ledger.block(tree_leaves((args, held)), in_every_mode=False):
+            return block(*args)
+
+    def recomputed(_stock: Any, function: Callable[..., Any], *args: Any) -> Any:
+        with ledger.block(args, in_every_mode=True):
+            return function(*args)
+
+    patches = Patches()
+    patches.method(objectives, "recomputed", recomputed)
+    try:
+        with blocks_called_by(transformer, run):
+            yield
+    finally:
+        patches.undo()
+
+
+class Advice(NamedTuple):
+    """A mode, why in words, and whether it should fit."""
+
+    mode: Mode
+    words: str
+    fits: bool
+
+
+def advise(shapes: Sequence[Needs], free: int, asked: Literal["auto", Mode]) -> list[Advice]:
+    """Return for each shape the mode that recomputes least and fits `SHARE` of the free bytes, or the one asked for.
+
+    Where nothing fits, the mode that needs least.
+    """
+    return [_advise(needs, free, asked) for needs in shapes]
+
+
+def _advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
+    fitting = [mode for mode in MODES if mode in needs and needs[mode] <= SHARE * free]
+    best = fitting[0] if fitting else min(needs, key=lambda mode: needs[mode])
+    mode = best if asked == "auto" else asked
+    others = ", ".join(
+        f"{other} {'would need ' * first}{_gib(needs[other])}"
+        for other, first in zip((m for m in needs if m != mode), (True, False), strict=False)
+    )
+    words = f"{mode}: activations {_gib(needs[mode])} of {_gib(free)} GiB free"
+    return Advice(mode, f"{words} ({others})" if others else words, mode in fitting)
+
+
+def _gib(count: int) -> str:
+    size = count / 2**30
+    return f"{size:.3g}" if size < 100 else f"{size:.0f}"

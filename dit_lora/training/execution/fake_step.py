@@ -1,0 +1,119 @@
+"""A training step on tensors without values: every op runs as it would, and no memory is taken."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dit_lora.data.cache.cache import Spec
+from dit_lora.families.base import Tensors
+
+CPU = torch.device("cpu")
+Losses = Callable[[nn.Module, Tensors], Any]
+
+
+class FakeStep:
+    """A model, with weights that have no values in place of its own, and a batch.
+
+    Floats of the batch have no values. Integers are real, as a model may ask how long the longest caption is: ones,
+    which are the longest, or those of `known`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Spec,
+        known: Tensors | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        if device.type == "cpu":
+            device = CPU  # Accelerate's is cpu:0 in several processes; a fake one is not its equal
+        self._step = _Step(model)
+        floats = {name: one for name, one in batch.items() if one[1].is_floating_point}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            self.weights: Tensors = {
+                name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(
+                    t.requires_grad
+                )
+                for name, t in [*self._step.named_parameters(), *self._step.named_buffers()]
+            }
+            self.batch: dict[str, torch.Tensor] = {
+                name: torch.empty(shape, dtype=dtype, device=device)
+                for name, (shape, dtype) in floats.items()
+            }
+        for name, (shape, dtype) in batch.items():
+            if name not in floats:
+                self.batch[name] = torch.ones(shape, dtype=dtype, device=device)
+        self.batch |= {name: tensor.to(device) for name, tensor in (known or {}).items()}
+
+    def run(self, compute: Losses) -> Any:
+        """Return what `compute(model, batch)` does; within it the model has the fake weights.
+
+        Not under a fake mode: tables that a model computes and keeps, and its draws, must be real. Raises
+        `RuntimeError` where the model depends on values, and what it raises of token ids that are ones.
+        """
+        return functional_call(self._step, self.weights, (compute, self.batch))
+
+    def live(self) -> "Live":
+        """Return a count of what is allocated beside weights, their gradients and the batch."""
+        weights = self.weights.values()
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        return Live([*weights, *gradients, *self.batch.values()])
+
+
+class _Step(nn.Module):
+    """A computation as a module, for `functional_call` to put weights into; with its backward pass, which needs them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Losses, batch: Tensors) -> Any:
+        return compute(self.model, batch)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that ops made while it was on, now and at most; those of `without` are left out.
+
+    It counts real ops as well as those on fake tensors.
+    """
+
+    def __init__(self, without: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, Any] = {_number(tensor): None for tensor in without}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and _number(tensor) not in self._known:
+                self._count(_number(tensor), tensor.untyped_storage())
+        return output
+
+    def _count(self, number: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+
+        def gone(_reference: Any) -> None:
+            del self._known[number]
+            self.now -= size
+
+        self._known[number] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of their storages, each once: a tied weight is one."""
+    return sum({_number(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

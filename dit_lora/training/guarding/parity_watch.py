@@ -1,0 +1,189 @@
+"""Compares fused kernels again while a run trains: one that goes wrong late is off, and its steps are taken again."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from dit_lora.data.loading.batch import Batch
+from dit_lora.errors import listed
+from dit_lora.guard.block_parity import is_repeated
+from dit_lora.guard.event import kernel_event
+from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.switches import COMPILE, Switch
+from dit_lora.training.choose_checkpointing import choose_checkpointing
+from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.guarding.kernel_parity import (
+    KernelParity,
+    micro_batch_of,
+    several_rows,
+    turn_off,
+)
+from dit_lora.training.guarding.state_checks import own_state
+from dit_lora.training.loop import WentBackError
+
+_RECENT = 4
+"""Number of micro-batches that are kept to be compared on: where they are of one sample, two of them make one."""
+
+_BLOCKS = 8
+"""Number of repeated blocks that one comparison takes: a kernel is the same in all, and fp32 costs."""
+
+
+@dataclass
+class ParityWatch(KernelParity):
+    """Compares every `guard.parity_every` steps, and keeps the state that the last comparison passed on.
+
+    It runs forward passes of its own between two steps; weights, gradients, buffers, random state and the order of
+    data are the same bits afterwards.
+    """
+
+    ema: TrainedEMA | None = None
+    start_step: int = 0
+    _recent: deque[Batch] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _held: Snapshots | None = None
+    _lr_scale: float = 1.0
+    _turn: int = 0
+
+    def start(self, *, compared: bool) -> None:
+        """Hold the state of the start, after preflight; `compared` says whether that compared the kernels."""
+        config = self.setup.recipe.guard
+        if config.parity_every and self.switches:
+            self._held = Snapshots(
+                lambda: own_state(self.setup.engine, self.ema),
+                every=config.parity_every,
+                keep=1,
+                put=self.setup.engine.put_numbers,
+            )
+        # Without preflight no comparison has passed, and there is nothing right to go back to.
+        if compared:
+            self._hold(self.start_step)
+
+    @property
+    def switches(self) -> list[Switch]:
+        """Switches that are compared; without torch.compile once the run has started.
+
+        What it made is compared before the first step.
+        """
+        switches = super().switches
+        return [s for s in switches if s.name != COMPILE] if self._held is not None else switches
+
+    def noting(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
+        """Yield the same micro-batches; the last ones that training is given after that step are remembered."""
+        if (
+            self._held is not None
+            and self.recovery.state.passed is not None
+            and start_step < self.recovery.state.passed
+        ):
+            self._hold(start_step)  # the guard has gone back, and what is held was of what it left
+        for batch in batches:
+            self._recent.append(batch)
+            yield batch
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Compare if it is due. Collective.
+
+        Raises `WentBackError` on every rank where training goes on after an earlier step.
+        """
+        every = self.setup.recipe.guard.parity_every
+        if self._held is None or not (last or step % every == 0) or not self.switches:
+            return
+        began = time.perf_counter()
+        self.only, self._turn = some_blocks(self.blocks, self._turn)
+        # A bad entry's NaN would be taken for the kernel's.
+        good = [batch for batch in self._recent if not batch.faults]
+        batch = several_rows(good[-1], good[:-1][::-1])
+        differing = []
+        for switch, difference, rank in self.differing([micro_batch_of(self.setup, batch)]):
+            turn_off(self.recovery, switch)
+            differing.append((switch.name, difference, rank))
+        if differing:
+            self._act(step, differing, time.perf_counter() - began)
+        self._hold(step)
+
+    def trained_with(self, step: int) -> str:
+        """Say which steps may have been trained with a kernel that is found to be wrong after `step`, if any were."""
+        passed = self.recovery.state.passed
+        if step == 0 or passed == step:
+            return ""
+        first = 1 if passed is None else passed + 1
+        return f"; steps {first} to {step} may have been trained with it, and are not taken again"
+
+    def _hold(self, step: int) -> None:
+        self.recovery.state.passed = step
+        if self._held is not None:
+            self._held.take(step)
+            self._held.read(step)  # copied to its end, before an optimizer writes
+            self._lr_scale = self.recovery.state.lr_scale
+
+    def _act(self, step: int, found: list[Any], seconds: float) -> None:
+        recovery, rungs = self.recovery, self.setup.recipe.guard.on_nonfinite
+        target = self._target() if "rollback" in rungs else None
+        action = "fallback" if target is None else "rollback"
+        action = action if "fallback" in rungs else "stop"
+        lines, events = [], []
+        for name, difference, rank in found:
+            words = f"{difference.words}; switched off for this run"
+            if action != "rollback":
+                words += self.trained_with(step)
+            event = kernel_event(
+                step,
+                "parity",
+                words,
+                name,
+                module=difference.module,
+                action=action,
+                rank=rank,
+                seconds=seconds,
+            )
+            events.append(event)
+            lines.append(words)
+            recovery.files.event(event)
+        done = f"rolled back to step {target}, where it was right" if target is not None else ""
+        if action == "stop":
+            message = listed(f"step {step}: a kernel has gone wrong", lines)
+            raise NonFiniteError(
+                f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0].record()
+            )
+        summary = f"guard: step {step}: a kernel has gone wrong; {done or 'training goes on'}"
+        recovery.files.say(listed(summary, lines))
+        choose_checkpointing(self.setup)  # without the kernel, more is kept for backward
+        if target is not None:
+            self._go_back(target)
+            raise WentBackError(target)
+
+    def _target(self) -> int | None:
+        """Return the step that is held, if it is finite on every rank."""
+        steps = self._held.steps if self._held is not None else []
+        if not steps or self._held is None:
+            return None
+        bad = gather_object(self._held.not_finite(steps[-1]))
+        return None if bad else steps[-1]
+
+    def _go_back(self, target: int) -> None:
+        """Restore the state of then, and the guard's too: what it found since was computed by a wrong kernel."""
+        guard = self.recovery
+        assert self._held is not None
+        guard.drop_state(self._held.restore(target))
+        guard.state.lr_scale = self._lr_scale
+        # Snapshots of the steps between hold what the wrong kernel had trained.
+        for later in [held for held in guard.snapshots.steps if held > target]:
+            guard.snapshots.forget(later)
+        # The next trip needs a state to go back to, and the later ones are gone.
+        guard.snapshots.take(target)
+        # Checkpoints after it hold what the wrong kernel had trained.
+        guard.files.rewind(target, other_trajectory=True)
+
+
+def some_blocks(names: Sequence[str], turn: int) -> tuple[set[str], int]:
+    """Return what stands beside the repeated blocks, these' first and last, and others in turn; and the next turn."""
+    repeated = [name for name in names if is_repeated(name)]
+    if len(repeated) <= _BLOCKS:
+        return {*names}, turn
+    between, count = repeated[1:-1], _BLOCKS - 2
+    taken = {between[(turn + k) % len(between)] for k in range(count)}
+    left_out = {*between} - taken
+    return {*names} - left_out, turn + count

@@ -1,0 +1,222 @@
+"""Puts a run's guard together: what it may suspect and switch off, its snapshots, its files."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from dit_lora.data.cache.cache import MAX_ABS
+from dit_lora.data.loading.quarantine import QUARANTINE, Quarantine
+from dit_lora.data.media.media import UnreadableError
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.fuse.gradient_norms import Norms, choose_norms
+from dit_lora.guard.frozen import FrozenRecord
+from dit_lora.guard.monitor import Monitor
+from dit_lora.guard.policy import Policy
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.state import decay_share, weight_peak
+from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.switches import Switch, all_switches, find_switch
+from dit_lora.numerics.finite import describe_all
+from dit_lora.numerics.parameters import trainable_state
+from dit_lora.numerics.streams import fold
+from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.guarding.recovery import RunRecovery
+from dit_lora.training.guarding.state import GuardState, RunFiles
+from dit_lora.training.guarding.watch import StepWatcher, new_spikes
+from dit_lora.training.micro_batch import (
+    Parts,
+    Place,
+    parts_of,
+    replayable,
+    sample_losses,
+    together,
+)
+from dit_lora.training.session.session import agree
+from dit_lora.training.task import AnySetup
+
+_CANDIDATES = 4  # samples that are read to find one to compare with
+
+
+@dataclass(frozen=True)
+class GuardStart:
+    """State from which the guard of a run goes on."""
+
+    state: GuardState
+    policy: Policy
+    switches: list[Switch]
+    quarantine: Quarantine
+    start_peak: float
+    """The largest trained weight before the run's first step."""
+
+
+def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
+    """Take up a checkpoint's `RunRecovery.record`, empty at a first start; what it has switched off is off again."""
+    switches = all_switches(setup.transformer)
+    state = GuardState(**record.get("state", {}), **record.get("parity", {}))
+    in_use = {switch.name for switch in switches}
+    # A fault that was found once stays found: without this, each resume would run into it again.
+    for name in state.switched_off:
+        if name not in in_use:  # another machine, or the recipe has it off now
+            continue
+        find_switch(switches, name).turn_off()
+        setup.session.say(f"guard: {name} stays off: an earlier verdict of this run")
+    weights = trainable_state(setup.transformer).values()
+    return GuardStart(
+        state,
+        Policy(setup.recipe.guard, **record.get("policy", {})),
+        switches,
+        _quarantine(setup),
+        # Kept from the first start: weights that have grown slowly must not raise what counts as too large.
+        record.get("start_peak") or weight_peak(weights, together=setup.engine.lockstep),
+    )
+
+
+def build_recovery(
+    setup: AnySetup,
+    ema: TrainedEMA | None,
+    start: GuardStart,
+    snapshots: Snapshots,
+    files: RunFiles,
+) -> RunRecovery:
+    """Build what acts on a step that tripped; `files` are the run's."""
+    transformer, engine = setup.transformer, setup.engine
+    return RunRecovery(
+        suspects=Suspects(
+            model=transformer,
+            optimizer_state=lambda: (engine.own_moments() | (ema.tensors() if ema else {})).items(),
+            switches=start.switches,
+            start_peak=start.start_peak,
+            limit=MAX_ABS,
+            lockstep=engine.lockstep,
+            # Digests of the bits: a norm would not see a flipped sign, nor a sum two rows exchanged.
+            frozen=FrozenRecord(transformer),
+            peaks=snapshots.peaks,
+            switched_off=start.state.switched_off,
+            decay=lambda: decay_share(setup.optimizer.param_groups),
+            another=lambda wanted, without: _another_sample(
+                setup, start.quarantine, wanted, without
+            ),
+        ),
+        policy=start.policy,
+        state=start.state,
+        quarantine=start.quarantine,
+        order=setup.data.clips.order(
+            seed=setup.recipe.train.seed,
+            quarantine=start.quarantine,
+            group=setup.session.samples_per_step,
+        ),
+        snapshots=snapshots,
+        drop_state=engine.forget,
+        samples_per_step=setup.session.samples_per_step,
+        files=files,
+        share=lambda own, owner: _shared(setup, own, owner),
+    )
+
+
+def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
+    """Build what looks at every step, as `guard` of the recipe says."""
+    config = setup.recipe.guard
+    monitor = None
+    if config.monitor_every:
+        monitor = Monitor(setup.transformer, every=config.monitor_every)
+    return StepWatcher(snapshots, monitor, new_spikes(config), config.adaptive_clip)
+
+
+def chosen_norms(setup: AnySetup) -> Norms | None:
+    """Return what computes gradient norms; equal on all ranks, or clipping would make their weights differ."""
+    error, norms, why = None, None, None
+    trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
+    try:
+        norms, why = choose_norms(setup.recipe.kernels.finite_norm, trained)
+    except DitLoraError as problem:
+        error = problem
+    # Before the gather below, which a rank with an error would never reach.
+    agree(setup.session.accelerator, error)
+    reasons = [reason for reason in gather_object([why]) if reason is not None]
+    setup.session.say(
+        f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}"
+    )
+    return None if reasons else norms
+
+
+def _quarantine(setup: AnySetup) -> Quarantine:
+    """Return this run's list; a new one begins with the list that `guard.quarantine` names."""
+    own_list = setup.session.dir / QUARANTINE
+    named = setup.recipe.guard.quarantine
+    quarantine = Quarantine.load(own_list)
+    if quarantine.records:
+        setup.session.say(_says_who_is_out(quarantine, setup.session.dir))
+    if quarantine.torn:
+        setup.session.say(f"warning: {own_list}: passed over {quarantine.torn} torn line(s)")
+    if named is None:
+        return quarantine
+    if own_list.exists():
+        setup.session.say(f"guard.quarantine is not read: the run has its own list, {own_list}")
+        return quarantine
+    if not Path(named).exists():
+        raise DitLoraError(f"guard.quarantine: {named} does not exist")
+    ids = {entry.id for entry in setup.data.clips.entries}
+    earlier = [one for one in Quarantine.load(Path(named)).records if one.to_epoch is None]
+    quarantine.add(
+        [
+            # From the first epoch on: this run has not met them yet.
+            type(one)(**{**asdict(one), "from_epoch": 0, "from_copy": 0})
+            for one in earlier
+            if one.sample_id in ids
+        ]
+    )
+    left = ids - {one.sample_id for one in quarantine.records}
+    if not left:
+        raise DitLoraError(f"guard.quarantine: {named} leaves out all {len(ids)} samples")
+    setup.session.say(
+        f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {named}"
+    )
+    return quarantine
+
+
+def _says_who_is_out(quarantine: Quarantine, folder: Path) -> str:
+    """Tell a resumed run's user whom it leaves out and why; what was skipped for an epoch by its number."""
+    for_good = [one for one in quarantine.records if one.to_epoch is None]
+    once = len(quarantine.records) - len(for_good)
+    counts = f"guard: {len(for_good)} left out for good, {once} for an epoch"
+    lines = [f"{one.sample_id}: {one.cause}: {one.reason}" for one in for_good]
+    return listed(f"{counts}; dit-lora quarantine {folder} shows and undoes it", lines)
+
+
+def _another_sample(
+    setup: AnySetup, quarantine: Quarantine, wanted: MicroBatch, without: Collection[str]
+) -> MicroBatch | None:
+    """Return another sample at the wanted micro-batch's place, none of those named; equal on all ranks.
+
+    It is of the same bucket, for a step of that size fits into memory; it is read anew, and taken only if it is good.
+    """
+    entries = {entry.id: entry for entry in setup.data.clips.entries}
+    out = {one.sample_id for one in quarantine.records} | {*without}
+    bucket = entries[wanted.ids[0]].shape if wanted.ids[0] in entries else None
+    place = Place(setup.recipe.train.seed, wanted.step, wanted.micro_step, wanted.rank)
+    candidates = [one for one in entries.values() if one.id not in out and one.shape == bucket]
+    for entry in candidates[:_CANDIDATES]:
+        try:
+            batch = setup.data.clips.sample(entry, fold(place.seed, "control", entry.id))
+        except UnreadableError:  # another serves as well, and other ranks wait for this one
+            continue
+        # A control that is bad itself would acquit the sample that it is to be compared with.
+        if not batch.faults and not describe_all(batch.tensors, MAX_ABS):
+            batch = batch.to(setup.session.accelerator.device)
+            return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, place)
+    return None
+
+
+def _shared(setup: AnySetup, own: MicroBatch | None, owner: int) -> MicroBatch | None:
+    """Return the micro-batch of rank `owner` on every rank, for all to run it. Collective."""
+    parts: list[Parts | None] = [parts_of(own) if own is not None else None]
+    broadcast_object_list(parts, from_process=owner)
+    if own is not None or parts[0] is None:
+        return own
+    device = setup.session.accelerator.device
+    losses, seed = sample_losses(setup.checkpoint), setup.recipe.train.seed
+    return together(parts[0], losses, setup.transformer, seed, device)

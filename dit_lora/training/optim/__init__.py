@@ -1,0 +1,1 @@
+"""Optimizers built from their records, their state and learning rates."""

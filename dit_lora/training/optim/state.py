@@ -1,0 +1,94 @@
+"""An optimizer's state as tensors by name: what is saved, snapshotted and put back."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_lora.config.optimizers import of_all
+from dit_lora.numerics.optimizer_numbers import as_tensor, group_numbers, is_number, put_back
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors as `<group>/<parameter>/<name>`; learning rates follow from the step.
+
+    Python's numbers are 0-dim int64 or float64 copies on the CPU, which `put_numbers` writes back; those of a
+    group are `<group>/<name>`. Tables that all parameters share are there once, as `<name>`.
+    """
+    state, shared = {}, _shared()
+    for prefix, holder in _holders(optimizer):
+        for name, value in holder.items():
+            key = name if name in shared else f"{prefix}/{name}"
+            state[key] = as_tensor(value)
+    return state
+
+
+def put_numbers(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
+    """Write the numbers among these values of `optimizer_state` into the optimizer; tensors are live already."""
+    for group in optimizer.param_groups:
+        put_back(group, group["name"], state)
+    for prefix, parameter in _named(optimizer).items():
+        if parameter in optimizer.state:
+            put_back(optimizer.state[parameter], prefix, state)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> None:
+    """Put the values of `optimizer_state` into a new optimizer of the same kind and groups."""
+    bare: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+    own: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in stored.items():
+        prefix, _, name = key.rpartition("/")
+        own.setdefault(prefix, {})[name] = value
+    tables = own.get("", {})
+    for number, group in enumerate(bare.param_groups):
+        put_back(group, group["name"], stored)
+        named = zip(group["param_names"], group["params"], strict=True)
+        for index, (name, parameter) in enumerate(named):
+            bare.state.pop(parameter, None)
+            values = own.get(f"{group['name']}/{name}")
+            if values is None:  # it had no gradient yet
+                continue
+            if hasattr(bare, "init_state"):
+                # bitsandbytes makes its buffers itself: they may be paged.
+                bare.init_state(group, parameter, number, index)
+                values |= {n: tables[n] for n in _shared() if n in bare.state[parameter]}
+            _fill(bare.state[parameter], values, parameter.device)
+
+
+def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Forget the state of each parameter of which `optimizer_state` names a tensor so: it starts as on its first step."""
+    owners = {name.rpartition("/")[0] for name in names}
+    for prefix, parameter in _named(optimizer).items():
+        if prefix in owners:
+            optimizer.state.pop(parameter, None)
+
+
+def _shared() -> tuple[str, ...]:
+    """Return the names of tensors that every parameter's state holds, such as bitsandbytes' 8-bit codes."""
+    return of_all(lambda record: record.shared_state)
+
+
+def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:
+    for name, value in values.items():
+        if isinstance(state.get(name), torch.Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value.item() if is_number(value) else value.to(device, copy=True)
+
+
+def _holders(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for group in optimizer.param_groups:
+        yield group["name"], group_numbers(group)
+    for prefix, parameter in _named(optimizer).items():
+        yield prefix, optimizer.state.get(parameter, {})
+
+
+def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    return {
+        f"{group['name']}/{name}": parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }

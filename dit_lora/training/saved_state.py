@@ -1,0 +1,132 @@
+"""Keeps what a run is continued from: checkpoints, written beside the loop, and the state restored from one."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.dtensors import fill, gathered
+from dit_lora.training.best import best_checkpoints
+from dit_lora.training.checkpoints.compatibility import has_dropout, moved, place_of
+from dit_lora.training.checkpoints.files import (
+    Loaded,
+    SavedState,
+    checkpoint_steps,
+    load_checkpoint,
+    require_same_recipe,
+    save_checkpoint,
+)
+from dit_lora.training.checkpoints.writer import Saver
+from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.session.session import agree
+from dit_lora.training.task import AnySetup
+
+
+def require_own(setup: AnySetup, identity: Mapping[str, Any], path: Path) -> None:
+    """Raise `DitLoraError` if a checkpoint is another recipe's, before anything is compared or changed."""
+    require_same_recipe(path, identity, place_of(setup.session))
+
+
+def resume(
+    setup: AnySetup, ema: TrainedEMA | None, identity: Mapping[str, Any], path: Path
+) -> tuple[int, dict[str, Any]]:
+    """Continue from a checkpoint, wherever it was written; return its step and what recovery had changed of the run."""
+    session = setup.session
+    place = place_of(session)
+    # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
+    loaded = load_checkpoint(path, identity, place)
+    restore(loaded, setup.engine, ema)
+    session.say(f"resumed at step {loaded.step} from {path}")
+    differs = moved(loaded.place, place, dropout=has_dropout(setup.transformer))
+    # Said and not refused: sums in another order are the same training, within rounding.
+    if differs:
+        session.say(f"continued elsewhere: {differs}")
+    if setup.recipe.train.resume == "auto":  # which takes the newest whole one
+        for step, newer in checkpoint_steps(session.dir).items():
+            if step > loaded.step:
+                session.say(f"warning: passed over {newer}: it is torn or altered")
+    return loaded.step, loaded.guard
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run. One process writes, one checkpoint at a time, beside the loop."""
+
+    setup: AnySetup
+    ema: TrainedEMA | None
+    identity: Mapping[str, Any]
+    saver: Saver = field(default_factory=Saver)
+
+    def save(self, step: int, guard: Mapping[str, Any], *, wait: bool = False) -> None:
+        """Write a checkpoint with the guard's record; an error stops all ranks at the next step, or here with `wait`.
+
+        Collective: all wait here for an earlier one.
+        """
+        self.settle()
+        session, train, engine = self.setup.session, self.setup.recipe.train, self.setup.engine
+        averages = self.ema.tensors() if self.ema else {}
+        # Every rank gathers, though one keeps the values: a rank that left this out would hang the others.
+        state = SavedState(
+            engine.weights(),
+            engine.moments(),
+            gathered(averages, keep=session.is_main),
+        )
+        if session.is_main:
+            place = place_of(session)
+
+            def write(copy: SavedState) -> None:
+                save_checkpoint(
+                    session.dir,
+                    step,
+                    copy,
+                    self.identity,
+                    keep=train.keep,
+                    best=[one["step"] for one in best_checkpoints(session.dir, train.keep_best)],
+                    guard=guard,
+                    place=place,
+                )
+
+            self.saver.start(step, state, write)
+        if wait:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until every checkpoint is on the disk; all ranks learn whether it is. Collective."""
+        error = self.saver.wait()
+        if error is not None:
+            error.shown = True  # by the error that is raised here
+        agree(self.setup.session.accelerator, error)
+
+    def trouble(self) -> int:
+        """Return the exit code of what has gone wrong with this process's files, or 0; waits for nothing."""
+        # Another process may have taken the folder for a dead run's: this one must write no more.
+        lost = self.setup.session.lock.lost()
+        if lost is not None:
+            self.saver.fail(lost)
+        return self.saver.stop_code()
+
+    @contextmanager
+    def written_to_the_end(self) -> Iterator[None]:
+        """Let a checkpoint under way be written to its end, whatever ends the training within."""
+        try:
+            yield
+        finally:
+            error = self.saver.wait()
+            if error is not None and not error.shown:
+                self.setup.session.say(f"warning: {error}")
+
+
+def restore(loaded: Loaded, engine: Engine, ema: TrainedEMA | None = None) -> None:
+    """Put weights, optimizer state and averages bit for bit where `engine` holds them; each rank its part."""
+    stored, averages = loaded.state, ema.tensors() if ema else {}
+    # Compared before anything is filled: a model half restored would be neither the old nor the new.
+    for live, saved in ((engine.weights(), stored.weights), (averages, stored.averages)):
+        if {n: t.shape for n, t in live.items()} != {n: t.shape for n, t in saved.items()}:
+            raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
+    # Copies: what an optimizer on a CPU keeps must not live in a mapped file.
+    engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
+    for name, tensor in averages.items():
+        fill(tensor, stored.averages[name])

@@ -1,0 +1,148 @@
+"""Read in the environment what a launcher says: who started this process, and what it asks this code to do itself."""
+
+import importlib.util
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError, listed
+
+_SET_BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
+"""A variable that every `accelerate launch` sets and nobody else does."""
+
+
+def waiting_launcher(environment: Mapping[str, str]) -> int | None:
+    """Return the process id of the `accelerate launch` that started this process.
+
+    None if something else did: any other parent may end without ending the run.
+    """
+    return os.getppid() if _SET_BY_ACCELERATE in environment else None
+
+
+def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
+    """Return whether `accelerate launch` was asked for several processes and started one; `gpus` are the machine's.
+
+    For several it sets the address at which they meet, and here no number of them (simple_launcher in
+    accelerate/commands/launch.py). With --cpu it sets the address wherever there are several GPUs, asked or not.
+    """
+    by_accelerate = _SET_BY_ACCELERATE in environment
+    meets = environment.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in environment
+    by_default = gpus > 1 and _is_on(environment.get("ACCELERATE_USE_CPU", ""))
+    return by_accelerate and meets and not by_default
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Settings of how weights are spread over ranks (FSDP2)."""
+
+    reshard_after_forward: bool = True
+    """True if a block's weights are let go of between its forward and its backward pass."""
+
+
+def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
+    """Return what `accelerate launch` was asked of FSDP, taken out of the environment; None if nothing.
+
+    Of its `fsdp_*` settings the version and `reshard_after_forward` have an effect. Raises `DitLoraError` for
+    version 1 and for parameters in host memory.
+    """
+    # Popped: Accelerate would shard by its own plugin, on GPUs alone.
+    if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
+        return None
+    refused = []
+    # Without a version Accelerate means its first.
+    if environment.get("FSDP_VERSION", "1") != "2":
+        refused.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
+    if _is_on(environment.get("FSDP_OFFLOAD_PARAMS", "")):
+        refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
+    if refused:
+        raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", refused))
+    stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
+    return Sharding(reshard_after_forward=not stays_whole)
+
+
+def take_zero(environment: MutableMapping[str, str]) -> int | None:
+    """Return the ZeRO stage that the launch asks of DeepSpeed, taken out of the environment; None if it does not.
+
+    Raises `DitLoraError` for what only DeepSpeed could do, and where it is not installed.
+    """
+    # Popped: Accelerate's DeepSpeed steps inside of backward, before the gate.
+    if not _is_on(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
+        return None
+    if importlib.util.find_spec("deepspeed") is None:
+        raise DitLoraError(
+            "the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'"
+        )
+    # Accelerate's default too.
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    refused = (
+        []
+        if stage == "2"
+        else [
+            f"ZeRO stage {stage}: set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
+        ]
+    )
+    for name, instead in _NOT_BY_DEEPSPEED.items():
+        value = environment.get(f"ACCELERATE_{name}", "none").lower()
+        if value not in ("none", "auto"):
+            refused.append(f"{name.lower()} {value}: leave it out; {instead}")
+    if refused:
+        summary = (
+            "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
+        )
+        raise DitLoraError(listed(summary, refused))
+    return int(stage)
+
+
+def require_for_zero(recipe: Recipe, *, some_idle: bool) -> None:
+    """Raise `DitLoraError` with everything in the recipe that ZeRO's parts rule out.
+
+    `some_idle` says that a step may leave what trains without a gradient.
+    """
+    refused = _others(recipe, "zero2")
+    if some_idle:
+        refused.append(
+            "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
+            "for zero; train the adapter alone"
+        )
+    if refused:
+        summary = "not with DeepSpeed's ZeRO; launch with accelerate_configs/ddp.yaml, or"
+        raise DitLoraError(listed(summary, refused))
+
+
+_NOT_BY_DEEPSPEED = {
+    "DEEPSPEED_CONFIG_FILE": "the recipe says everything else",
+    "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "more GPUs share it further",
+    "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "train.offload is for one process and DDP",
+    "GRADIENT_CLIPPING": "optim.clip decides",
+}
+
+
+def require_shardable(recipe: Recipe) -> None:
+    """Raise `DitLoraError` with everything in the recipe that sharded weights rule out."""
+    refused = _others(recipe, "fsdp2")
+    if refused:
+        summary = "not with sharded weights (FSDP); launch with accelerate_configs/ddp.yaml, or"
+        raise DitLoraError(listed(summary, refused))
+
+
+def _others(recipe: Recipe, sharding: Literal["fsdp2", "zero2"]) -> list[str]:
+    """Return the settings that read whole tensors or place weights, with what to set them to."""
+    optimizer = recipe.optim.name
+    is_shared = sharding in OPTIMIZERS[optimizer].sharding
+    return [
+        f"{name}={value}: set it to {instead}"
+        for name, value, instead in (
+            ("optim.name", optimizer, optimizer if is_shared else DEFAULT),
+            ("model.quantize", recipe.model.quantize, None),
+            ("train.offload", recipe.train.offload, "none"),
+            ("train.context_parallel", recipe.train.context_parallel, 1),
+        )
+        if value != instead
+    ]
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() in ("1", "true")

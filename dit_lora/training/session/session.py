@@ -1,0 +1,348 @@
+"""Start and end a run: versions and launch checked, one owner of autocast, the run's folder, agreement of ranks."""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache, cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
+from tqdm import tqdm
+
+from dit_lora.config.load import dump_recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
+from dit_lora.errors import DitLoraError, listed, show
+from dit_lora.families import CHAT_FAMILIES
+from dit_lora.files import write_whole
+from dit_lora.numerics.precision import Precision, choose_precision
+from dit_lora.terminal import printable
+from dit_lora.training.session.launch import (
+    Sharding,
+    require_for_zero,
+    require_shardable,
+    started_alone,
+    take_sharding,
+    take_zero,
+    waiting_launcher,
+)
+from dit_lora.training.session.run_lock import LOCK, RunLock
+from dit_lora.training.trackers.trackers import Trackers, login_problem, require_trackers
+
+# A collective of training that takes so long has lost a rank; NCCL's own limit is a third of it.
+_STALL = timedelta(minutes=30)
+# One rank may encode, sample or write for as long as it takes: the others do not wait in a collective of training.
+_PATIENCE = timedelta(days=7)
+_PASSED_ON = 1.0
+"""Seconds within which a signal that comes again is the same one, passed on by a launcher."""
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One started run."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    precision: Precision
+    launcher: int | None = None
+    """Process id of the `accelerate launch` that waits for this one."""
+    sharding: Sharding | None = None
+    """The way weights are spread over ranks; None where each holds all of them."""
+    zero: int | None = None
+    """DeepSpeed's ZeRO stage, if the launch asks for it."""
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.recipe.run.dir)
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @cached_property
+    def trackers(self) -> Trackers:
+        """The trackers, which the main process alone has; they are not started yet."""
+        return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
+
+    @cached_property
+    def lock(self) -> RunLock:
+        """The lock of the run's folder; `require_free_folder` takes it, on the main process."""
+        return RunLock(self.dir, self.say)
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the share of samples that this process reads: ranks that share tokens read the same."""
+        return self.accelerator.process_index // self.recipe.train.context_parallel
+
+    @property
+    def data_ranks(self) -> int:
+        return self.accelerator.num_processes // self.recipe.train.context_parallel
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over micro-steps and ranks."""
+        train = self.recipe.train
+        return train.batch_size * train.accumulate * self.data_ranks
+
+    def say(self, line: str) -> None:
+        """Write one line for the user, from the main process alone."""
+        if self.is_main:
+            tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if there is one
+
+
+@contextmanager
+def running(recipe: Recipe) -> Iterator[Session]:
+    """Yield a started run; close its trackers and its process group, whatever ends it."""
+    session = _start(recipe)
+    failed = True
+    try:
+        yield session
+        failed = False
+    except DitLoraError as error:
+        if error.collective:
+            # Said, and all ranks here, before one of them ends: the launcher stops the others at once.
+            show(error)
+            meet(session.accelerator)
+        raise
+    finally:
+        session.trackers.finish(failed=failed)
+        session.lock.release()
+        # The group ends with the process group; a later run of this process makes its own.
+        _waiting_room.cache_clear()
+        # Gloo's thread takes the interpreter lock to let go of the last collective's tensors. Destroying the
+        # group waits for that thread with the lock held: for ever, unless the thread had its turn before.
+        if session.accelerator.num_processes > 1:
+            time.sleep(0.1)
+        session.accelerator.end_training()
+
+
+def _start(recipe: Recipe) -> Session:
+    """Check versions and launch, choose the precision, make the Accelerator; nothing is written yet."""
+    quiet_libraries()
+    # What can refuse the run comes before the process group: no rank waits for one that has ended.
+    require_trackers(recipe.run.trackers)
+    sharding = take_sharding(os.environ)  # before Accelerate reads it
+    if sharding is not None:
+        require_shardable(recipe)
+    zero = take_zero(os.environ)
+    if zero is not None:
+        require_for_zero(recipe, some_idle=_some_idle(recipe))
+    environment = probe_environment()
+    warnings = require_compatible(environment, recipe.run.allow_untested)
+    on_gpu = torch.cuda.is_available()
+    # The recipe decides and not the launch: one owner of autocast.
+    precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    # pytorch#196678: its backward gives NaN with a mask tensor, torch 2.11 and later.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    accelerator = Accelerator(
+        cpu=not on_gpu,
+        mixed_precision=precision.mixed,
+        gradient_accumulation_steps=recipe.train.accumulate,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=_STALL),
+            DistributedDataParallelKwargs(find_unused_parameters=_some_idle(recipe)),
+        ],
+    )
+    _check_launch(accelerator, sharding)
+    _check_settings(recipe, accelerator)
+    launcher = waiting_launcher(os.environ)
+    session = Session(recipe, accelerator, precision, launcher, sharding, zero)
+    agree(accelerator, login_problem(recipe.run.trackers) if session.is_main else None)
+    for warning in warnings:
+        session.say(f"warning: {warning}")
+    spread = ", weights sharded over them (FSDP2)" if sharding else ""
+    spread += f", gradients and optimizer shared out (ZeRO-{zero})" if zero else ""
+    if not on_gpu and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
+        spread += ": torch finds no GPU that it can use; see dit-lora doctor"
+    session.say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}{spread}")
+    session.say(f"precision: {precision.dtype}: {precision.reason}")
+    return session
+
+
+def _some_idle(recipe: Recipe) -> bool:
+    """Return true if a step may leave what trains without a gradient: an encoder sees no conversation without media."""
+    groups = recipe.optim.groups
+    return recipe.model.family in CHAT_FAMILIES and bool(groups.connector or groups.backbone)
+
+
+def require_free_folder(session: Session) -> None:
+    """Take run.dir for this run alone, until it ends; call it before anything of the folder is read. Collective.
+
+    Raises for a folder that cannot be written, is no run's, is in use by another process, or holds another run's
+    steps (unless resuming).
+    """
+    error = None
+    if session.is_main:
+        try:
+            _take_folder(session)
+        except DitLoraError as problem:
+            error = problem
+    agree(session.accelerator, error)
+
+
+def _take_folder(session: Session) -> None:
+    folder = session.dir
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
+    if there == folder and any(folder.iterdir()) and not _is_run(folder):
+        raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
+    # Before the folder's files are read: until then another process may be writing them.
+    session.lock.acquire()
+    if (folder / "metrics.jsonl").exists() and session.recipe.train.resume == "none":
+        session.lock.release()
+        raise DitLoraError(
+            f"run.dir {folder} already holds a run; continue it with train.resume=auto, "
+            "or choose another run.dir"
+        )
+
+
+def _is_run(folder: Path) -> bool:
+    names = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
+    return any((folder / name).exists() for name in names)
+
+
+def open_run_folder(session: Session) -> None:
+    """Write config.yaml and environment.json: after everything that can refuse the run."""
+    folder = session.dir
+    if session.is_main:
+        write_whole(folder / "config.yaml", dump_recipe(session.recipe))
+        environment = asdict(probe_environment())
+        environment["packages"] = environment.pop("versions")
+        environment["processes"] = session.accelerator.num_processes
+        environment["precision"] = f"{session.precision.dtype}: {session.precision.reason}"
+        text = json.dumps(environment, indent=2, sort_keys=True)
+        write_whole(folder / "environment.json", text + "\n")
+    meet(session.accelerator)
+
+
+def quiet_libraries() -> None:
+    """Hide the libraries' progress bars of loading, noise beside our own; warnings stay."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
+    """Remember the first SIGINT or SIGTERM within, which asks for a clean stop; the second acts.
+
+    Yields a function that gives the exit code asked for, 130 or 143, or 0. The end of the `launcher` counts
+    as SIGTERM: `accelerate launch` ends on that signal and does not pass it on. torchrun does, to ranks that
+    a terminal or Slurm has sent it to already, so a second one counts a second later.
+    """
+    asked, last = {"code": 0}, -math.inf
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if asked["code"]:
+            if last - before < _PASSED_ON:
+                return
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        asked["code"] = 128 + number
+        # A plain write: the signal may have come in the middle of one of Python's own.
+        os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
+
+    def stop_asked() -> int:
+        # An orphan has another parent: the launcher ended without passing its signal on.
+        if not asked["code"] and launcher is not None and os.getppid() != launcher:
+            asked["code"] = 128 + signal.SIGTERM
+        return asked["code"]
+
+    previous = {s: signal.signal(s, remember) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop_asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
+    """Raise on every rank if any rank brings an error, with the first one's message; ranks wait as in `meet`."""
+    own_error = None if error is None else (str(error), error.exit_code)
+    everyones: list[Any] = [own_error]
+    if accelerator.num_processes > 1:
+        everyones = [None] * accelerator.num_processes
+        dist.all_gather_object(everyones, own_error, group=_waiting_room(dist.group.WORLD))
+    first = next((item for item in everyones if item is not None), None)
+    if first is None:
+        return
+    # One message on all ranks: the launcher may show any of them.
+    agreed = DitLoraError(first[0])
+    agreed.exit_code, agreed.collective = first[1], True
+    raise agreed from error
+
+
+def meet(accelerator: Accelerator) -> None:
+    """Wait for all ranks, for days if need be: after work that one rank does alone, or that takes some longer."""
+    if accelerator.num_processes > 1:
+        dist.barrier(group=_waiting_room(dist.group.WORLD))
+
+
+@cache
+def _waiting_room(_world: Any) -> Any:
+    """Return a group over gloo: who waits in it has no collective of NCCL under way, which would time out."""
+    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
+def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Raise `DitLoraError` for settings of the launch, which Accelerate reads too, that contradict the recipe."""
+    contradictions = []
+    micro_steps = accelerator.gradient_accumulation_steps
+    if micro_steps != recipe.train.accumulate:
+        contradictions.append(
+            f"gradient accumulation of {micro_steps}, against train.accumulate={recipe.train.accumulate}; "
+            "launch without --gradient_accumulation_steps"
+        )
+    shared, processes = recipe.train.context_parallel, accelerator.num_processes
+    if processes % shared:
+        contradictions.append(
+            f"{processes} process(es), which train.context_parallel={shared} does not divide"
+        )
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", accelerator.mixed_precision):
+        contradictions.append(
+            f"mixed precision {asked}, against {accelerator.mixed_precision} by model.dtype; "
+            "launch with --mixed_precision no"
+        )
+    if contradictions:
+        raise DitLoraError(
+            listed("the launch contradicts the recipe, which decides", contradictions)
+        )
+
+
+def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
+    """Raise `DitLoraError` for one process where several were asked for, which would be a slow run."""
+    is_one = accelerator.num_processes == 1
+    problem = launch_problem(
+        several_asked=is_one and started_alone(os.environ, torch.cuda.device_count()),
+        fsdp_asked=is_one and sharding is not None,
+    )
+    if problem:
+        raise DitLoraError(problem)
+    kind = accelerator.distributed_type
+    if kind not in _SUPPORTED:
+        raise DitLoraError(
+            f"{kind.value} is not supported by this version: its saving and clipping are DDP's; launch with "
+            "accelerate_configs/ddp.yaml"
+        )

@@ -1,0 +1,77 @@
+"""Writes status.json and data.json, for those who look at a run's folder."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dit_lora.data.loading.training_set import Prepared
+from dit_lora.errors import InterruptedRunError
+from dit_lora.files import write_whole
+from dit_lora.guard.gate import NonFiniteError
+from dit_lora.parsing import read_json
+from dit_lora.training.session.session import Session
+
+_LISTED = 500  # rejected samples; counts are of all
+_LONGEST = len("interrupted")
+
+
+@contextmanager
+def status_noted(session: Session, recipe_file: str) -> Iterator[None]:
+    """Note in status.json `running` within, then `finished`, `interrupted`, `stopped` by the guard, or `failed`.
+
+    It names the recipe's file without its folder. A killed process leaves `running`, and a lock that is not held
+    (`dit_lora.training.session.run_lock.is_live`).
+    """
+    _note(session, recipe_file, "running")
+    state = "failed"
+    try:
+        yield
+        state = "finished"
+    except NonFiniteError:
+        state = "stopped"
+        raise
+    except (InterruptedRunError, KeyboardInterrupt, SystemExit):
+        state = "interrupted"
+        raise
+    finally:
+        _note(session, recipe_file, state)
+
+
+def _note(session: Session, recipe_file: str, state: str) -> None:
+    """Write status.json; on a full disk in the place of the last one, which has room for it."""
+    if not session.is_main:
+        return
+    path = session.dir / "status.json"
+    record = json.dumps({"state": state, "recipe": Path(recipe_file).name}, indent=2)
+    text = f"{record:<{len(record) - len(state) + _LONGEST}}\n"  # each has room for any other
+    try:
+        write_whole(path, text)
+    except OSError:
+        with contextlib.suppress(OSError), path.open("r+b") as file:  # no run should end by this
+            file.write(text.encode())
+
+
+def write_data_record(session: Session, data: Prepared) -> None:
+    """Write data.json, on the main process: samples of an epoch, what was rejected and why, and the buckets."""
+    if not session.is_main:
+        return
+    rejected = dict(data.rejected)
+    record: dict[str, Any] = {
+        "samples": len(data.clips.entries),
+        "rejected": dict(list(rejected.items())[:_LISTED]),
+        "rejected_count": len(rejected),
+        "buckets": None,
+    }
+    if data.report is not None:
+        record["buckets"] = data.report.as_dict()
+        record["buckets"]["dropped"] = record["buckets"]["dropped"][:_LISTED]
+    write_whole(session.dir / "data.json", json.dumps(record, indent=2) + "\n")
+
+
+def told_to_trackers(session: Session) -> dict[str, Any]:
+    """Return what trackers are told of a run beside its numbers: the recipe, and what it runs on."""
+    environment = read_json(session.dir / "environment.json")
+    return {**session.recipe.model_dump(mode="json"), "environment": environment}

@@ -1,0 +1,1 @@
+"""The kinds of training: diffusion and chat."""

@@ -1,0 +1,1 @@
+"""The chat task: conversations, answers and validation."""

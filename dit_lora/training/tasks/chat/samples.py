@@ -1,0 +1,136 @@
+"""Finds the conversations that a recipe trains on, renders each to learn its length, and puts it into its bucket."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dit_lora.config.chat import ChatConfig
+from dit_lora.config.data import DataConfig
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.chat.annotations import read_conversations
+from dit_lora.data.chat.conversation import Conversation
+from dit_lora.data.chat.fitting import fit
+from dit_lora.data.chat.frames import latest_seconds
+from dit_lora.data.chat.tensors import bucket_length
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.video import ClipError, VideoHeader
+from dit_lora.errors import DitLoraError
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape
+from dit_lora.training.tasks.diffusion.samples import bar, in_words, read_headers
+
+
+@dataclass(frozen=True)
+class ChatSamples:
+    """The samples of a file of conversations."""
+
+    entries: tuple[ChatEntry, ...]
+    rejected: dict[str, str]
+    """Reasons why samples cannot be used, by their ids."""
+    media: dict[str, Media]
+    """The media of every sample that names one and could be read so far, by its id."""
+    names: tuple[str, ...]
+    """Names of all samples, in the order of their files."""
+
+
+def find_conversations(
+    recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool
+) -> ChatSamples:
+    """Read annotations and headers, and render every conversation; nothing is decoded."""
+    found, chat = read_conversations(data), recipe.chat or ChatConfig()
+    rejected = {problem.file: problem.words for problem in found.problems}
+    seen = [one for one in found.all if one.media is not None]
+    # Headers alone: sizes give the bucket, and durations the time stamps.
+    headers = read_headers([one.media for one in seen if one.media], recipe, quiet=quiet)
+    by_id = {one.id: header for one, header in zip(seen, headers, strict=True)}
+    entries = []
+    for one in bar("rendering conversations", "sample", quiet)(found.all):
+        one = replace(one, system=one.system or chat.system)
+        try:
+            entries.append(_entry(one, by_id.get(one.id), checkpoint, chat))
+        except DitLoraError as error:
+            rejected[one.id] = str(error)
+    media = {one.id: one.media for one in seen if one.media}
+    names = dict.fromkeys([*(one.id for one in found.all), *rejected])
+    return ChatSamples(tuple(entries), rejected, media, tuple(names))
+
+
+def digest_of(entries: Sequence[ChatEntry]) -> str:
+    """Return a digest of texts, places, lengths and what the headers say; not of every byte of the media."""
+    return entry_key({"conversations": [_facts(entry) for entry in entries]})
+
+
+def training_set(
+    entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe
+) -> ChatSet:
+    return ChatSet.of(entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id)
+
+
+def _entry(
+    conversation: Conversation,
+    header: VideoHeader | ClipError | None,
+    checkpoint: ChatCheckpoint,
+    chat: ChatConfig,
+) -> ChatEntry:
+    """Render a conversation and choose its bucket. Raises `DitLoraError` with the reason if nothing can be learned."""
+    if isinstance(header, ClipError) and conversation.media is not None:
+        raise ClipError(in_words(conversation.media, header))
+    if isinstance(header, ClipError):
+        raise header
+    pixels, seconds = None, tuple[float, ...]()
+    if header is not None:
+        pixels = checkpoint.shape(conversation.kind, header.height, header.width)
+        if conversation.kind == "video" and pixels is not None:
+            seconds = _latest(conversation, header, pixels.frames)
+    # With the times that take the most digits: no draw of frames makes it longer.
+    begun = _begun(conversation, chat)
+    drawn = [fit(checkpoint.render(one, pixels, seconds), chat.max_tokens) for one in begun]
+    longest, instruction = max(drawn, key=len), len(drawn[0].instruction)
+    if instruction and _is_shuffled(conversation, chat):
+        alone = [replace(conversation, turns=(turn,)) for turn in conversation.turns]
+        instruction = max(len(checkpoint.render(one, pixels, seconds).instruction) for one in alone)
+    length = bucket_length(len(longest), chat.length_step)
+    size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
+    shape = ChatShape(length, *size, conversation.kind)
+    return ChatEntry(
+        conversation,
+        header,
+        shape,
+        max(one.answers for one in drawn),
+        instruction,
+        sum(piece.dropped for piece in longest.pieces),
+    )
+
+
+def _is_shuffled(conversation: Conversation, chat: ChatConfig) -> bool:
+    return chat.shuffle_turns and conversation.independent and len(conversation.turns) > 1
+
+
+def _begun(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
+    """Return one order of turns for each length that a drawn order can give.
+
+    The first turn alone makes a difference: its instruction is the conversation's, and a caption asks nothing.
+    """
+    turns = conversation.turns
+    if not _is_shuffled(conversation, chat):
+        return [conversation]
+    firsts = {(turn.instruction, not turn.question): at for at, turn in enumerate(turns)}
+    return [replace(conversation, turns=(*turns[at:], *turns[:at])) for at in firsts.values()]
+
+
+def _latest(conversation: Conversation, header: VideoHeader, frames: int) -> tuple[float, ...]:
+    if header.seconds is None or header.fps is None:
+        raise ClipError(f"{conversation.id}: it does not say how long it is; encode it anew")
+    return latest_seconds(
+        header.seconds, header.fps, frames, start=conversation.start, end=conversation.end
+    )
+
+
+def _facts(entry: ChatEntry) -> list[str]:
+    return [*_texts(entry.conversation), repr(entry.header), str(entry.shape), str(entry.answers)]
+
+
+def _texts(one: Conversation) -> Iterator[str]:
+    yield from (one.id, one.system, repr((one.start, one.end, one.times, one.loss_weight)))
+    for turn in one.turns:
+        yield from (turn.instruction, turn.question, turn.answer)

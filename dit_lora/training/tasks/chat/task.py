@@ -1,0 +1,160 @@
+"""Trains chat models by the common loop: conversations read live, answers to look at, a PEFT adapter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.peft_format import save_chat_adapter
+from dit_lora.config.chat import ChatConfig
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.cache.digests import Digests
+from dit_lora.data.loading.training_set import Prepared
+from dit_lora.families import get_family
+from dit_lora.families.chat_base import KINDS, ChatCheckpoint
+from dit_lora.families.family import ChatFamily
+from dit_lora.results.verify.chat_model import ChatStock
+from dit_lora.training.session.session import Session
+from dit_lora.training.step import StepResult
+from dit_lora.training.task import Setup
+from dit_lora.training.tasks.chat.audit import audited
+from dit_lora.training.tasks.chat.samples import digest_of, find_conversations, training_set
+from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
+from dit_lora.training.tasks.chat.validation import write_answers
+from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
+from dit_lora.training.tasks.held_out import HeldOut, mean_loss
+from dit_lora.training.tasks.rejects import Rejects
+
+
+@dataclass(frozen=True)
+class PreparedChat(Prepared):
+    """Conversations to train on, and others to measure on."""
+
+    held_out: ChatSet | None = None
+
+
+ChatSetup: TypeAlias = Setup[PreparedChat, ChatCheckpoint]
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """The `Task` of every family with the contract of `families.chat_base`."""
+
+    def prepare_data(self, session: Session, checkpoint: ChatCheckpoint) -> PreparedChat:
+        recipe, accelerator = session.recipe, session.accelerator
+        quiet = not accelerator.is_local_main_process
+        rejects = Rejects(session)
+        held_out = None
+        # The others find headers and digests remembered.
+        with accelerator.local_main_process_first():
+            found = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
+            digests = Digests(recipe.cache_dir / "digests.json")
+            model = self.model_digest(checkpoint, recipe, digests)
+            at_fault = audited(recipe, found, digests)
+            if not quiet:
+                digests.save()
+        rejects.add({**found.rejected, **at_fault, **_without_effect(recipe, found.entries)})
+        entries = rejects.without(found.entries, lambda entry: entry.id)
+        clips = training_set(entries, checkpoint, recipe)
+        session.say(_told(clips))
+        if recipe.validation.conversations is not None:
+            data = recipe.data.model_copy(
+                update={"path": recipe.validation.conversations, "sources": ()}
+            )
+            others = find_conversations(recipe, checkpoint, data, quiet=quiet)
+            rejects.add(others.rejected, "these samples of validation.conversations cannot be used")
+            held_out = training_set(
+                rejects.without(others.entries, lambda entry: entry.id), checkpoint, recipe
+            )
+        return PreparedChat(clips, digest_of(entries), model, rejects.found, held_out=held_out)
+
+    def load_trainable(
+        self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
+    ) -> tuple[nn.Module, list[dict[str, Any]], str]:
+        model = checkpoint.load_model(dtype)
+        narrowed = quantized(recipe, model, family.group_patterns)
+        said = "no adapter: optim.groups.adapter is null"
+        if recipe.optim.groups.adapter is not None:
+            attached = attach_lora(
+                model,
+                recipe.lora,
+                default_targets(family, model),
+                seed=recipe.train.seed,
+                within=family.lora_within,
+            )
+            said = str(attached)
+        groups = recipe_groups(model, recipe.optim.groups, family.group_patterns)
+        return model, groups, f"{narrowed}{said}\n{put_kernels(recipe, model)}"
+
+    def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
+        return entry_key({checkpoint.path.name: digests.component(checkpoint.path)})
+
+    def weight_files(self, checkpoint: ChatCheckpoint) -> Sequence[Path]:
+        return sorted(checkpoint.path.glob("*.safetensors"))
+
+    def identity(self, recipe: Recipe) -> dict[str, Any]:
+        family: ChatFamily = get_family(recipe.model.family)
+        chat = recipe.model_dump(mode="json")["chat"] or {}
+        if family.tells_times and chat.get("timestamps", "") is None:
+            chat["timestamps"] = True  # no choice of theirs, and what checkpoints of before have
+        return {f"chat.{key}": value for key, value in chat.items()}
+
+    def provenance(self, setup: ChatSetup) -> dict[str, Any]:
+        chat = setup.recipe.chat or ChatConfig()
+        return {"viewing": asdict(setup.checkpoint.how), "system": chat.system}
+
+    def loss_parts(self, setup: ChatSetup, result: StepResult) -> dict[str, dict[str, float]]:
+        """Return the step's loss under its kind of media: all samples of a step are of one kind."""
+        return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
+
+    def held_out_loss(self, setup: ChatSetup) -> float | None:
+        """Over answer tokens, up to `held_out_clips` conversations; middle frames and turns as written, at every call."""
+        held_out = setup.data.held_out
+        if held_out is None:
+            return None
+        entries = held_out.entries[: setup.recipe.validation.held_out_clips]
+        return mean_loss(setup, held_out, [HeldOut(one, 0, one.answers) for one in entries])
+
+    def show(self, setup: ChatSetup, step: int) -> None:
+        write_answers(setup, step)
+
+    def stock(self, checkpoint: ChatCheckpoint) -> ChatStock:
+        return ChatStock(checkpoint)
+
+    def save(
+        self, setup: ChatSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
+        return save_chat_adapter(setup.transformer, setup.session.dir / "adapter", made, weights)
+
+
+def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
+    """Return the family's targets that the model has: language models of one family differ."""
+    linear = (name for name, one in model.named_modules() if isinstance(one, nn.Linear))
+    there = {name.rpartition(".")[2] for name in linear}
+    return tuple(target for target in family.lora_targets if target in there)
+
+
+def _without_effect(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str, str]:
+    """Return the samples through which nothing that trains would get a gradient, and why."""
+    if recipe.optim.groups.adapter is not None:
+        return {}
+    why = "it is text alone, and without an adapter (optim.groups.adapter: null) only what sees media trains"
+    return {entry.id: why for entry in entries if entry.shape.kind == "text"}
+
+
+def _told(clips: ChatSet) -> str:
+    kinds = [entry.conversation.kind for entry in clips.entries]
+    counts = [f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds]
+    answers = sum(entry.answers for entry in clips.entries)
+    shortened = sum(entry.shortened > 0 for entry in clips.entries)
+    return (
+        f"conversations: {', '.join(counts)}, in {len(clips.rooms)} buckets, the largest {clips.largest[0]}; "
+        f"{answers:,} answer tokens to learn"
+        + (f"; the questions of {shortened:,} are shortened" if shortened else "")
+    )

@@ -1,0 +1,59 @@
+"""Writes what a chat model answers in conversations that it is not trained on."""
+
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dit_lora.data.loading.training_set import Prepared
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.video import ClipError
+from dit_lora.errors import DitLoraError
+from dit_lora.families.chat_base import ChatCheckpoint
+from dit_lora.files import write_whole
+from dit_lora.training.execution.modes import evaluating
+from dit_lora.training.task import Setup
+from dit_lora.training.tasks.chat.answerer import Answerer
+from dit_lora.training.tasks.shared import agreed
+
+ANSWERS = "answers.json"
+
+
+def write_answers(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
+    """Write samples/step_NNNNNN/answers.json: what the model says to each of `validation.prompts`. Collective."""
+    if not setup.recipe.validation.prompts:
+        return
+    # A sharded model answers on all ranks at once, the same on each.
+    takes_part = setup.session.is_main or setup.engine.lockstep
+    agreed(setup.session, (lambda: _write(setup, step)) if takes_part else None)
+
+
+def _write(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
+    settings, accelerator = setup.recipe.validation, setup.session.accelerator
+    answerer = Answerer(
+        setup.checkpoint, setup.transformer, accelerator.device, setup.session.precision.dtype
+    )
+    answers = []
+    bar = tqdm(
+        settings.prompts,
+        desc=f"answering at step {step}",
+        unit="answer",
+        leave=False,
+        disable=not setup.session.is_main,
+    )
+    with evaluating(setup.model):
+        for index, prompt in enumerate(bar):
+            file = settings.media[index] if settings.media else None
+            try:
+                said = answerer.ask(
+                    MediaFile(Path(file)) if file else None,
+                    prompt,
+                    max_tokens=settings.max_answer_tokens,
+                )
+            except ClipError as problem:
+                raise DitLoraError(f"validation.media: {problem}") from problem
+            answers.append({"prompt": prompt, "media": file, "answer": said})
+    if not setup.session.is_main:
+        return
+    folder = setup.session.dir / "samples" / f"step_{step:06d}"
+    write_whole(folder / ANSWERS, json.dumps(answers, indent=2, ensure_ascii=False) + "\n")

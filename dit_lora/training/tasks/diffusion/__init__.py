@@ -1,0 +1,1 @@
+"""The diffusion task: encoding, model, samples and validation."""

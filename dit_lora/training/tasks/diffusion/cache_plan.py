@@ -1,0 +1,122 @@
+"""Plans a recipe's cache: each sample's entries and each caption's, before anything is encoded."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.audit.memo import AuditMemo
+from dit_lora.data.audit.runner import remembered
+from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.cache.digests import Digests
+from dit_lora.data.cache.fill import Job
+from dit_lora.data.loading.encoded import Entry
+from dit_lora.families.base import Encoders, Opened
+from dit_lora.training.tasks.diffusion.cache_entries import Encoding
+from dit_lora.training.tasks.diffusion.samples import Sample, Samples, bar, find_samples
+
+AUDIT_MEMO = "audit.jsonl"
+"""The file in the cache's folder that holds what `dit-lora audit` measured."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One sample and the entries that it needs."""
+
+    sample: Sample
+    video: Job
+    mirror: Job | None
+    text: Job
+
+    @property
+    def videos(self) -> tuple[Job, ...]:
+        return (self.video, self.mirror) if self.mirror else (self.video,)
+
+    @property
+    def entry(self) -> Entry:
+        sample = self.sample
+        return Entry(
+            sample.id,
+            self.video.key,
+            self.text.key,
+            self.mirror.key if self.mirror else None,
+            sample.shape,
+            sample.clip.times,
+            sample.clip.loss_weight,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe's samples with their entries."""
+
+    encoding: Encoding
+    samples: Samples
+    wanted: tuple[Wanted, ...]
+    rejected: dict[str, str]
+    """Samples that cannot be used, as far as is known without decoding, and why."""
+    texts: dict[str, Job]
+    """Jobs by caption: all samples' and validation prompts' captions, and the empty one."""
+    transformer_digest: str
+
+    @property
+    def keys(self) -> tuple[set[str], set[str]]:
+        """Keys of all clips and of all captions that the recipe uses."""
+        videos = {job.key for one in self.wanted for job in one.videos}
+        return videos, {job.key for job in self.texts.values()}
+
+
+def make_plan(
+    recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, *, group: int, quiet: bool
+) -> Plan:
+    """Read the sources, and the files that were not read before; remembers their digests unless `quiet`."""
+    digests = Digests(recipe.cache_dir / "digests.json")
+    encoding = Encoding.of(recipe, checkpoint, dtype, digests)
+    transformer = transformer_digest(checkpoint, recipe, digests)
+    samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
+    # The empty caption is what caption dropout trains on and guidance samples with.
+    texts = {text: encoding.text(text) for text in ("", *recipe.validation.prompts)}
+    rejected = dict(samples.rejected)
+    wanted: list[Wanted] = []
+    for sample in bar("reading files", "clip", quiet)(samples.all):
+        try:
+            video = encoding.video(sample)
+            mirror = encoding.video(sample, mirrored=True) if recipe.data.flip else None
+        except OSError as error:
+            rejected[sample.id] = f"cannot be read: {error.strerror or error}"
+            continue
+        caption = sample.clip.caption
+        if caption not in texts:
+            texts[caption] = encoding.text(caption)
+        wanted.append(Wanted(sample, video, mirror, texts[caption]))
+    if not quiet:
+        digests.save()
+    # By content and not by name: a file that was mended since is judged anew.
+    rejected |= _audited(recipe, samples, digests)
+    return Plan(encoding, samples, tuple(wanted), rejected, texts, transformer)
+
+
+def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:
+    """Return the digest of the transformer's files, or of what it is drawn from."""
+    scratch = recipe.model.from_scratch
+    if scratch is None:
+        return digests.component(checkpoint.path / "transformer")
+    return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
+
+
+def _audited(recipe: Recipe, found: Samples, digests: Digests) -> dict[str, str]:
+    """Return what `dit-lora audit` rejected of this recipe's samples, with the reason; decodes nothing."""
+    memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
+    if not memo:
+        return {}
+    shapes = found.shapes
+    judged = remembered(found.clips, recipe.data, memo=memo, digests=digests, shapes=shapes)
+    rejected = {}
+    samples: dict[str, list[str]] = {}
+    for sample in found.all:
+        samples.setdefault(sample.clip.id, []).append(sample.id)
+    for one in judged:
+        reasons = [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
+        for name in samples.get(one.file, [one.file]) if reasons else ():
+            rejected[name] = f"{one.file}: {'; '.join(reasons)}"
+    return rejected

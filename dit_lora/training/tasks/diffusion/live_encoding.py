@@ -1,0 +1,194 @@
+"""Encodes samples as they come, in place of a cache: `data.precompute: false`.
+
+Worker processes decode; the process that trains encodes, one sample at a time as a cache is filled, so a batch
+is bit for bit what would be read from one. Memory holds the encoders, and the embeddings of the last captions.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dit_lora.data.cache.cache import MAX_ABS, Spec
+from dit_lora.data.cache.fill import Job
+from dit_lora.data.loading.batch import Batch, collate
+from dit_lora.data.loading.encoded import EncodedClips, Pick, Picker
+from dit_lora.data.loading.reading import Reading, build_loader
+from dit_lora.data.media.video import ClipError
+from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
+from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.numerics.finite import describe_all
+from dit_lora.training.session.session import Session
+from dit_lora.training.tasks.diffusion.cache_entries import Encoding, Pixels
+from dit_lora.training.tasks.diffusion.cache_plan import Wanted
+from dit_lora.training.tasks.diffusion.samples import Sample
+
+_CAPTIONS = 256  # embeddings held; of T5-XXL and 226 tokens, 1.8 MiB each
+
+Read = tuple[Tensors, str | None]
+"""Tensors, and what is wrong with them or None, as `TensorCache.read` gives them."""
+
+
+def live_clips(
+    session: Session,
+    checkpoint: Encoders,
+    encoding: Encoding,
+    wanted: Sequence[Wanted],
+    texts: Mapping[str, Job],
+) -> "LiveClips":
+    """Return the training set with its encoders loaded; entries have the keys that a cache would have them under.
+
+    `texts` are the jobs of all captions, by caption.
+    """
+    samples = {one.video.key: (one.sample, False) for one in wanted}
+    samples |= {one.mirror.key: (one.sample, True) for one in wanted if one.mirror}
+    where = session.precision.dtype, session.accelerator.device
+    memory = VaeMemory.of(session.recipe.data)
+    captions = {job.key: caption for caption, job in texts.items()}
+    return LiveClips(
+        tuple(one.entry for one in wanted),
+        texts[""].key,
+        LiveVideos(Decoder(encoding, samples), checkpoint.load_video_encoder(*where, memory)),
+        LiveTexts(captions, checkpoint.load_text_encoder(*where)),
+    )
+
+
+class LiveTexts:
+    """Captions that are encoded when they are read."""
+
+    def __init__(self, captions: Mapping[str, str], encode: TextEncoder) -> None:
+        self._captions = captions
+        self._encode = encode
+        self._known: OrderedDict[str, Read] = OrderedDict()
+
+    def first_spec(self, keys: Sequence[str]) -> Spec:
+        return _spec(self.read(keys[0], {})[0])
+
+    def read(self, key: str, spec: Spec) -> Read:
+        if key not in self._known:
+            caption = self._captions[key]
+            tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
+            bad = describe_all(tensors, MAX_ABS)
+            self._known[key] = (tensors, f"caption {caption!r}: {bad}" if bad else None)
+        # The least recently used goes first.
+        self._known.move_to_end(key)
+        if len(self._known) > _CAPTIONS:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes samples in worker processes, without an encoder."""
+
+    encoding: Encoding
+    samples: dict[str, tuple[Sample, bool]]
+    """Samples by key, each with true if it is mirrored."""
+
+    def __call__(self, key: str) -> Pixels | str:
+        """Return the pixels, or why there are none."""
+        sample, mirrored = self.samples[key]
+        try:
+            return self.encoding.decode(sample, mirrored=mirrored)
+        except ClipError as error:
+            return str(error)
+
+
+class LiveVideos:
+    """Samples that are encoded when they are read, and decoded too where no worker process has done so."""
+
+    def __init__(self, decoder: Decoder, encode: VideoEncoder) -> None:
+        self.decoder = decoder
+        self._encode = encode
+        self.decoded: dict[str, Pixels | str] = {}
+        """Decoded samples by key, each taken by the next `read` of it."""
+
+    def first_spec(self, keys: Sequence[str]) -> Spec:
+        shape = self.decoder.samples[keys[0]][0].shape
+        # Shapes are asked before any file is decoded: a black clip has them.
+        black = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
+        return _spec(self._encode(black, None))
+
+    def read(self, key: str, spec: Spec) -> Read:
+        pixels = self.decoded.pop(key, None) or self.decoder(key)
+        if isinstance(pixels, str):
+            # A bad sample keeps its shape, for the batch to be collated; the guard leaves it out by name.
+            placeholder = {
+                name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+                for name, (shape, dtype) in spec.items()
+            }
+            return placeholder, pixels
+        encoded = self._encode(pixels.video, pixels.image)
+        tensors = {name: tensor.detach().cpu() for name, tensor in encoded.items()}
+        return tensors, describe_all(tensors, MAX_ABS)
+
+
+@dataclass(frozen=True)
+class LiveClips(EncodedClips):
+    """A training set without a cache."""
+
+    videos: LiveVideos
+    texts: LiveTexts
+
+    def loader(self, how: Reading) -> "LiveLoader":
+        """Return the micro-batches of the sampler's positions, in its order, encoded as they come."""
+        dataset = self.dataset(how)
+        decoded = build_loader(
+            dataset,
+            how.sampler,
+            workers=how.workers,
+            pin_memory=False,  # pixels go to the encoder one by one
+            prefetch=how.prefetch,
+            source=_DecodedDataset(dataset.pick, self.videos.decoder),
+            collate_fn=list,
+        )
+        return LiveLoader(self, decoded, how.pin_memory)
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """A sample as a worker process gives it."""
+
+    pick: Pick
+    video_key: str
+    pixels: Pixels | str
+
+
+class _DecodedDataset(Dataset):
+    """The samples that a `ClipDataset` would read, decoded and not encoded."""
+
+    def __init__(self, pick: Picker, decoder: Decoder) -> None:
+        self.pick = pick
+        self.decoder = decoder
+
+    def __getitem__(self, position: int) -> _Decoded:
+        pick = self.pick(position)
+        key = pick.entry.video_key_of(pick.draw)
+        return _Decoded(pick, key, self.decoder(key))
+
+
+@dataclass(frozen=True)
+class LiveLoader:
+    """The micro-batches of a training set without a cache, encoded as they come."""
+
+    clips: LiveClips
+    decoded: DataLoader
+    pin_memory: bool
+
+    def __len__(self) -> int:
+        return len(self.decoded)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for samples in self.decoded:
+            batch = collate([self._encode(sample) for sample in samples])
+            yield batch.pin_memory() if self.pin_memory else batch
+
+    def _encode(self, sample: _Decoded) -> Batch:
+        self.clips.videos.decoded[sample.video_key] = sample.pixels
+        return self.clips.read(sample.pick.entry, sample.pick.text_key, sample.pick.draw)
+
+
+def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

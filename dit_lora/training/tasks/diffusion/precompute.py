@@ -1,0 +1,190 @@
+"""Encodes every clip and caption once, before the transformer is loaded.
+
+The text encoder is loaded, used and freed; then the VAE. All processes share the work; what is already cached is
+kept, so an interrupted run goes on where it stopped. Memory holds one clip at a time.
+"""
+
+import gc
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from tqdm import tqdm
+
+from dit_lora.data.cache.cache import TensorCache, entry_key
+from dit_lora.data.cache.fill import Filled, Job, fill
+from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
+from dit_lora.data.loading.training_set import Prepared
+from dit_lora.errors import DitLoraError, listed
+from dit_lora.families.base import Checkpoint, Encoders, read_component_config
+from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.training.session.session import Session, agree, meet
+from dit_lora.training.tasks.diffusion.cache_plan import Plan, Wanted, make_plan
+from dit_lora.training.tasks.diffusion.live_encoding import live_clips
+from dit_lora.training.tasks.diffusion.prior import generate_prior
+from dit_lora.training.tasks.diffusion.samples import check_headers
+from dit_lora.training.tasks.rejects import Rejects
+
+
+@dataclass(frozen=True)
+class Precomputed(Prepared):
+    """The encoded training set, and the embeddings of validation prompts."""
+
+    clips: EncodedClips
+    prompt_keys: tuple[str, ...] = ()
+
+
+def precompute(session: Session, checkpoint: Checkpoint) -> Precomputed:
+    """Fill the caches for a recipe; samples that cannot be used are refused or left out, all in one list."""
+    recipe, accelerator = session.recipe, session.accelerator
+    no_file = [image for image in recipe.validation.images if not Path(image).is_file()]
+    if no_file:
+        raise DitLoraError(listed("validation.images: no such file", no_file))
+    # Before the sources are read: what it writes is one of them.
+    generate_prior(session, checkpoint)
+    quiet = not accelerator.is_local_main_process
+    with accelerator.local_main_process_first():  # the others find the digests remembered
+        dtype, group = session.precision.dtype, session.samples_per_step
+        plan = make_plan(recipe, checkpoint, dtype, group=group, quiet=quiet)
+    sizes = {(one.sample.shape.height, one.sample.shape.width) for one in plan.wanted}
+    vae_config = read_component_config(checkpoint.path, "vae")
+    VaeMemory.of(recipe.data).require(checkpoint.path.name, vae_config, sorted(sizes))
+    report = plan.samples.report
+    for line in (*plan.samples.notes, *(report.lines() if report else ())):
+        session.say(line)
+    rejects = Rejects(session)
+    videos = TensorCache(recipe.cache_dir / "videos")
+    unread = [
+        one.sample
+        for one in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
+        if one.sample.id not in plan.rejected
+    ]
+    # All at once: who has to mend a folder wants one list, not one file a start.
+    rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
+    if recipe.data.precompute:
+        clips = _cached(session, checkpoint, plan, rejects, videos)
+    else:
+        clips = live_clips(
+            session, checkpoint, plan.encoding, rejects.without(plan.wanted, _sample_id), plan.texts
+        )
+    # Caption dropout trains every sample on it: no single one could be blamed.
+    fault = clips.empty_text[1]
+    agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
+    return Precomputed(
+        clips=clips,
+        prompt_keys=tuple(plan.texts[prompt].key for prompt in recipe.validation.prompts),
+        data_digest=entry_key({"entries": [_keys(entry) for entry in clips.entries]}),
+        transformer_digest=plan.transformer_digest,
+        rejected=rejects.found,
+        report=report,
+    )
+
+
+def _sample_id(wanted: Wanted) -> str:
+    return wanted.sample.id
+
+
+def _keys(entry: Entry) -> list[str]:
+    keys = [entry.id, entry.video_key, entry.text_key]
+    weights = (entry.times, entry.loss_weight)
+    return [
+        *keys,
+        *([entry.mirror_key] if entry.mirror_key else []),
+        *(map(str, weights) if weights != (1, 1) else []),
+    ]
+
+
+def _missing(videos: TensorCache, plan: Plan) -> list[Wanted]:
+    """Return the samples that have yet to be decoded."""
+    missing = set(videos.missing([one.video.key for one in plan.wanted]))
+    return [one for one in plan.wanted if one.video.key in missing]
+
+
+def _cached(
+    session: Session,
+    checkpoint: Encoders,
+    plan: Plan,
+    rejects: Rejects,
+    videos: TensorCache,
+) -> EncodedClips:
+    """Fill the caches with all missing entries, and return the training set that reads them. Collective."""
+    # Texts come first, and their encoder is freed before the VAE is loaded: one of them fits where both do not.
+    texts = TensorCache(session.recipe.cache_dir / "texts")
+    shared = [plan.texts[text] for text in ("", *session.recipe.validation.prompts)]
+    _set_aside_bad(session, texts, shared)
+    wanted = rejects.without(plan.wanted, _sample_id)
+    jobs = [*shared, *(one.text for one in wanted)]
+    bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
+    reasons = [bad[job.key] for job in shared if job.key in bad]
+    agree(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
+    rejects.add({one.sample.id: bad[one.text.key] for one in wanted if one.text.key in bad})
+    wanted = rejects.without(wanted, _sample_id)
+
+    jobs = [job for one in wanted for job in one.videos]
+    load = partial(checkpoint.load_video_encoder, memory=VaeMemory.of(session.recipe.data))
+    bad = _fill(session, videos, jobs, load, "clip")
+    failed = {one.sample.id: bad[job.key] for one in wanted for job in one.videos if job.key in bad}
+    rejects.add(failed, "these clips cannot be used; the others are cached")
+    entries = tuple(one.entry for one in rejects.without(wanted, _sample_id))
+    return CachedClips(entries, shared[0].key, videos, texts)
+
+
+def _set_aside_bad(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:
+    """Read whole what all samples share, so that it is encoded anew now rather than blamed on a sample later."""
+    for job in jobs if session.is_main else ():
+        if cache.is_whole(job.key):
+            _, fault = cache.read(job.key, {})
+            if fault:
+                cache.set_aside(job.key)
+                session.say(f"{job.sample} is encoded anew: {fault}")
+    meet(session.accelerator)
+
+
+def _fill(
+    session: Session,
+    cache: TensorCache,
+    jobs: Sequence[Job],
+    load_encoder: Callable[[torch.dtype, torch.device], Any],
+    what: str,
+) -> dict[str, str]:
+    """Make the missing entries, with all processes; return by key why some cannot be made. Collective."""
+    accelerator = session.accelerator
+    # One name for all ranks: a failure that one notes under it is known to all, and tried again by the next launch.
+    (launch,) = broadcast_object_list([uuid.uuid4().hex])
+    error: DitLoraError | None = None
+    filled = Filled()
+    progress: list[tqdm] = []
+
+    def tell(done: int, total: int) -> None:
+        if done < total and not progress:
+            quiet = not session.is_main
+            bar = tqdm(desc=f"encoding {what}s", unit=what, disable=quiet, dynamic_ncols=True)
+            bar.total, bar.initial, bar.n = total, done, done
+            progress.append(bar)
+        for one in progress:
+            one.update(done - one.n)
+
+    try:
+        filled = fill(
+            cache,
+            jobs,
+            lambda: load_encoder(session.precision.dtype, accelerator.device),
+            launch=launch,
+            on_progress=tell,
+        )
+    except DitLoraError as problem:
+        error = problem
+    finally:
+        for one in progress:
+            one.close()
+    if filled.made or filled.failed or error:
+        gc.collect()  # the encoder
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+    agree(accelerator, error)
+    return filled.failed

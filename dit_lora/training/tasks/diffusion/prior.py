@@ -1,0 +1,131 @@
+"""Generates samples of the model as it is, to train on beside the subject: prior preservation (arXiv 2208.12242)."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from tqdm import tqdm
+
+from dit_lora.config.data import SourceConfig, VideoShape
+from dit_lora.data.media.video import write_sample
+from dit_lora.data.sources.folders import media_in
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Sampler, Sampling
+from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.numerics.streams import fold
+from dit_lora.training.session.session import Session, agree
+
+
+def generate_prior(session: Session, checkpoint: Sampler) -> None:
+    """Fill the folder of each source that has `generate` with as many samples of its caption. Collective.
+
+    The main process samples with the stock pipeline, in the recipe's shape and with the steps and guidance of
+    `validation`. What is in the folder counts, and each sample is written as it is made: a run that was killed
+    goes on with the next. A sample's seed depends on `train.seed`, the source's number and its own.
+    """
+    if all(source.generate is None for source in session.recipe.data.all_sources):
+        return
+    lacking: list[Any] = [_on_main(session, partial(_lacking, session))]
+    broadcast_object_list(lacking)
+    sampler = _Sampler(session, checkpoint)
+    bar = tqdm(
+        lacking[0],
+        desc="sampling the prior",
+        unit="sample",
+        disable=not session.is_main or not lacking[0],
+        dynamic_ncols=True,
+    )
+    for number, index in bar:
+        # Agreed on after each: the others wait for one sample, never for hours.
+        _on_main(session, partial(sampler.write, number, index))
+    del sampler
+    gc.collect()
+    if session.accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _on_main(session: Session, work: Callable[[], Any]) -> Any:
+    """Return the result of `work` on the main process, None on others; raise its error on all. Collective."""
+    result, error = None, None
+    if session.is_main:
+        try:
+            result = work()
+        except DitLoraError as problem:
+            error = problem
+        except OSError as problem:
+            reason = f"{problem.filename or 'a file'}: {problem.strerror or problem}"
+            error = DitLoraError(f"the prior's samples: cannot write {reason}")
+    agree(session.accelerator, error)
+    return result
+
+
+def _lacking(session: Session) -> list[tuple[int, int]]:
+    """Return what is to be sampled: the source's number, and the lowest numbers that its folder does not have."""
+    recipe, jobs = session.recipe, []
+    for number, source in enumerate(recipe.data.all_sources):
+        if source.generate is None:
+            continue
+        folder = _folder(source)
+        if folder.exists() and not folder.is_dir():
+            raise DitLoraError(f"data.sources[{number}].path: {source.path} is no folder")
+        there = media_in(folder)
+        # By name and not by count: a user may have removed one from the middle.
+        taken = {Path(name).stem for name in there}
+        free = (index for index in count() if _stem(index) not in taken)
+        wanted = list(islice(free, max(0, source.generate - len(there))))
+        if wanted and recipe.model.from_scratch is not None:
+            raise DitLoraError(
+                f"data.sources[{number}].generate needs a trained model, and model.from_scratch has none; "
+                "remove one of them"
+            )
+        if wanted:
+            have = f"{source.path} holds {len(there)} of {source.generate}"
+            session.say(f"prior: {have}; sampling {source.caption!r}")
+        jobs += [(number, index) for index in wanted]
+    return jobs
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    session: Session
+    checkpoint: Sampler
+
+    @cached_property
+    def pipeline(self) -> Any:
+        pipeline = self.checkpoint.pipeline(self.session.precision.dtype)
+        pipeline.to(self.session.accelerator.device)
+        VaeMemory.of(self.session.recipe.data).set(pipeline.vae)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def write(self, number: int, index: int) -> None:
+        """Sample and write the sample `index` of the source `number`."""
+        recipe, source = self.session.recipe, self.session.recipe.data.all_sources[number]
+        how = Sampling(
+            VideoShape.of(recipe.data),
+            recipe.validation.inference_steps,
+            recipe.validation.guidance_scale,
+            fold(recipe.train.seed, "prior", number, index) & 0xFFFFFFFF,  # torch reads 32 bits
+        )
+        conditions = self.checkpoint.conditions(source.caption or "")
+        video = self.checkpoint.generate(self.pipeline, conditions, how)
+        if video.min() == video.max():  # NaN in a picture is black
+            raise DitLoraError(
+                f"the model's own sample of {source.caption!r} is one flat colour, as NaN gives; sample it with "
+                f"dit-lora sample, and try another model.dtype than {self.session.precision.dtype}"
+            )
+        write_sample(_folder(source) / _stem(index), video, recipe.data.fps)
+
+
+def _folder(source: SourceConfig) -> Path:
+    return Path(source.path).expanduser()
+
+
+def _stem(index: int) -> str:
+    return f"prior_{index:06d}"

@@ -1,0 +1,130 @@
+"""Finds the samples of a recipe: clips in their buckets, cut into windows, without those that cannot be used."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from dit_lora.config.data import VideoShape
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.audit.judge import judge
+from dit_lora.data.audit.probe import probe
+from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place, window_id
+from dit_lora.data.buckets.report import BucketReport
+from dit_lora.data.media.headers import Headers
+from dit_lora.data.media.media import Media
+from dit_lora.data.media.video import ClipError, VideoHeader, too_short
+from dit_lora.data.sources.scan import Clip, scan
+from dit_lora.families.base import Opened
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A clip, or one window of it, in the shape of its bucket."""
+
+    id: str
+    clip: Clip
+    shape: VideoShape
+    start: float = 0.0
+    """Seconds from the clip's first frame."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a recipe, and what it leaves out."""
+
+    all: tuple[Sample, ...]
+    rejected: Mapping[str, str]
+    """Reasons why clips cannot be used, by their ids."""
+    shapes: tuple[VideoShape, ...] = ()
+    """The buckets, or the one shape."""
+    clips: tuple[Clip, ...] = ()
+    """All clips of the sources, those left out too."""
+    report: BucketReport | None = None
+    """The report on buckets; None where there are neither buckets nor windows."""
+    notes: tuple[str, ...] = field(default=())
+    """Lines on buckets that the model cannot take."""
+
+
+def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool) -> Samples:
+    """Read the sources, and headers where shapes depend on them; nothing is decoded.
+
+    `group` is the number of samples of a step. With one shape, headers are left to `check_headers`.
+    """
+    data = recipe.data
+    sources = scan(data, recipe.cache_dir)
+    rejected = {one.file: one.words for one in sources.problems}
+    clips = [clip for clip in sources.clips if data.classes is None or clip.caption in data.classes]
+    table = ", ".join(data.classes or ())
+    rejected |= {
+        clip.id: f"its class {clip.caption!r} is not one of data.classes: {table}"
+        for clip in sources.clips
+        if data.classes is not None and clip.caption not in data.classes
+    }
+    # One shape needs no header of a file: those are read later, and only of what is not cached.
+    if data.buckets is None and data.windows == 1:
+        shape = VideoShape.of(data)
+        samples = tuple(Sample(clip.id, clip, shape) for clip in clips)
+        return Samples(samples, rejected, (shape,), tuple(sources.clips))
+    notes: list[str] = []
+    shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
+    # A bucket is chosen by size and length, which headers have; decoding would take hours.
+    read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
+    placed: list[tuple[str, Placed | Dropped]] = []
+    all_samples: list[Sample] = []
+    for clip, header in zip(clips, read, strict=True):
+        if isinstance(header, ClipError):
+            rejected[clip.id] = in_words(clip.media, header)
+            continue
+        where = place(header, shapes, data)
+        placed.append((clip.id, where))
+        if isinstance(where, Dropped):
+            rejected[clip.id] = where.words
+            continue
+        all_samples += [
+            Sample(window_id(clip.id, start), clip, where.shape, start) for start in where.starts
+        ]
+    report = BucketReport.of(placed, shapes, data, group)
+    clips_found = tuple(sources.clips)
+    return Samples(tuple(all_samples), rejected, shapes, clips_found, report, tuple(notes))
+
+
+def check_headers(samples: Sequence[Sample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
+    """Return which samples surely cannot be used, by what their files say of themselves, and why."""
+    data, unusable = recipe.data, dict[str, str]()
+    headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
+    for sample, header in zip(samples, headers, strict=True):
+        if isinstance(header, ClipError):
+            unusable[sample.id] = in_words(sample.clip.media, header)
+        elif not header.is_image and data.fps is not None:
+            frames, start = sample.shape.frames, sample.start
+            short = too_short(header, frames=frames, fps=data.fps, start=start)
+            if short:
+                unusable[sample.id] = f"{sample.clip.media.name}: {short}"
+    return unusable
+
+
+def in_words(media: Media, error: ClipError) -> str:
+    """Return why a file cannot be opened, as the audit says it, which knows more than FFmpeg's word."""
+    rejects = [one for one in judge(media, probe(media), None) if one.verdict == "reject"]
+    if not rejects:
+        return str(error)
+    return f"{media.name}: " + "; ".join(f"{one.code}: {one.words}" for one in rejects)
+
+
+def read_headers(
+    media: Sequence[Media], recipe: Recipe, *, quiet: bool
+) -> list[VideoHeader | ClipError]:
+    """Return each file's header or what is wrong with it; remembered in the cache's folder unless `quiet`."""
+    headers = Headers(recipe.cache_dir / "headers.json")
+    results = headers.read(media, bar("reading headers", "clip", quiet))
+    if not quiet:
+        headers.save()
+    return results
+
+
+def bar(what: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    """Return a function that puts a progress bar with rate and time left around an iterable."""
+    return partial(tqdm, desc=what, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)

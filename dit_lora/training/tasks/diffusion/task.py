@@ -1,0 +1,114 @@
+"""Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
+from dit_lora.adapters.own_files import own_files
+from dit_lora.config.recipe import Recipe
+from dit_lora.data.cache.digests import Digests
+from dit_lora.families.base import Checkpoint
+from dit_lora.families.family import DiffusionFamily
+from dit_lora.results.verify.diffusion_model import DiffusionStock
+from dit_lora.training.session.session import Session
+from dit_lora.training.step import StepResult
+from dit_lora.training.task import Setup
+from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
+from dit_lora.training.tasks.diffusion.model import load_trainable
+from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.validation import sample_videos
+from dit_lora.training.tasks.held_out import HeldOut, mean_loss
+
+DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
+_BUCKETS = 4  # timestep ranges of loss_by_timestep
+
+
+@dataclass(frozen=True)
+class DiffusionTask:
+    """The `Task` of every family with the contract of `families.base`."""
+
+    def prepare_data(self, session: Session, checkpoint: Checkpoint) -> Precomputed:
+        if session.recipe.train.mode == "full":
+            # The result copies these: a file that cannot be copied is refused before training.
+            own_files(checkpoint.path)
+        return precompute(session, checkpoint)
+
+    def load_trainable(
+        self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
+    ) -> tuple[nn.Module, list[dict[str, Any]], str]:
+        return load_trainable(recipe, family, checkpoint, dtype)
+
+    def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
+        return transformer_digest(checkpoint, recipe, digests)
+
+    def weight_files(self, checkpoint: Checkpoint) -> Sequence[Path]:
+        return sorted((checkpoint.path / "transformer").glob("*.safetensors"))
+
+    def identity(self, recipe: Recipe) -> dict[str, Any]:
+        return {
+            "data.caption_dropout": recipe.data.caption_dropout,
+            "data.flip": recipe.data.flip,
+            "data.image_dropout": recipe.data.image_dropout,
+            "model.from_scratch": recipe.model.from_scratch,
+            "train.vlb": recipe.train.vlb,
+        }
+
+    def provenance(self, setup: DiffusionSetup) -> dict[str, Any]:
+        data = setup.recipe.data
+        return {
+            "index": setup.checkpoint.index_changes(),
+            "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
+        }
+
+    def loss_parts(self, setup: DiffusionSetup, result: StepResult) -> dict[str, dict[str, float]]:
+        return {"loss_by_timestep": by_timestep(result, setup.checkpoint.train_timesteps)}
+
+    def held_out_loss(self, setup: DiffusionSetup) -> float | None:
+        settings = setup.recipe.validation
+        entries = setup.data.clips.entries[: settings.held_out_clips]
+        draws = settings.held_out_draws
+        made = [
+            HeldOut(entry, index * draws + draw)
+            for index, entry in enumerate(entries)
+            for draw in range(draws)
+        ]
+        return mean_loss(setup, setup.data.clips, made)
+
+    def show(self, setup: DiffusionSetup, step: int) -> None:
+        sample_videos(setup.session, setup.checkpoint, setup.model, setup.data, step)
+
+    def stock(self, checkpoint: Checkpoint) -> DiffusionStock:
+        return DiffusionStock(checkpoint)
+
+    def save(
+        self, setup: DiffusionSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> Path:
+        """Write `adapter/` of a run in mode `lora`, `model/` of one in mode `full`; return what `verify` takes."""
+        folder, checkpoint = setup.session.dir, setup.checkpoint
+        if setup.recipe.train.mode == "full":
+            index = checkpoint.index_changes()
+            gathered = weights if setup.engine.lockstep else None
+            return save_pipeline(
+                setup.transformer, checkpoint.path, folder / "model", made, index, gathered
+            )
+        return save_adapter(
+            setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
+        )
+
+
+def by_timestep(result: StepResult, timesteps: int) -> dict[str, float]:
+    """Return the mean losses of quarters of the timesteps; quarters without a sample are left out."""
+    # Rounded up: the last range may be short, and there is no fifth.
+    width = -(-timesteps // _BUCKETS)
+    members: dict[int, list[float]] = {}
+    for timestep, loss in zip(result.timesteps, result.losses, strict=True):
+        members.setdefault(timestep // width, []).append(loss)
+    return {
+        f"{bucket * width}-{min((bucket + 1) * width, timesteps) - 1}": sum(losses) / len(losses)
+        for bucket, losses in sorted(members.items())
+    }

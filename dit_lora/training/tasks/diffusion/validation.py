@@ -1,0 +1,94 @@
+"""Samples during training, by the trained weights themselves: nothing is cast."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from dit_lora.config.data import VideoShape
+from dit_lora.data.media.video import write_sample
+from dit_lora.errors import DitLoraError
+from dit_lora.families.base import Sampler, Sampling, Tensors
+from dit_lora.families.vae_memory import VaeMemory
+from dit_lora.numerics.dtensors import needs_all_ranks
+from dit_lora.training.execution.modes import evaluating
+from dit_lora.training.session.session import Session
+from dit_lora.training.tasks.diffusion.precompute import Precomputed
+from dit_lora.training.tasks.shared import agreed
+
+
+def sample_videos(
+    session: Session, checkpoint: Sampler, model: nn.Module, encoded: Precomputed, step: int
+) -> None:
+    """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt, all from one seed.
+
+    The stock pipeline denoises with the transformer in training, under the autocast that training uses.
+    """
+    if not session.recipe.validation.prompts:
+        return
+    # Such a model denoises on all ranks at once, the same on each.
+    takes_part = session.is_main or needs_all_ranks(model)
+    inputs = agreed(
+        session, (lambda: _inputs(session, checkpoint, encoded)) if takes_part else None
+    )
+    if inputs is None:
+        agreed(session, None)
+        return
+    agreed(session, lambda: _sample(session, checkpoint, model, inputs, step))
+
+
+def _inputs(
+    session: Session, checkpoint: Sampler, encoded: Precomputed
+) -> list[tuple[Tensors, Sampling]]:
+    settings, device = session.recipe.validation, session.accelerator.device
+    negative = _encoded(encoded, encoded.clips.empty_text_key, device)
+    return [
+        (
+            checkpoint.conditions(_encoded(encoded, key, device), negative),
+            Sampling(
+                VideoShape.of(session.recipe.data),
+                settings.inference_steps,
+                settings.guidance_scale,
+                settings.seed,
+                image=Path(settings.images[index]) if settings.images else None,
+            ),
+        )
+        for index, key in enumerate(encoded.prompt_keys)
+    ]
+
+
+def _sample(
+    session: Session,
+    checkpoint: Sampler,
+    model: nn.Module,
+    inputs: list[tuple[Tensors, Sampling]],
+    step: int,
+) -> None:
+    transformer = session.accelerator.unwrap_model(model)
+    pipeline = checkpoint.pipeline(session.precision.dtype, transformer, text=False)
+    for component in pipeline.components.values():
+        # The transformer is where training has it, which may be in several places.
+        if isinstance(component, nn.Module) and component is not transformer:
+            component.to(session.accelerator.device)
+    VaeMemory.of(session.recipe.data).set(pipeline.vae)
+    pipeline.set_progress_bar_config(disable=True)
+    told = f"sampling at step {step}"
+    bar = tqdm(inputs, desc=told, unit="sample", leave=False, disable=not session.is_main)
+    for index, (conditions, how) in enumerate(bar):
+        with evaluating(model):
+            video = checkpoint.generate(pipeline, conditions, how)
+        if session.is_main:
+            name = f"step_{step:06d}/prompt_{index:02d}"
+            write_sample(session.dir / "samples" / name, video, session.recipe.data.fps)
+
+
+def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
+    texts = encoded.clips.texts
+    tensors, fault = texts.read(key, texts.first_spec([key]))
+    if fault:
+        raise DitLoraError(
+            f"a validation prompt cannot be used: {fault}; start again: it is encoded anew"
+        )
+    # The pipeline leaves given ones where they are.
+    return {name: tensor[None].to(device) for name, tensor in tensors.items()}

@@ -1,0 +1,264 @@
+"""Writes facts.json: details of a run's data and pipeline that the model card needs and only the run knows.
+
+It holds counts and lengths, no file name and no caption but the words that all captions begin with.
+"""
+
+import inspect
+import json
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dit_lora.config.data import VideoShape
+from dit_lora.data.chat.conversation import Conversation
+from dit_lora.data.media.video import VideoHeader
+from dit_lora.data.sources.clips import Clip
+from dit_lora.data.sources.hf_datasets import name_on_hub
+from dit_lora.data.sources.scan import scan
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES
+from dit_lora.families.base import Sampling
+from dit_lora.files import write_whole
+from dit_lora.numerics.dtensors import stock_class
+from dit_lora.training.session.session import agree
+from dit_lora.training.task import Setup
+from dit_lora.training.tasks.diffusion.samples import read_headers
+
+FACTS_FILE = "facts.json"
+# Words with which captions begin whatever they are about: no trigger.
+_USUAL = frozenset(
+    [
+        "a",
+        "an",
+        "the",
+        "this",
+        "that",
+        "there",
+        "is",
+        "are",
+        "it",
+        "its",
+        "in",
+        "on",
+        "of",
+        "at",
+        "to",
+        "with",
+        "from",
+        "and",
+        "for",
+        "by",
+        "video",
+        "clip",
+        "image",
+        "photo",
+        "picture",
+        "shot",
+        "scene",
+        "footage",
+        "one",
+        "two",
+        "we",
+        "i",
+        "you",
+        "he",
+        "she",
+        "they",
+        "his",
+        "her",
+        "my",
+        "our",
+    ]
+)
+
+
+def write_facts(setup: Setup[Any, Any]) -> None:
+    """Write RUN/facts.json, on the main process; a problem there is raised on all ranks. Collective."""
+    error = None
+    if setup.session.is_main:
+        try:
+            text = json.dumps(_facts(setup), indent=2, ensure_ascii=False)
+            write_whole(setup.session.dir / FACTS_FILE, text + "\n")
+        except DitLoraError as problem:
+            error = problem
+    agree(setup.session.accelerator, error)
+
+
+def common_prefix(captions: Sequence[str]) -> str | None:
+    """Return the words that all captions begin with, if there is one among them that says something.
+
+    None for fewer than two captions, or where only words such as `a video of a` are common to all.
+    """
+    words = [caption.split() for caption in captions]
+    if len(words) < 2:
+        return None
+    shared = []
+    for column in zip(*words, strict=False):
+        if len(set(column)) > 1:
+            break
+        shared.append(column[0])
+    # A trigger is a word that only these captions have: trailing "a", "of" are no part of it.
+    while shared and _usual(shared[-1]):
+        shared.pop()
+    return " ".join(shared) or None
+
+
+def _usual(word: str) -> bool:
+    return word.strip(".,:;!?\"'()[]").lower() in _USUAL
+
+
+def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
+    recipe = setup.recipe
+    data = recipe.data
+    named = {name for source in data.all_sources if (name := name_on_hub(source)) is not None}
+    common = {"datasets": sorted(named), "left_out": len(setup.data.rejected)}
+    if recipe.model.family in CHAT_FAMILIES:
+        model = stock_class(setup.transformer)
+        library = model.__module__.partition(".")[0]
+        return {
+            "model": {"class": model.__name__, "module": model.__module__, "library": library},
+            "data": {**_of_conversations(setup.data.clips.entries), **common},
+        }
+    clips = _clips(setup)
+    return {
+        "pipeline": _pipeline(setup, clips[0]),
+        "data": {**_of_clips(setup, clips), **common},
+    }
+
+
+def _clips(setup: Setup[Any, Any]) -> list[Clip]:
+    """Return the clips that are trained on; one that is cut into windows is there once."""
+    recipe = setup.recipe
+    clips = scan(recipe.data, recipe.cache_dir).clips
+    return [clip for clip in clips if clip.id not in setup.data.rejected]
+
+
+def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
+    recipe = setup.recipe
+    entries = setup.data.clips.entries
+    one = VideoShape.of(recipe.data)
+    shapes = Counter(str(entry.shape or one) for entry in entries)
+    captions = [clip.caption for clip in clips]
+    headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
+    by_class = "class_labels" in _conditions(setup, clips[0])
+    facts: dict[str, Any] = {
+        "kind": "images" if recipe.data.most_frames == 1 else "clips",
+        "clips": len(clips),
+        "samples": len(entries),
+        "shapes": dict(shapes.most_common()),
+        "seconds": _seconds(headers),
+    }
+    if by_class:
+        return facts | {"classes": len(set(captions))}
+    return facts | {
+        "caption_words": _spread([len(caption.split()) for caption in captions]),
+        "distinct_captions": len(set(captions)),
+        "caption_prefix": common_prefix(captions),
+    }
+
+
+def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
+    conversations: list[Conversation] = [entry.conversation for entry in entries]
+    headers = [entry.header for entry in entries]
+    return {
+        "kind": "conversations",
+        "samples": len(entries),
+        "by_media": dict(Counter(one.kind for one in conversations).most_common()),
+        "seconds": _seconds(headers),
+        "answer_tokens": _spread([entry.answers for entry in entries]),
+    }
+
+
+def _seconds(headers: Sequence[Any]) -> dict[str, float] | None:
+    durations = [
+        header.seconds
+        for header in headers
+        if isinstance(header, VideoHeader) and not header.is_image and header.seconds
+    ]
+    return _spread([round(seconds, 2) for seconds in durations]) if durations else None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """Return least, median, most and sum of the values."""
+    return {
+        "least": min(values),
+        "median": statistics.median(values),
+        "most": max(values),
+        "sum": round(sum(values), 2),
+    }
+
+
+def _conditions(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
+    return dict(setup.checkpoint.conditions(clip.caption))
+
+
+def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
+    """Return the pipeline's class, and the arguments with which validation calls it."""
+    checkpoint = setup.checkpoint
+    recipe = setup.recipe
+    cls = checkpoint.pipeline_class
+    conditions = _conditions(setup, clip)
+    called, output = _called(setup, conditions)
+    ours = cls.__module__.startswith("dit_lora.")
+    labels = conditions.get("class_labels")
+    return {
+        "class": cls.__name__,
+        "module": cls.__module__ if ours else "diffusers",
+        "loads_lora": hasattr(cls, "load_lora_weights"),
+        "condition": "class_labels" if labels is not None else "prompt",
+        "label": None if labels is None else [int(row) for row in labels],
+        "labels_as_tensor": hasattr(labels, "tolist"),
+        "from_image": "image" in called,
+        "arguments": {
+            name: value for name, value in called.items() if isinstance(value, bool | int | float)
+        },
+        "output": output,
+        "seed": recipe.validation.seed,
+        "fps": recipe.data.fps,
+        "dtype": str(setup.session.precision.dtype),
+    }
+
+
+class _Recorder:
+    """Stands in for a pipeline: notes what it is called with and gives one black picture."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, Any] = {}
+        self.output = ""
+
+    def __call__(self, **arguments: Any) -> "_Recorder":
+        self.called = arguments
+        return self
+
+    @property
+    def frames(self) -> np.ndarray:
+        self.output = "frames"
+        return np.zeros((1, 1, 8, 8, 3), dtype=np.float32)
+
+    @property
+    def images(self) -> np.ndarray:
+        self.output = "images"
+        return np.zeros((1, 8, 8, 3), dtype=np.float32)
+
+
+def _called(setup: Setup[Any, Any], conditions: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the arguments that validation would give the pipeline, and which output it would read."""
+    checkpoint = setup.checkpoint
+    settings, recorder = setup.recipe.validation, _Recorder()
+    shape = VideoShape.of(setup.recipe.data)
+    # An image-to-video family opens its first frame, so that there has to be one.
+    with tempfile.TemporaryDirectory() as folder:
+        picture = None
+        if "image" in inspect.signature(checkpoint.pipeline_class.__call__).parameters:
+            picture = Path(folder) / "first.png"
+            Image.new("RGB", (shape.width, shape.height)).save(picture)
+        steps, guidance = settings.inference_steps, settings.guidance_scale
+        how = Sampling(shape, steps, guidance, settings.seed, picture)
+        checkpoint.generate(recorder, conditions, how)
+    return recorder.called, recorder.output

@@ -1,0 +1,60 @@
+"""The loss on what is never trained on, for every task."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+
+from dit_lora.data.loading.batch import Batch
+from dit_lora.data.loading.training_set import AnyEntry, TrainingSet
+from dit_lora.data.media.media import UnreadableError
+from dit_lora.numerics.streams import Streams, fold
+from dit_lora.training.execution.modes import evaluating
+from dit_lora.training.task import AnySetup
+from dit_lora.training.tasks.shared import of_any_rank, own_share
+
+
+class HeldOut(NamedTuple):
+    """A sample to measure on, by its draw of noise and timestep."""
+
+    entry: AnyEntry
+    draw: int
+    weight: int = 1
+
+
+def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> float | None:
+    """Return the mean loss over the draws, which training never makes, each by its weight; None without draws. Collective.
+
+    Ranks share the draws; of a sharded model, which needs all of them, each runs all. Samples that are bad or cannot
+    be read are left out, and said; training stops at them.
+    """
+    if not draws:
+        return None
+    accelerator, model = setup.session.accelerator, setup.transformer
+    seed = fold(setup.recipe.train.seed, "held_out")
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of weights
+    faults: dict[str, str] = {}
+    with evaluating(setup.model):
+        for one in own_share(draws, accelerator, model):
+            sample, wrong = _sample_of(clips, one)
+            if of_any_rank(wrong, model) or sample is None:
+                faults |= wrong
+                continue
+            batch = sample.to(accelerator.device)
+            streams = Streams(seed, batch.draws)
+            losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
+            sums += torch.stack([losses.double().sum() * one.weight, sums.new_tensor(one.weight)])
+    for sample_id, fault in dict(gather_object(list(faults.items()))).items():
+        setup.session.say(f"held-out loss leaves out {sample_id}: {fault}")
+    total, weight = accelerator.reduce(sums, reduction="sum").tolist()
+    return total / weight if weight else None
+
+
+def _sample_of(clips: TrainingSet, one: HeldOut) -> tuple[Batch | None, dict[str, str]]:
+    """Read a sample, and say what is wrong with it; None where the disk does not give it, which training will meet too."""
+    try:
+        sample = clips.sample(one.entry, one.draw)
+    except UnreadableError as error:
+        return None, {one.entry.id: str(error)}
+    return sample, dict(sample.faults)

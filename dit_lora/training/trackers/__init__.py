@@ -1,0 +1,1 @@
+"""Trackers beside the run's own files."""

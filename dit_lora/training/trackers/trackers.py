@@ -1,0 +1,305 @@
+"""Log a run's scalars, samples and guard events to TensorBoard, Weights & Biases and Trackio, by Accelerate's trackers.
+
+A tracker that fails is left out from there, which is said once, and training goes on. What is logged holds no
+absolute path and no token (`dit_lora.redact`).
+"""
+
+import importlib
+import json
+import re
+import secrets
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
+from dit_lora.redact import redacted
+from dit_lora.training.trackers.animation import add_animation
+
+PROJECT = "dit-lora"
+IDENTITY = "trackers.json"
+"""File in the run's folder with the id by which its trackers know the run, so that a resumed one goes on there."""
+_ANSWER = ("prompt", "media", "answer")
+_EVENT = ("step", "kind", "cause", "module", "samples", "action", "words")
+_ROWS = 100
+"""A table has the last events alone: it is sent again with each of them."""
+_WANDB = {
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "save_code": False,
+    "x_disable_meta": True,
+    "host": "",
+    "username": "",
+    "email": "",
+    "finish_timeout": 60,
+}
+"""It would log the machine, the command line and what is printed, and wait for uploads for as long as they take."""
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise `DitLoraError` for trackers that are not installed: Accelerate leaves them out in silence."""
+    missing = [name for name in names if not any(metadata.distributions(name=name))]
+    if missing:
+        raise DitLoraError(
+            f"run.trackers: {', '.join(missing)} not installed; pip install 'dit-lora[{','.join(missing)}]'"
+        )
+
+
+def login_problem(names: Sequence[str]) -> DitLoraError | None:
+    """Return what is wrong if Weights & Biases would ask for a login in the middle of a run."""
+    if "wandb" not in names:
+        return None
+    import wandb
+
+    if wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False):
+        return None
+    return DitLoraError(
+        "run.trackers: wandb has no API key on this machine: run `wandb login`, or log to the run's folder "
+        "with WANDB_MODE=offline (`wandb sync` sends it later)"
+    )
+
+
+class Trackers:
+    """The trackers of one run, for its main process; without `names` it does nothing."""
+
+    def __init__(self, folder: Path, names: Sequence[str], say: Callable[[str], None]) -> None:
+        self._folder, self._names, self._say = folder, names, say
+        self._open: list[GeneralTracker] = []
+        self._events: list[dict[str, Any]] = []
+
+    def start(self, config: Mapping[str, Any], start_step: int) -> None:
+        """Open the run's entry in each tracker, or go on with it after `start_step`.
+
+        `config` is a nested mapping of plain values.
+        """
+        if not self._names:
+            return
+        known = next(_json_lines(self._folder / IDENTITY), {}).get("id")
+        run_id = known or secrets.token_hex(4)
+        if not known:
+            write_whole(self._folder / IDENTITY, json.dumps({"id": run_id}) + "\n")
+        again_from = start_step + 1 if known and start_step else 0
+        for name in self._names:
+            try:
+                self._open.append(self._opened(name, run_id, redacted(config), again_from))
+            except _failures(name) as error:
+                self._say(_left_out(name, error))
+        self._events = [_public(line) for line in _json_lines(self._folder / "events.jsonl")]
+        if known and self._events:  # TensorBoard drops the steps that are taken again
+            self._each(lambda one: _log_events(one, self._events, again_from))
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Log numbers of a step."""
+        self._each(lambda one: _log(one, values, step))
+
+    def samples(self, step: int, prompts: Sequence[str]) -> None:
+        """Log what lies in samples/step_NNNNNN: videos, images, or a chat model's answers."""
+        if not self._open:
+            return
+        folder = self._folder / "samples" / f"step_{step:06d}"
+        captions = {
+            path: redacted(_prompt_of(path, prompts))
+            for path in sorted(folder.glob("prompt_*.*"))
+            if path.suffix in (".mp4", ".png")
+        }
+        if captions:
+            self._each(lambda one: _log_samples(one, captions, step))
+        answers = folder / "answers.json"
+        if answers.is_file():
+            said = redacted(json.loads(answers.read_text(encoding="utf-8")))
+            rows = [[str(one.get(name) or "") for name in _ANSWER] for one in said]
+            self._each(lambda one: _log_table(one, "samples/answers", _ANSWER, rows, step))
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Log a line of events.jsonl."""
+        if self._open:
+            self._events.append(_public(line))
+            self._each(lambda one: _log_events(one, self._events, line["step"]))
+            self._each(lambda one: _alert(one, self._events[-1]))
+
+    def finish(self, *, failed: bool) -> None:
+        """Close them all; called once, whatever ended the run."""
+        self._each(lambda one: _close(one, failed=failed))
+        self._open.clear()
+
+    def _opened(
+        self, name: str, run_id: str, config: Mapping[str, Any], again_from: int
+    ) -> GeneralTracker:
+        label = redacted(self._folder.resolve().name)
+        if name == "tensorboard":
+            # Purging from 0 too: TensorBoard takes the first mark for a beginning, the next for a restart.
+            tracker = TensorBoardTracker(
+                PROJECT, self._folder, purge_step=again_from, flush_secs=10
+            )
+            tracker.start()
+            _add_hyperparameters(tracker, config)
+        elif name == "trackio":
+            options = {"config": flattened(config), "resume": "allow", "embed": False}
+            tracker = TrackioTracker(PROJECT, name=f"{label}-{run_id}", **options)
+            tracker.start()
+        else:
+            tracker = self._opened_wandb(id=run_id, name=label, config=dict(config))
+        return tracker
+
+    def _opened_wandb(self, **options: Any) -> GeneralTracker:
+        """Return a run of Weights & Biases, in the run's folder if it cannot be reached."""
+        import wandb
+
+        options |= {"dir": str(self._folder), "resume": "allow"}
+        try:
+            tracker = WandBTracker(PROJECT, settings=_WANDB, **options)
+            tracker.start()
+        except wandb.errors.Error as error:
+            self._say(f"warning: wandb: {_words(error)}; logging to the run's folder instead")
+            wandb.teardown()  # its service still holds the id
+            tracker = WandBTracker(PROJECT, settings={**_WANDB, "mode": "offline"}, **options)
+            tracker.start()
+        # Its own count of steps never goes back, and a resumed or rolled back run does.
+        tracker.tracker.define_metric("step")
+        tracker.tracker.define_metric("*", step_metric="step")
+        return tracker
+
+    def _each(self, tell: Callable[[GeneralTracker], None]) -> None:
+        for one in list(self._open):
+            try:
+                tell(one)
+            except _failures(one.name) as error:
+                self._open.remove(one)
+                self._say(_left_out(one.name, error))
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, keys joined with dots as a recipe's overrides have them."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any]) -> None:
+    """Add them to the run itself: Accelerate's way opens one more run below it, at every resume another."""
+    from torch.utils.tensorboard.summary import hparams
+
+    flat = flattened(config)
+    plain = {
+        key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+        for key, value in flat.items()
+    }
+    for summary in hparams(plain, {}):
+        tracker.tracker.file_writer.add_summary(summary)
+
+
+def _log(tracker: GeneralTracker, values: Mapping[str, Any], step: int) -> None:
+    if isinstance(tracker, WandBTracker):
+        tracker.log({**values, "step": step})
+    else:
+        tracker.log(dict(values), step=step)
+
+
+def _log_samples(tracker: GeneralTracker, captions: Mapping[Path, str], step: int) -> None:
+    """Log videos and images as files with their captions, which Accelerate's `log_images` does not take."""
+    if isinstance(tracker, TensorBoardTracker):
+        for path, caption in captions.items():
+            add_animation(tracker.tracker, f"samples/{path.stem}", path, caption, step)
+        return
+    library = importlib.import_module(tracker.name)
+    kinds = {".mp4": library.Video, ".png": library.Image}
+    shown = {
+        f"samples/{path.stem}": kinds[path.suffix](str(path), caption=caption)
+        for path, caption in captions.items()
+    }
+    _log(tracker, shown, step)
+
+
+def _log_table(
+    tracker: GeneralTracker,
+    tag: str,
+    columns: Sequence[str],
+    rows: Sequence[list[Any]],
+    step: int,
+) -> None:
+    if not isinstance(tracker, TensorBoardTracker):
+        table = importlib.import_module(tracker.name).Table
+        _log(tracker, {tag: table(columns=list(columns), data=rows)}, step)
+        return
+    lines = [columns, ["---"] * len(columns), *rows]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    _log(tracker, {tag: "\n".join(f"| {' | '.join(line)} |" for line in cells)}, step)
+
+
+def _log_events(tracker: GeneralTracker, events: Sequence[Mapping[str, Any]], step: int) -> None:
+    _log(tracker, {"guard/events": len(events)}, step)
+    rows = [list(event.values()) for event in events[-_ROWS:]]
+    _log_table(tracker, "guard/table", _EVENT, rows, step)
+
+
+def _alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
+    """Send a message to those who asked for them; TensorBoard has none."""
+    if isinstance(tracker, TensorBoardTracker):
+        return
+    levels = importlib.import_module(tracker.name).AlertLevel
+    at = {"step": event["step"]} if isinstance(tracker, TrackioTracker) else {}
+    tracker.tracker.alert(
+        title=f"guard: {event['kind']}",
+        text=f"step {event['step']}: {event['words']} ({event['action']})",
+        level=levels.INFO if event["action"] == "report" else levels.WARN,
+        **at,
+    )
+
+
+def _close(tracker: GeneralTracker, *, failed: bool) -> None:
+    if isinstance(tracker, WandBTracker):
+        tracker.tracker.finish(exit_code=int(failed))  # Accelerate's would call every run finished
+    else:
+        tracker.finish()
+
+
+def _failures(name: str) -> tuple[type[Exception], ...]:
+    """Return what a tracker raises in trouble."""
+    if name != "wandb":
+        return (OSError, sqlite3.Error)
+    import wandb
+    from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
+    return (OSError, wandb.errors.Error, HandleAbandonedError, MailboxClosedError)
+
+
+def _public(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a guard event as others may see them, from a line of events.jsonl."""
+    event = redacted(line)
+    samples = ", ".join(event.get("sample_ids") or ())
+    values = {**(event.get("verdict") or {}), **event, "samples": samples}
+    return {name: values[name] if values.get(name) is not None else "" for name in _EVENT}
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file that a killed process may have torn."""
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
+def _prompt_of(path: Path, prompts: Sequence[str]) -> str:
+    match = re.fullmatch(r"prompt_(\d+)", path.stem)
+    index = int(match[1]) if match else len(prompts)
+    return prompts[index] if index < len(prompts) else path.stem
+
+
+def _left_out(name: str, error: Exception) -> str:
+    return f"warning: run.trackers: {name} is left out from here: {_words(error)}"
+
+
+def _words(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

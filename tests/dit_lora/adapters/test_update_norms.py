@@ -1,0 +1,139 @@
+"""Norms of updates are those of the products that they are norms of."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from dit_lora.adapters.attach import attach_lora, is_lora_b
+from dit_lora.adapters.quantize import quantize_base
+from dit_lora.adapters.update_norms import (
+    EXTREME,
+    ModuleUpdate,
+    base_updates,
+    loaded_layers,
+    module_updates,
+    product_norm,
+    weight_norms,
+)
+from dit_lora.config.recipe import LoraConfig
+
+
+def draws(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 32), nn.Linear(32, 64)])
+        self.conv = nn.Conv2d(3, 8, 3)
+
+
+def adapted(kind: str | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = Small().requires_grad_(False)
+    if kind:
+        quantize_base(model, kind)  # type: ignore[arg-type]
+    attach_lora(model, LoraConfig(rank=4, alpha=12), ("0", "1", "conv"), seed=0)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if is_lora_b(name):
+            parameter.data = draws(*parameter.shape, seed=number)
+    return model
+
+
+@pytest.mark.parametrize("b_scale", [1.0, 1e-12, 1e12])
+def test_the_norm_of_a_product_is_taken_without_it(b_scale: float) -> None:
+    a, b = draws(8, 300, seed=1), b_scale * draws(200, 8, seed=2)
+    exact = torch.linalg.matrix_norm(b.double() @ a.double()).item()
+    assert product_norm(b, a) == pytest.approx(exact, rel=1e-10)
+    assert product_norm(0 * b, a) == 0
+
+
+def test_the_norm_of_a_convolutions_update() -> None:
+    a, b = draws(4, 3, 3, 3, seed=1), draws(8, 4, 1, 1, seed=2)
+    delta = nn.functional.conv2d(a.permute(1, 0, 2, 3), b).permute(1, 0, 2, 3)  # as PEFT merges it
+    assert product_norm(b, a) == pytest.approx(torch.linalg.vector_norm(delta).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | None) -> None:
+    """Of PEFT's own delta, over the weight that the layer computes with."""
+    model = adapted(kind)
+    layers = loaded_layers(model)
+    assert {one.scaling for one in layers.values()} == {3.0}
+    tensors = {
+        name.replace(".default", ""): p.detach()
+        for name, p in model.named_parameters()
+        if ".lora_" in name
+    }
+    found = {one.name: one for one in module_updates(tensors, layers, weight_norms(model, []))}
+    assert found.keys() == {"blocks.0", "blocks.1", "conv"}
+    for name, one in found.items():
+        layer: nn.Module = model.get_submodule(name)
+        delta = layer.get_delta_weight("default")  # type: ignore[operator]
+        norm = torch.linalg.vector_norm(delta).item()
+        base = layer.base_layer
+        wide = base.widened(torch.float32) if hasattr(base, "widened") else base.weight  # type: ignore[operator, union-attr]
+        assert one.norm == pytest.approx(norm, rel=1e-5)
+        assert one.relative == pytest.approx(norm / torch.linalg.vector_norm(wide).item(), rel=1e-5)
+
+
+def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
+    tmp_path: Path,
+) -> None:
+    model = adapted()
+    expected = weight_norms(model, [])
+    stored = {
+        name.replace(".base_layer", ""): p.detach().clone()
+        for name, p in model.named_parameters()
+        if ".lora_" not in name
+    }
+    del stored["conv.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    found = weight_norms(model.to("meta"), [tmp_path / "model.safetensors"])
+    assert found == pytest.approx({name: expected[name] for name in ("blocks.0", "blocks.1")})
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-9])
+def test_an_update_of_a_weight_that_begins_at_nothing_is_no_extreme_one(size: float) -> None:
+    """Such as modulations of DiT: their layers' update is held against what layers of this model weigh."""
+    model = adapted()
+    model.get_parameter("blocks.0.base_layer.weight").data *= size
+
+    def updates(times: float) -> dict[str, ModuleUpdate]:
+        tensors = {
+            name.replace(".default", ""): times * p.detach()
+            for name, p in model.named_parameters()
+            if ".lora_" in name
+        }
+        found = module_updates(tensors, loaded_layers(model), weight_norms(model, []))
+        return {one.name: one for one in found}
+
+    mild = updates(0.3)["blocks.0"]
+    assert mild.relative is None if size == 0 else (mild.relative or 0) > EXTREME
+    assert 0 < (mild.share or 0) <= EXTREME
+    assert all((one.share or 0) > EXTREME for one in updates(30.0).values())
+
+
+def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
+    tmp_path: Path,
+) -> None:
+    before = {"a": draws(3, 4), "b": draws(5), "zero": torch.zeros(4), "c": draws(2)}
+    save_file(before, tmp_path / "model.safetensors")
+    now = {
+        "a": 21 * before["a"],
+        "b": before["b"],
+        "zero": torch.full((4,), 0.1),
+        "c": draws(3),
+        "d": draws(1),
+    }
+    found = {one.name: one for one in base_updates(now, [tmp_path / "model.safetensors"])}
+    assert {name: one.relative for name, one in found.items()} == {
+        "a": pytest.approx(20),
+        "b": 0,
+        "zero": None,
+    }
+    assert [name for name, one in found.items() if (one.share or 0) > EXTREME] == ["a"]

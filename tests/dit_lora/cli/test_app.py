@@ -1,0 +1,181 @@
+"""The command: instant, plain about mistakes, and its verbs do what they say."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dit_lora
+from dit_lora.cli.app import app
+from dit_lora.data.media.video import read_frames, read_header
+from dit_lora.errors import DitLoraError
+from dit_lora.families import FAMILIES
+
+runner = CliRunner()
+
+
+def invoke(*arguments: object) -> str:
+    result = runner.invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def heavy_imports(code: str) -> set[str]:
+    script = f"{code}\nimport sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return {"torch", "diffusers", "transformers", "pydantic", "numpy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("code", ["import dit_lora", "import dit_lora.cli.app"])
+def test_importing_is_instant_because_nothing_heavy_is_imported(code: str) -> None:
+    assert not heavy_imports(code)
+
+
+def test_the_version_is_the_packages() -> None:
+    assert invoke("--version").strip() == dit_lora.__version__
+
+
+def test_help_lists_every_verb() -> None:
+    output = invoke("--help")
+    assert "[key.path=value ...]" in " ".join(output.split())
+    for verb in ("doctor", "families", "tiny", "shapes", "sample", "report", "schema"):
+        assert verb in output
+
+
+def test_doctor_speaks_json() -> None:
+    result = runner.invoke(app, ["doctor", "--json"])
+    report = json.loads(result.output)
+    assert report["packages"]["torch"]["version"] == torch.__version__
+    assert result.exit_code == (0 if report["ok"] else 1)
+
+
+def test_shapes_writes_real_h264_with_captions(tmp_path: Path) -> None:
+    invoke("shapes", tmp_path / "clips", "--clips", 3, "--frames", 9, "--height", 32, "--width", 48)
+    lines = (tmp_path / "clips" / "metadata.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        path = tmp_path / "clips" / json.loads(line)["file_name"]
+        assert (read_header(path).height, read_header(path).width) == (32, 48)
+        video = read_frames(path, frames=9, height=32, width=48, fps=8).float()
+        assert (video[0] - video[-1]).abs().mean() > 5  # something moves
+
+
+def test_shapes_of_one_frame_are_images_with_captions(tmp_path: Path) -> None:
+    invoke(
+        "shapes", tmp_path / "images", "--clips", 3, "--frames", 1, "--height", 33, "--width", 47
+    )
+    files = sorted((tmp_path / "images").glob("*.png"))
+    assert len(files) == 3
+    assert len({f.with_suffix(".txt").read_text() for f in files}) == 3
+    pixels = [read_frames(f, frames=1, height=33, width=47, fps=None).float() for f in files]
+    assert all(image.std() > 5 for image in pixels)
+    assert (pixels[0] - pixels[1]).abs().mean() > 5
+
+
+def test_class_folders_of_clips_differ_by_class_and_within_one(tmp_path: Path) -> None:
+    size = ("--frames", 4, "--height", 32, "--width", 48)
+    invoke("shapes", tmp_path / "clips", "--classes", "--clips", 12, *size)
+    files = sorted((tmp_path / "clips").rglob("*.mp4"))
+    assert len({path.parent.name for path in files}) == 6
+    assert [path.name for path in files] == ["000.mp4", "001.mp4"] * 6
+    videos = [read_frames(path, frames=4, height=32, width=48, fps=8).float() for path in files]
+    assert (videos[0][0] - videos[0][-1]).abs().mean() > 5  # something moves
+    assert (videos[0] - videos[1]).abs().mean() > 2
+    assert (videos[0] - videos[2]).abs().mean() > 2
+
+
+def test_class_folders_are_of_images_by_default(tmp_path: Path) -> None:
+    invoke("shapes", tmp_path / "images", "--classes", "--clips", 7, "--height", 33, "--width", 47)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    assert len({path.parent.name for path in files}) == 6
+    assert len(files) == 7
+
+
+def test_tiny_checkpoints_are_listed_as_the_families_name_them() -> None:
+    said = invoke("families").splitlines()
+    assert [line.split(":")[0] for line in said] == list(FAMILIES)
+    assert "sana: tiny sana-600m, sana-1.5, sana-fp16" in said
+
+
+def test_tiny_builds_what_the_stock_pipeline_loads(tmp_path: Path) -> None:
+    from diffusers import CogVideoXPipeline
+
+    invoke("tiny", "cogvideox-5b", tmp_path / "model")
+    pipeline = CogVideoXPipeline.from_pretrained(tmp_path / "model")
+    assert pipeline.transformer.config.use_rotary_positional_embeddings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "cogvideox-9b", "out"], "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b"),
+        (["tiny", "cogvideox-2b", "."], "exists; choose another folder"),
+        (["shapes", "."], "exists; choose another folder"),
+        (["shapes", "out", "--height", "33"], "H.264 takes even sizes; got 33x96"),
+        (["sample", "nowhere", "--prompt", "x"], "no adapter in nowhere"),
+        (["tiny", "cogvideox-2b", "/proc/x"], "cannot make /proc/x"),
+        (["shapes", "/proc/x"], "cannot make /proc/x"),
+        (["report", "."], "config.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DitLoraError, match=message.replace("(", r"\(")):
+        runner.invoke(app, arguments, catch_exceptions=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
+    command = [sys.executable, "-c", "from dit_lora.cli.app import main; main()", "tiny", "x", "y"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no tiny checkpoint 'x'")
+    assert "Traceback" not in done.stderr
+
+
+def difference(one: str | Path, two: str | Path) -> float:
+    """Mean absolute difference of two sampled videos, in grey levels."""
+    frames = [
+        read_frames(Path(p), frames=9, height=32, width=48, fps=8).float() for p in (one, two)
+    ]
+    return (frames[0] - frames[1]).abs().mean().item()
+
+
+def test_sample_writes_videos_that_the_adapter_changes(
+    lora_main: Callable[[list[str]], None], smoke: list[str], tmp_path: Path
+) -> None:
+    """From a run, from its adapter, from a copy of that with --model, equal for equal seeds."""
+    from dit_lora.commands.sample import SampleRequest, sample
+
+    run = tmp_path / "run"
+    lora_main([*smoke, f"run.dir={run}", "train.steps=5", "optim.groups.adapter.lr=0.1"])
+    model = next(value for value in smoke if value.startswith("model.path=")).split("=")[1]
+    common = ["--prompt", "a", "--prompt", "b", "--inference-steps", "2", "--seed", "3"]
+    first = invoke("sample", run, *common, "--out", tmp_path / "one").split()
+    assert [Path(path).name[:9] for path in first] == ["seed_3_a_", "seed_3_b_"]
+    adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
+    copy = Path(shutil.copy(adapter, tmp_path / "copy.safetensors"))
+    second = invoke("sample", adapter, *common, "--out", tmp_path / "two").split()
+    third = invoke("sample", copy, "--model", model, *common, "--out", tmp_path / "three").split()
+    for same in zip(first, second, third, strict=True):
+        assert len({Path(path).read_bytes() for path in same}) == 1
+    header = read_header(Path(first[0]))
+    assert (header.height, header.width, header.fps) == (32, 48, 8.0)
+    other = sample(
+        SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, out=tmp_path / "other")
+    )
+    assert difference(other[0], first[0]) > 5
+    with pytest.raises(
+        DitLoraError, match=r"does not say where its base model .* is; give --model"
+    ):
+        runner.invoke(app, ["sample", str(copy), *common], catch_exceptions=False)

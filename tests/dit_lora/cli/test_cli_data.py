@@ -1,0 +1,178 @@
+"""`dit-lora audit` and `dit-lora cache`, on a folder and on a recipe."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import poison
+from typer.testing import CliRunner
+
+from dit_lora.cli.app import app
+from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.synthetic.clips import write_shapes
+from dit_lora.errors import DitLoraError
+from dit_lora.faults.media.encode import encode, moving
+
+
+def invoke(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def recipe(recipe_values: dict[str, Any], tmp_path: Path) -> Path:
+    """A recipe's file, whose data has a cut clip and one listed that is not there."""
+    data = Path(shutil.copytree(recipe_values["data"]["path"], tmp_path / "data"))
+    whole = sorted(data.glob("*.mp4"))[0].read_bytes()
+    (data / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    with (data / "metadata.jsonl").open("a") as table:
+        table.write(json.dumps({"file_name": "cut.mp4", "text": "a cut one"}) + "\n")
+        table.write(json.dumps({"file_name": "gone.mp4", "text": "a lost one"}) + "\n")
+    recipe_values["data"] |= {"path": str(data), "cache": str(tmp_path / "cache")}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_values))
+    return path
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    return {one["file"]: one["verdict"] for one in json.loads(path.read_text())["samples"]}
+
+
+def test_a_folder_alone_is_audited_and_every_file_asked_for_is_written(
+    recipe: Path, tmp_path: Path
+) -> None:
+    out = {name: tmp_path / f"audit.{name}" for name in ("json", "html", "fix-list")}
+    options = [part for name, path in out.items() for part in (f"--{name}", path)]
+    told = invoke("audit", tmp_path / "data", *options, code=1)
+    found = verdicts(out["json"])
+    assert {file for file, verdict in found.items() if verdict == "reject"} == {
+        "cut.mp4",
+        "gone.mp4",
+    }
+    assert len(found) == 7
+    assert told.splitlines()[-1] == "7 samples: 5 ok, 0 warn, 2 reject"
+    assert "missing: no such file" in told
+    assert "gone.mp4" in out["html"].read_text()
+    rows = [line.split("\t") for line in out["fix-list"].read_text().splitlines()]
+    assert [row[:2] for row in rows[1:]] == [["reject", "cut.mp4"], ["reject", "gone.mp4"]]
+
+
+def test_an_audit_of_a_folder_says_what_is_one_frame_and_obeys_no_name(tmp_path: Path) -> None:
+    """A video of one frame is a warning without a recipe, which may ask for more; names are shown escaped."""
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    encode(folder / "one.mp4", moving("one", 1))
+    encode(folder / "nine.mp4", moving("nine", 9))
+    evil = "\x1b]0;owned\x07\u202e\n3 samples: 3 ok.mp4"
+    (folder / evil).write_bytes(b"")
+    for path in list(folder.iterdir()):
+        path.with_suffix(".txt").write_text(f"what {path.stem[:4]!a} shows")
+    report = tmp_path / "audit.json"
+    told = invoke("audit", folder, "--json", report, code=1)
+    shown = "\\x1b]0;owned\\x07\\u202e\\n3 samples: 3 ok.mp4"
+    assert told.splitlines() == [
+        f"reject  {shown}: empty_file: the file has no bytes",
+        "warn    too_short: 1",
+        "3 samples: 1 ok, 1 warn, 1 reject",
+    ]
+    assert verdicts(report) == {"one.mp4": "warn", "nine.mp4": "ok", evil: "reject"}
+    assert report.read_text().endswith("}\n")
+
+
+def test_a_recipes_audit_looks_at_encodings_and_training_heeds_it(
+    recipe: Path, tmp_path: Path, lora_main: Any
+) -> None:
+    """What the audit rejected is refused before anything is decoded again."""
+    report = tmp_path / "audit.json"
+    invoke("audit", recipe, "--encode", "--json", report, code=1)
+    found = json.loads(report.read_text())
+    assert found["totals"]["reject"] == 2
+    assert {"latent_mean", "latent_logvar", "prompt_embeds"} <= found["encoded"].keys()
+    assert all(one["facts"]["caption_tokens"] for one in found["samples"] if one["facts"])
+    with pytest.raises(DitLoraError, match=r"cut\.mp4: .*truncated"):
+        lora_main([str(recipe)])
+
+
+def test_a_damaged_cache_entry_is_named_by_the_audit(recipe: Path, tmp_path: Path) -> None:
+    invoke("cache", "build", recipe, "data.rejects=skip")
+    sample = sorted(path.name for path in (tmp_path / "data").glob("*.mp4"))[1]
+    poison(tmp_path / "cache", sample)
+    report = tmp_path / "audit.json"
+    invoke("audit", recipe, "--encode", "--json", report, code=1)
+    (one,) = [s for s in json.loads(report.read_text())["samples"] if s["file"] == sample]
+    assert {"cache_damaged", "latent_non_finite"} <= set(one["codes"])
+
+
+def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(DitLoraError, match=r"(?s)gone\.mp4.*cut\.mp4"):
+        invoke("cache", "build", recipe)
+    invoke("cache", "build", recipe, "data.rejects=skip")
+    invoke("cache", "build", recipe, "data.rejects=skip", "data.fps=16")
+    counted = json.loads(invoke("cache", "stats", cache, "--json"))
+    assert counted["videos"]["entries"] == 10
+    assert invoke("cache", "verify", recipe).count("problems 0") == 2
+
+    sample = sorted(path.name for path in (tmp_path / "data").glob("*.mp4"))[0]
+    poison(cache, sample)
+    told = invoke("cache", "verify", cache, "--json", code=1)
+    (problem,) = json.loads(told)["videos"]["problems"]
+    assert (problem["kind"], problem["sample"]) == ("non_finite", sample)
+    invoke("cache", "verify", cache, "--set-aside")
+    assert len(TensorCache(cache / "videos")) == 9
+    invoke("cache", "build", recipe, "data.rejects=skip")
+    invoke("cache", "build", recipe, "data.rejects=skip", "data.fps=16")
+    assert len(TensorCache(cache / "videos")) == 10
+
+    skipping = tmp_path / "skipping.yaml"
+    values = yaml.safe_load(recipe.read_text())
+    values["data"]["rejects"] = "skip"
+    skipping.write_text(yaml.safe_dump(values))
+    pruned = json.loads(invoke("cache", "prune", cache, "--keep", skipping, "--json"))
+    assert pruned["videos"]["unwanted"] == 5
+    kept = TensorCache(cache / "videos")
+    assert {entry.facts["fps"] for entry in kept.entries()} == {8}
+    assert len(kept) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["audit", "clips", "data.frames=9"], "key.path=value needs a recipe"),
+        (["audit", "clips", "--encode"], "--encode needs a recipe"),
+        (["audit", "nowhere"], "no folder nowhere"),
+        (["cache", "build", "folder"], "give a recipe"),
+        (["cache", "stats", "folder"], "is no cache"),
+        (["cache", "verify", "folder", "data.frames=9"], "changes a recipe"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], words: str) -> None:
+    with pytest.raises(DitLoraError, match=words) as refused:
+        invoke(*arguments)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_only_the_audit_sees_is_refused_by_training_from_then_on(
+    recipe_values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Damage behind the frames that a recipe takes."""
+    data = tmp_path / "data"
+    write_shapes(data, clips=3, frames=33, height=64, width=96, fps=8)
+    path = sorted(data.glob("*.mp4"))[1]
+    broken = bytearray(path.read_bytes())
+    start, end = broken.index(b"mdat"), broken.index(b"moov") - 8
+    late = start + (end - start) * 9 // 10
+    broken[late:end] = bytes(end - late)
+    path.write_bytes(broken)
+    recipe_values["data"] |= {"path": str(data), "cache": str(tmp_path / "cache")}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_values))
+    invoke("cache", "build", recipe)
+    invoke("audit", recipe, code=1)
+    with pytest.raises(DitLoraError, match=rf"{path.name}: (corrupt|truncated)"):
+        invoke("cache", "build", recipe)
+    invoke("cache", "build", recipe, "data.rejects=skip")

@@ -1,0 +1,169 @@
+"""The doctor's report is plain data that says what is wrong, and its tables fit a terminal."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_lora.cli.doctor import launch_config_problem, render, report
+from dit_lora.environment.versions import TESTED, Device, Environment, problems
+from dit_lora.errors import DitLoraError
+
+TESTED_VERSIONS = {
+    name: known.release for name, known in TESTED.items() if known.required and known.release
+}
+ON_CPU = Environment("3.12.4", "Linux-6.1.0-x86_64", {**TESTED_VERSIONS, "numpy": "2.4.6"})
+H100 = Device("NVIDIA H100 80GB HBM3", 79.1, bf16=True)
+ON_GPU = replace(ON_CPU, torch_cuda="13.0", devices=(H100,))
+
+
+def config(kind: str, processes: int, **more: Any) -> dict[str, Any]:
+    return {"distributed_type": kind, "num_processes": processes, **more}
+
+
+@pytest.fixture(autouse=True)
+def _no_default_launch_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+
+
+def test_a_tested_environment_is_ok():
+    """Nothing to refuse and no launch file: ok, and every package has a status."""
+    found = report(ON_CPU, None)
+    assert found["ok"] is True
+    assert found["python"] == "3.12.4"
+    assert found["platform"] == "Linux-6.1.0-x86_64"
+    assert found["known_bad"] == []
+    assert found["launch"] == {"config_file": None, "processes": None, "problem": None}
+    assert {name: entry["status"] for name, entry in found["packages"].items()} == {
+        name: "tested" if known.required else "absent" for name, known in TESTED.items()
+    }
+    assert found["packages"]["torch"]["version"] == "2.13.0"
+    assert found["packages"]["flash-attn"]["tested"] is None
+    assert [entry["what"] for entry in found["decisions"]][:2] == ["device", "dtype"]
+
+
+def test_a_report_survives_json():
+    """It is made of plain values alone, so that `--json` can print it."""
+    env = replace(ON_GPU, versions={**ON_GPU.versions, "peft": "0.11.1", "diffusers": "0.43.0"})
+    found = report(env, None)
+    assert json.loads(json.dumps(found)) == found
+    assert found["device"] == {
+        "cuda_available": True,
+        "torch_cuda": "13.0",
+        "gpus": [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "bf16": True}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("env", "ok"),
+    [
+        (ON_GPU, True),  # the cuDNN fault is handled by the run
+        (replace(ON_CPU, versions={**ON_CPU.versions, "diffusers": "0.43.0"}), True),
+        (replace(ON_CPU, versions={**ON_CPU.versions, "diffusers": "1.0.0"}), False),
+        (replace(ON_CPU, versions={**ON_CPU.versions, "torchvision": "0.27.0"}), False),
+        (replace(ON_CPU, versions={}), False),
+    ],
+)
+def test_only_refusals_make_a_report_not_ok(env, ok):
+    """Warnings and handled faults leave it ok; a refused version or combination does not."""
+    assert report(env, None)["ok"] is ok
+
+
+def test_a_known_bad_is_reported_with_its_source_and_remedy():
+    """The handled fault is in the report, so that its user can read about it."""
+    (entry,) = report(ON_GPU, None)["known_bad"]
+    assert entry["id"] == "cudnn-sdpa-backward"
+    assert entry["severity"] == "handled"
+    assert entry["source"] == "https://github.com/pytorch/pytorch/issues/196678"
+    assert "enable_cudnn_sdp(False)" in entry["remedy"]
+
+
+def test_a_launch_file_that_would_lose_processes_is_not_ok(tmp_path: Path):
+    """MULTI_CPU with two processes starts one."""
+    path = tmp_path / "cpu.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n", encoding="utf-8")
+    found = report(ON_CPU, path)
+    assert found["ok"] is False
+    assert found["launch"]["config_file"] == str(path)
+    assert found["launch"]["processes"] == 2
+    assert "torchrun --nproc_per_node 2" in found["launch"]["problem"]
+
+
+def test_the_default_launch_file_is_judged_when_none_is_named(tmp_path: Path):
+    """It is the one that `accelerate launch` would read."""
+    path = tmp_path / "home" / "accelerate" / "default_config.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("distributed_type: 'NO'\nnum_processes: 3\n", encoding="utf-8")
+    assert report(ON_CPU, None)["launch"]["config_file"] == str(path)
+    assert report(ON_CPU, None)["ok"] is False
+
+
+def test_a_launch_file_that_is_not_there_is_bad_input(tmp_path: Path):
+    """A file asked for by name is not passed over in silence."""
+    with pytest.raises(DitLoraError, match=r"absent\.yaml"):
+        report(ON_CPU, tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("values", "env", "part"),
+    [
+        (config("NO", 1), ON_CPU, None),
+        (config("NO", 1), ON_GPU, None),
+        ({"distributed_type": False, "num_processes": 1}, ON_CPU, None),  # NO without quotes
+        (config("MULTI_GPU", 2, use_cpu=True), ON_CPU, None),  # torchrun starts both
+        (config("MULTI_CPU", 2), ON_CPU, "the run has 1"),
+        (config("MULTI_CPU", 2, mpirun_config={"mpirun_ccl": "1"}), ON_CPU, None),
+        (config("NO", 2), ON_GPU, "the run has 1"),
+        (config("FSDP", 2), ON_CPU, None),
+        (config("FSDP", 1), ON_CPU, "FSDP was asked for and the run has one process"),
+        (config("FSDP", 1), ON_GPU, "FSDP was asked for and the run has one process"),
+        (config("DEEPSPEED", 1), ON_GPU, None),
+        (config("MULTI_GPU", 2), ON_GPU, "set num_processes to 1"),
+        (config("MULTI_GPU", 2), replace(ON_GPU, devices=(H100, H100)), None),
+        (config("MULTI_GPU", 2, num_machines=2), ON_GPU, None),
+        (config("MULTI_GPU", 4, num_machines=2), ON_GPU, "set num_processes to 1"),
+        ({"distributed_type": "MULTI_GPU"}, ON_GPU, None),
+    ],
+)
+def test_a_launch_file_is_judged_on_the_machine_it_is_for(values, env, part):
+    """Processes lost, FSDP on one process, and more processes than GPUs are told beforehand."""
+    problem = launch_config_problem(values, env)
+    assert problem is None if part is None else part in (problem or "")
+
+
+def test_tables_fit_80_columns_and_commands_stay_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A command can be copied as one line, and brackets are shown as they are."""
+    monkeypatch.setenv("COLUMNS", "80")
+    versions = {**ON_GPU.versions, "peft": "0.11.1", "diffusers": "0.43.0", "flash-attn": "2.8.3"}
+    gpu = replace(H100, name="GPU [red]80GB[/red]")
+    env = replace(ON_GPU, versions=versions, torch_cuda="12.4", devices=(gpu,))
+    path = tmp_path / "[bold].yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n", encoding="utf-8")
+    render(report(env, path))
+    shown = capsys.readouterr().out
+    for problem in problems(env):
+        assert problem.remedy in shown
+        assert problem.what in shown
+    for name in TESTED:
+        assert f" {name} " in shown
+    assert "[red]80GB[/red]" in shown
+    assert "[bold].yaml" in shown
+    assert "set num_processes to 1" in shown
+    assert shown.rstrip().endswith("not ready: see the lines with refuse")
+    whole = [text for p in problems(env) for text in (p.what, p.remedy)] + ["num_processes"]
+    whole += [str(path)]
+    wrapped = [line for line in shown.splitlines() if not any(text in line for text in whole)]
+    assert len(wrapped) > len(TESTED)
+    assert max(map(len, wrapped)) <= 80
+
+
+def test_a_good_report_ends_in_ready(capsys: pytest.CaptureFixture[str]):
+    """The last line is the answer."""
+    render(report(ON_CPU, None))
+    shown = capsys.readouterr().out
+    assert shown.rstrip().endswith("ready to train")
+    assert "refuse" not in shown

@@ -1,0 +1,147 @@
+"""`dit-lora export` on a run's folder: what a user types, and what a user gets to read."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from diffusers import CogVideoXPipeline
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from dit_lora.cli.app import app
+from dit_lora.errors import DitLoraError
+
+FILE = "adapter/pytorch_lora_weights.safetensors"
+
+
+def invoke(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def run(
+    lora_main: Callable[[list[str]], None],
+    tiny_checkpoints: dict[str, Path],
+    shape_clips: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("exported")
+    values: dict[str, Any] = {
+        "model": {"family": "cogvideox", "path": str(tiny_checkpoints["cogvideox-2b"])},
+        "data": {"path": str(shape_clips), "frames": 9, "height": 32, "width": 48, "fps": 8},
+        "lora": {"rank": 4, "alpha": 8},
+        "optim": {"groups": {"adapter": {"lr": 1e-3}}},
+        "train": {"steps": 2, "checkpointing": "none"},
+        "validation": {"held_out_draws": 0},
+        "guard": {"preflight": False},
+        "run": {"dir": str(folder / "run")},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    lora_main([str(folder / "recipe.yaml"), "data.workers=0"])
+    return folder / "run"
+
+
+def test_a_run_is_exported_by_its_folder_its_adapter_or_its_file(run: Path, tmp_path: Path) -> None:
+    """The base is the one of its recipe."""
+    for number, target in enumerate((run, run / "adapter", run / FILE)):
+        out = tmp_path / str(number)
+        said = invoke("export", target, "--to", "comfyui", "--out", out)
+        assert said.splitlines() == [
+            "8 layers, read back and compared: the same update",
+            str(out),
+        ]
+        assert len(load_file(out / f"{number}.safetensors")) == 3 * 8
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_merged_is_what_export_writes_unless_told_otherwise(run: Path, tmp_path: Path) -> None:
+    invoke("export", run, "--out", tmp_path / "merged")
+    pipeline = CogVideoXPipeline.from_pretrained(tmp_path / "merged")
+    base = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
+    stock = CogVideoXPipeline.from_pretrained(base)
+    name = "transformer_blocks.0.attn1.to_q.weight"
+    own, old = (one.transformer.get_parameter(name) for one in (pipeline, stock))
+    assert 0 < (own - old).abs().max() < 0.1
+    published = (tmp_path / "merged" / "dit_lora.json").read_text()
+    assert str(tmp_path) not in published
+    assert str(run.parent) not in published
+    assert json.loads(published)["base_model"] == "cogvideox-2b"
+
+
+def test_two_adapters_are_added_by_weight(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    weights = ("--weight", 0.7, "--weight", -0.2)
+    invoke("export", run, run / FILE, *weights, "--to", "diffusers", "--out", out)
+    one = load_file(run / FILE)
+    both = load_file(out / "pytorch_lora_weights.safetensors")
+    name = "transformer.transformer_blocks.1.attn1.to_v.lora_{}.weight"
+    expected = 0.5 * 8 / 4 * one[name.format("B")] @ one[name.format("A")]
+    found = both[name.format("B")] @ both[name.format("A")]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_what_cannot_be_exported_is_said_in_a_line(
+    run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    def refused(*arguments: object) -> str:
+        with pytest.raises(DitLoraError) as error:
+            invoke("export", *arguments)
+        assert error.value.exit_code == 2
+        return str(error.value)
+
+    out = ("--out", tmp_path / "out")
+    assert "exists already; give another folder" in refused(run, "--out", run)
+    assert "2 adapters and 1 weights; give --weight once" in refused(run, run, "--weight", 1, *out)
+    assert "numbers other than 0; got [0.0]" in refused(run, "--weight", 0, *out)
+    assert "numbers other than 0; got [nan]" in refused(run, "--weight", "nan", *out)
+    assert "no file or folder" in refused(tmp_path / "gone", *out)
+    (tmp_path / "bare").mkdir()
+    assert "no adapter in" in refused(tmp_path / "bare", *out)
+    (tmp_path / "full" / "model").mkdir(parents=True)
+    (tmp_path / "full" / "model" / "model_index.json").write_text("{}")
+    assert "full/model is a whole pipeline, not an adapter" in refused(tmp_path / "full", *out)
+    assert "is a SanaPipeline checkpoint; family cogvideox" in refused(
+        run, "--model", tiny_checkpoints["sana-600m"], *out
+    )
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "kitten.safetensors").write_bytes((run / FILE).read_bytes())
+    assert "where its base model (trained on cogvideox-2b) is; give --model" in refused(
+        alone / "kitten.safetensors", *out
+    )
+    unknown = CliRunner().invoke(app, ["export", str(run), "--to", "gguf", *map(str, out)])
+    assert unknown.exit_code == 2
+    assert "'gguf' is not one of" in unknown.output
+    assert {path.name for path in tmp_path.iterdir()} == {"bare", "full", "alone"}
+
+
+def test_a_name_of_its_own_is_taken_with_model_given(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kitten.safetensors"
+    file.write_bytes((run / FILE).read_bytes())
+    base = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
+    invoke("export", file, "--to", "folded", "--model", base, "--out", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+    stored = load_file(file)
+    for name, tensor in stored.items():
+        assert found[name].equal(2 * tensor if "lora_B" in name else tensor), name
+
+
+def test_what_reads_pipelines_files_says_how_to_get_one_of_a_peft_folder(
+    run: Path, tmp_path: Path
+) -> None:
+    base = ("--model", yaml.safe_load((run / "config.yaml").read_text())["model"]["path"])
+    invoke("export", run, "--to", "peft", "--out", tmp_path / "peft")
+    back = f"dit-lora export {tmp_path / 'peft'} --to diffusers --out OUT"
+    for verb in (("verify",), ("sample", "--prompt", "a")):
+        with pytest.raises(DitLoraError, match=re.escape(back)):
+            invoke(*verb, *base, tmp_path / "peft")
+    out = tmp_path / "diffusers"
+    invoke(*back.split()[1:-1], out, *base)
+    assert "every check passed" in invoke("verify", out, *base)

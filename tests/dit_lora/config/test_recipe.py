@@ -1,0 +1,221 @@
+"""Recipes: typed, overridable, and every mistake is named at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dit_lora.config.load import dump_recipe, load_recipe, parse_recipe, recipe_schema
+from dit_lora.errors import DitLoraError
+
+
+@pytest.fixture
+def values() -> dict[str, Any]:
+    return {
+        "model": {"family": "cogvideox", "path": "x"},
+        "data": {"path": "clips", "frames": 9, "height": 32, "width": 48, "fps": 8},
+        "train": {"steps": 3},
+        "run": {"dir": "runs/a"},
+    }
+
+
+def test_every_mistake_is_listed_with_the_nearest_known_key(values: dict[str, Any]) -> None:
+    values["train"] = {"steps": "many", "batchsize": 2, "lr": 1}
+    values["lorra"] = {}
+    values["optim"] = {"groups": {"adaptr": {"lr": 1e-4}}}
+    del values["run"]
+    with pytest.raises(DitLoraError) as error:
+        parse_recipe(values, "r.yaml")
+    message = str(error.value)
+    assert "train.batchsize: unknown key; did you mean train.batch_size?" in message
+    assert "train.lr: unknown key; did you mean optim.groups.adapter.lr?" in message
+    assert "lorra: unknown key; did you mean lora?" in message
+    assert "optim.groups.adaptr: unknown key; did you mean optim.groups.adapter?" in message
+    assert "train.steps" in message
+    assert "got 'many'" in message
+    assert "run: missing" in message
+
+
+def test_overrides_win_and_create_sections(values: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(values))
+    recipe = load_recipe(
+        path, ["train.steps=20", "optim.groups.connector.lr=1e-5", "lora.targets=[to_q, to_k]"]
+    )
+    assert recipe.train.steps == 20
+    assert recipe.optim.groups.connector is not None
+    assert recipe.optim.groups.connector.lr == 1e-5  # YAML 1.1 reads 1e-5 as a string
+    assert recipe.lora.targets == ("to_q", "to_k")
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3", "train.steps=[1"])
+def test_a_malformed_override_is_refused(
+    values: dict[str, Any], tmp_path: Path, override: str
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(DitLoraError, match=r"override|not valid YAML"):
+        load_recipe(path, [override])
+
+
+def test_the_resolved_recipe_reads_back_equal(values: dict[str, Any], tmp_path: Path) -> None:
+    recipe = parse_recipe(values, "r")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {steps: 1}\ntrain: {steps: 2}\n")
+    with pytest.raises(DitLoraError, match="given twice: train"):
+        load_recipe(path)
+
+
+def test_yaml_cannot_make_python_objects(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(DitLoraError, match="not valid YAML"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no recipe .*r.yaml; dit-lora recipes lists"),
+        ("- a\n", "must hold sections"),
+        ("", "must hold"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DitLoraError, match=message):
+        load_recipe(path)
+
+
+def test_fp16_is_refused_with_the_reason(values: dict[str, Any]) -> None:
+    values["model"]["dtype"] = "fp16"
+    with pytest.raises(DitLoraError, match=r"model\.dtype: fp16 is not offered.*65504"):
+        parse_recipe(values, "r")
+
+
+@pytest.mark.parametrize("eps", [1e-46, 1e-40])
+def test_an_eps_that_is_lost_in_fp32_is_refused(values: dict[str, Any], eps: float) -> None:
+    values["optim"] = {"eps": eps}
+    with pytest.raises(DitLoraError, match=r"optim\.eps: is added in fp32, where 1e-4\d is 0"):
+        parse_recipe(values, "r")
+    values["optim"] = {"eps": 1.2e-38}
+    assert parse_recipe(values, "r").optim.eps == 1.2e-38
+
+
+def test_adapter_groups_take_no_patterns(values: dict[str, Any]) -> None:
+    values["optim"] = {"groups": {"adapter": {"lr": 1e-4, "modules": ["to_q"]}}}
+    with pytest.raises(DitLoraError, match=r"lora\.targets chooses"):
+        parse_recipe(values, "r")
+
+
+def test_recipes_are_frozen(values: dict[str, Any]) -> None:
+    recipe = parse_recipe(values, "r")
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.steps = 7  # type: ignore[misc]
+
+
+def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> None:
+    schema = recipe_schema()
+    json.dumps(schema)
+    train = schema["$defs"]["TrainConfig"]
+    assert train["additionalProperties"] is False
+    assert "Micro-steps" in train["properties"]["accumulate"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("guard", "words"),
+    [
+        ({"on_nonfinite": []}, "name each rung once, and at least one"),
+        ({"on_nonfinite": ["skip", "skip"]}, "name each rung once"),
+        ({"on_nonfinite": ["ignore"]}, "'skip', 'quarantine', 'fallback', 'rollback' or 'stop'"),
+        ({"adaptive_clip": True}, "adaptive_clip needs guard.spike_threshold"),
+        ({"rollback_lr": 1.0}, "less than 1"),
+        ({"spike_window": 19}, "greater than or equal to 20"),
+        ({"monitor_every": -1}, "greater than or equal to 0"),
+        ({"max_skips": True}, "should be a number, not true"),
+        ({"spike_threshold": False}, "should be a number, not false"),
+    ],
+)
+def test_a_guard_that_cannot_work_is_refused(
+    values: dict[str, Any], guard: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DitLoraError, match="guard") as error:
+        parse_recipe({**values, "guard": guard}, "r")
+    assert words in str(error.value)
+
+
+def test_the_guard_goes_on_by_default_and_stops_at_once_where_told_to(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(values))
+    ladder = load_recipe(path).guard.on_nonfinite
+    assert ladder == ("skip", "quarantine", "fallback", "rollback", "stop")
+    assert load_recipe(path, ["guard.on_nonfinite=[stop]"]).guard.on_nonfinite == ("stop",)
+
+
+FULL = {"optim": {"groups": {"backbone": {"lr": 1e-4}}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": {"fps": None}}, "fps is missing"),
+        ({"data": {"flip": True}}, "flip is for images"),
+        ({"model": {"from_scratch": {}}}, "model.from_scratch needs train.mode: full"),
+        ({"train": {"mode": "full"}}, "optim.groups.backbone is missing"),
+        ({**FULL, "train": {"mode": "full"}, "lora": {"rank": 8}}, "lora does not apply"),
+        (
+            {
+                "train": {"mode": "full"},
+                "optim": {"groups": {"backbone": {"lr": 1e-4}, "adapter": {"lr": 1e-5}}},
+            },
+            "train.mode: full has no adapter",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(
+    values: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    for section, given in change.items():
+        values[section] = {**values.get(section, {}), **given}
+    with pytest.raises(DitLoraError) as error:
+        parse_recipe(values, "r")
+    assert words in str(error.value)
+
+
+def test_a_full_recipe_and_one_of_images_read_back_equal(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values |= FULL
+    values["train"]["mode"] = "full"
+    values["model"]["from_scratch"] = {"num_layers": 2}
+    values["data"] = {"path": "images", "height": 32, "width": 32, "flip": True}
+    recipe = parse_recipe(values, "r")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+    assert recipe.data.frames == 1
+    assert "\nlora:" not in path.read_text()
+    assert "adapter" not in path.read_text()
+
+
+def test_what_a_recipe_contradicts_as_a_whole_is_said_without_the_whole_recipe(
+    values: dict[str, Any],
+) -> None:
+    values["validation"] = {"prompts": ["a", "b"], "media": ["one.mp4"]}
+    with pytest.raises(DitLoraError) as error:
+        parse_recipe(values, "test")
+    assert str(error.value).endswith(
+        "\n  - validation.media: one file a prompt; got 1 files, 2 prompts"
+    )

@@ -1,0 +1,284 @@
+"""Many processes fill one cache: nothing is made twice, and nothing but a unit is lost when one dies."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit_lora.data.cache import fill as filling
+from dit_lora.data.cache.cache import TensorCache, entry_key
+from dit_lora.data.cache.fill import LOCKS, PER_UNIT, Filled, Job, fill, unit_locks
+from dit_lora.data.cache.shards import shards_in
+from dit_lora.data.media.video import ClipError
+from dit_lora.errors import DitLoraError
+
+FORK = multiprocessing.get_context("fork")
+Encoder = Callable[[int], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(filling, "_UNITS", 1)  # units of the size that large sets have
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> TensorCache:
+    return TensorCache(tmp_path / "videos")
+
+
+def job(number: int) -> Job:
+    def make(encode: Encoder) -> dict[str, torch.Tensor]:
+        return {"x": encode(number)}
+
+    return Job(f"{number}.mp4", entry_key({"number": number}), {"number": number}, make)
+
+
+JOBS = [job(number) for number in range(5 * PER_UNIT - 3)]
+KEYS = [one.key for one in JOBS]
+
+
+def encode(number: int) -> torch.Tensor:
+    if number % 20 == 7:
+        raise ClipError(f"{number}.mp4 is broken")
+    return torch.full((3,), torch.nan if number % 20 == 9 else number)
+
+
+def good(number: int) -> torch.Tensor:
+    return torch.full((3,), float(number))
+
+
+def run(
+    cache: TensorCache,
+    encoder: Encoder = good,
+    jobs: Sequence[Job] = JOBS,
+    launch: str = "one",
+    **values: Any,
+) -> Filled:
+    return fill(cache, jobs, lambda: encoder, launch=launch, **values)
+
+
+def is_right(cache: TensorCache, jobs: Sequence[Job] = JOBS) -> bool:
+    """Whether every entry is there, once, with its values, and no work is left lying about."""
+    found = TensorCache(cache.root)
+    read = [found.read(one.key, {}) for one in jobs]
+    assert not [fault for _, fault in read if fault]
+    assert [tensors["x"][0] for tensors, _ in read] == [one.facts["number"] for one in jobs]
+    files = [path for path in cache.root.rglob("*") if path.is_file()]
+    assert {path.name for path in files if path.suffix != ".safetensors"} <= {"gate.lock"}
+    return True
+
+
+def test_all_is_made_in_shards_and_not_again(cache: TensorCache) -> None:
+    loads: list[int] = []
+
+    def load() -> Encoder:
+        loads.append(1)
+        return good
+
+    assert fill(cache, JOBS, load, launch="a") == Filled(made=len(JOBS))
+    assert is_right(cache)
+    assert len(list(shards_in(cache.root))) == 5
+    assert fill(cache, JOBS, load, launch="b") == Filled()
+    assert len(loads) == 1
+    cache.set_aside(KEYS[20])
+    assert fill(cache, JOBS, load, launch="c") == Filled(made=1)
+    assert cache.read(KEYS[20], {})[0]["x"][0] == 20
+    stored = next(one for one in cache.entries() if one.key == KEYS[20])
+    assert (stored.sample, stored.facts) == ("20.mp4", {"number": 20})
+
+
+def test_an_empty_list_makes_nothing_not_even_a_folder(cache: TensorCache) -> None:
+    assert run(cache, jobs=[]) == Filled()
+    assert not cache.root.exists()
+
+
+def test_jobs_of_equal_keys_are_made_once(cache: TensorCache) -> None:
+    made: list[int] = []
+
+    def counted(number: int) -> torch.Tensor:
+        made.append(number)
+        return good(number)
+
+    assert run(cache, counted, [*JOBS[:3], *JOBS[:2]]).made == 3
+    assert made == [0, 1, 2]
+
+
+def test_failures_are_all_told_and_stop_nobody(cache: TensorCache) -> None:
+    filled = run(cache, encode)
+    bad = [number for number in range(len(JOBS)) if number % 20 in (7, 9)]
+    assert list(filled.failed) == [KEYS[number] for number in bad]
+    assert filled.failed[KEYS[7]] == "7.mp4 is broken"
+    assert "9.mp4: the encoder's output is not usable: x has 3 NaN" in filled.failed[KEYS[9]]
+    assert filled.made == len(JOBS) - len(bad)
+    assert cache.missing(KEYS) == list(filled.failed)
+
+
+def test_what_failed_is_tried_once_a_launch_and_again_at_the_next(cache: TensorCache) -> None:
+    first = run(cache, encode, launch="one")
+    tried: list[int] = []
+
+    def repaired(number: int) -> torch.Tensor:
+        tried.append(number)
+        return good(number)
+
+    same = run(cache, repaired, launch="one")  # another process of it
+    assert not tried
+    assert same == Filled(made=0, failed=first.failed)
+    assert run(cache, repaired, launch="two") == Filled(made=len(first.failed))
+    assert [KEYS[number] for number in tried] == list(first.failed)
+
+
+def test_progress_counts_what_is_there_what_failed_and_what_others_made(
+    cache: TensorCache,
+) -> None:
+    run(cache, jobs=JOBS[:10])
+    told: list[tuple[int, int]] = []
+    run(cache, encode, on_progress=lambda done, jobs: told.append((done, jobs)))
+    assert told[0] == (10, len(JOBS))
+    assert told[-1] == (len(JOBS), len(JOBS))
+    done = [one for one, _ in told]
+    assert done == sorted(done)
+    assert set(done) == set(range(10, len(JOBS) + 1))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_keeps_what_was_finished(
+    cache: TensorCache, error: type[BaseException]
+) -> None:
+    def stop(number: int) -> torch.Tensor:
+        if number == PER_UNIT + 5:
+            raise error
+        return good(number)
+
+    with pytest.raises(error):
+        run(cache, stop)
+    assert cache.missing(KEYS) == KEYS[PER_UNIT + 5 :]
+    assert not unit_locks(cache)
+    assert run(cache).made == len(JOBS) - PER_UNIT - 5
+    assert is_right(cache)
+
+
+def test_a_full_disk_stops_with_one_line_and_keeps_what_was_written(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, calls = os.fsync, [0]
+
+    def full(handle: int) -> None:
+        calls[0] += 1
+        if calls[0] > 4:  # a file and a folder a unit
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        DitLoraError, match=r"^cannot write the cache entry of 32\.mp4 and 15 more .*No space left"
+    ):
+        run(cache)
+    monkeypatch.setattr(os, "fsync", sync)
+    assert cache.missing(KEYS) == KEYS[2 * PER_UNIT :]
+    assert not list(cache.root.glob(".*.partial"))
+    run(cache)
+    assert is_right(cache)
+
+
+def test_large_entries_are_not_all_held_before_they_are_written(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "UNIT_BYTES", 5 * 12)
+    run(cache, jobs=JOBS[:12])
+    assert len(list(shards_in(cache.root))) == 3  # of 5, 5 and 2
+    assert is_right(cache, JOBS[:12])
+
+
+def _slowly(root: Path, marks: Path, seconds: float) -> None:
+    """A process that fills, and leaves a mark for every job that it makes."""
+
+    def marked(number: int) -> torch.Tensor:
+        with (marks / str(os.getpid())).open("a") as file:
+            file.write(f"{number}\n")
+        time.sleep(seconds)
+        return good(number)
+
+    run(TensorCache(root), marked, launch=str(os.getpid()))
+
+
+def start(cache: TensorCache, marks: Path, seconds: float) -> BaseProcess:
+    marks.mkdir(exist_ok=True)
+    process = FORK.Process(target=_slowly, args=(cache.root, marks, seconds))
+    process.start()
+    return process
+
+
+def made(marks: Path) -> list[int]:
+    return [int(line) for path in marks.iterdir() for line in path.read_text().split()]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_two_launches_at_once_share_the_work_and_make_the_same_cache(
+    cache: TensorCache, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    processes = [start(cache, marks, 0.004) for _ in range(3)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted(made(marks)) == list(range(len(JOBS)))  # each once
+    assert len(list(marks.iterdir())) > 1
+    assert is_right(cache)
+    alone = TensorCache(tmp_path / "alone")
+    run(alone)
+    names = [[path.name for path in shards_in(root)] for root in (cache.root, alone.root)]
+    assert names[0] == names[1]
+
+
+def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
+    cache: TensorCache, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    process = start(cache, marks, 0.01)
+    wait_for(lambda: marks.is_dir() and len(made(marks)) > PER_UNIT + 5)
+    waiting = start(cache, tmp_path / "others", 0.0)  # makes the rest, then waits for that unit
+    wait_for(lambda: len(TensorCache(cache.root)) >= len(JOBS) - 2 * PER_UNIT)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    waiting.join()
+    assert waiting.exitcode == 0
+    assert len(made(marks)) + len(made(tmp_path / "others")) <= len(JOBS) + PER_UNIT
+    assert is_right(cache)
+
+
+def test_after_a_kill_of_the_only_process_the_next_start_goes_on(
+    cache: TensorCache, tmp_path: Path
+) -> None:
+    process = start(cache, tmp_path / "marks", 0.01)
+    wait_for(lambda: len(made(tmp_path / "marks")) > 2 * PER_UNIT + 3)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert cache.missing(KEYS) == KEYS[2 * PER_UNIT :]
+    assert len(unit_locks(cache)) == 1
+    (cache.root / f".{'0' * 32}.12345678.partial").write_bytes(b"half")  # killed within a write
+    assert run(cache).made == len(JOBS) - 2 * PER_UNIT
+    assert cache.missing(KEYS) == []
+    assert list((cache.root / LOCKS).iterdir()) == [cache.root / LOCKS / "gate.lock"]
+
+
+def test_of_a_small_set_every_process_gets_some(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_UNITS", 64)
+    run(cache, jobs=JOBS[:5])
+    assert len(list(shards_in(cache.root))) == 5

@@ -1,0 +1,174 @@
+"""Shards: safetensors files that hold several entries, and what is left of them when they are damaged."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from dit_lora.data.cache.cache import TensorCache, encoded
+from dit_lora.data.cache.shards import ShardError, in_range, read_header, write_shard
+
+Tensors = dict[str, torch.Tensor]
+DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32)
+SHAPES = ((), (0,), (1,), (3, 0, 2), (7,), (2, 3, 5), (1, 1, 1, 1), (13, 3))
+
+
+def drawn(seed: int) -> Tensors:
+    """Some tensors of odd dtypes and shapes."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for number in range(draw.randint(1, 4)):
+        shape = draw.choice(SHAPES)
+        values = torch.randn(shape, generator=generator) * 50
+        made[f"t{draw.randint(0, 99)}_{number}"] = values.to(draw.choice(DTYPES))
+    return made
+
+
+def write(folder: Path, entries: dict[str, Tensors]) -> Path:
+    facts = {"dtype": "torch.bfloat16", "size": [32, 48]}
+    return write_shard(
+        folder,
+        [
+            encoded(key, tensors, sample=f"{key}.mp4", facts={**facts, "media": key})
+            for key, tensors in entries.items()
+        ],
+    )
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(
+        one[n].dtype is other[n].dtype and torch.equal(one[n], other[n]) for n in one
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_entries_read_back_bit_for_bit_by_us_and_by_safetensors(tmp_path: Path, seed: int) -> None:
+    entries = {f"k{number}": drawn(100 * seed + number) for number in range(5)}
+    path = write(tmp_path, entries)
+    cache = TensorCache(tmp_path)
+    for key, tensors in entries.items():
+        back, fault = cache.read(key, {})
+        assert fault is None
+        assert same(back, tensors)
+        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in back.values())
+        assert cache.spec(key) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
+    flat = {f"{key}/{n}": t for key, tensors in entries.items() for n, t in tensors.items()}
+    assert same(load_file(path), flat)
+
+
+def test_a_header_tells_samples_and_facts_and_holds_what_is_common_once(tmp_path: Path) -> None:
+    path = write(tmp_path, {f"k{number}": drawn(number) for number in range(3)})
+    stored = read_header(path).entries
+    assert [(one.key, one.sample) for one in stored] == [(f"k{k}", f"k{k}.mp4") for k in range(3)]
+    assert stored[1].facts == {"dtype": "torch.bfloat16", "size": [32, 48], "media": "k1"}
+    with safe_open(path, framework="pt") as file:
+        assert json.dumps(file.metadata()).count("bfloat16") == 1
+
+
+def test_equal_entries_are_an_equal_file(tmp_path: Path) -> None:
+    entries = {"a": drawn(1), "b": drawn(2)}
+    one, other = write(tmp_path / "one", entries), write(tmp_path / "other", entries)
+    assert one.name == other.name
+    assert one.read_bytes() == other.read_bytes()
+    assert write(tmp_path / "one", {"a": drawn(1), "b": drawn(3)}).name != one.name
+    assert read_header(one).is_named
+    assert not read_header(one.rename(one.with_name("renamed.safetensors"))).is_named
+
+
+def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
+    entries = {f"k{number}": {"x": torch.arange(number + 3.0)} for number in range(4)}
+    path = write(tmp_path, entries)
+    data, header = path.read_bytes(), read_header(path)
+    ends = [entry.end for entry in header.entries]
+    assert ends[-1] == len(data)
+    edges = {0, 1, 7, 8, 9, 50, header.entries[0].start, *ends}
+    for size in sorted({cut for edge in edges for cut in (edge - 1, edge, edge + 1)}):
+        if not 0 <= size <= len(data):
+            continue
+        path.write_bytes(data[:size])
+        cache = TensorCache(tmp_path)
+        kept = {f"k{k}" for k, end in enumerate(ends) if end <= size}
+        assert {key for key in entries if cache.is_whole(key)} == kept
+        assert len(cache) == len(kept)
+        for key in entries:
+            spec = {"x": (torch.Size([2]), torch.float32)}
+            back, fault = cache.read(key, spec)
+            assert (fault is None) == (key in kept)
+            if fault:
+                assert back["x"].isnan().all()
+                assert "cannot be read" in fault
+
+
+def test_no_flipped_bit_of_a_header_or_of_values_gives_a_wrong_value(tmp_path: Path) -> None:
+    entries = {f"k{number}": drawn(number) | {"x": torch.ones(3)} for number in range(3)}
+    path = write(tmp_path, entries)
+    data = path.read_bytes()
+    draw, lost = random.Random(0), 0
+    for place in [*range(0, 8), *(draw.randrange(8, len(data)) for _ in range(400))]:
+        torn = bytearray(data)
+        torn[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(torn)
+        cache = TensorCache(tmp_path)
+        for key, tensors in entries.items():
+            back, fault = cache.read(key, {})
+            assert fault or same(back, tensors), place
+            lost += fault is not None
+    assert lost > 100
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[1, 2]",
+        b"{}",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b'{"__metadata__": 3}',
+        b'{"__metadata__": {"facts": "{}"}, "k/x": {"dtype": "F32", "shape": [1]}}',
+        b'{"__metadata__": {"facts": "{}", "k": ""}, "k/x": 3}',
+        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, "k/x": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}',
+        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, "k/x": {"dtype": "F7", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"__metadata__": {"facts": "{}", "k": "00 []"}, "k/x": {"dtype": "F32", "shape": ["a"], "data_offsets": [0, 4]}}',
+    ],
+)
+def test_a_nonsense_header_is_no_exception_and_hides_no_other_shard(
+    tmp_path: Path, header: bytes
+) -> None:
+    write(tmp_path, {"good": drawn(0)})
+    (tmp_path / "bad.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + b"\0" * 8
+    )
+    cache = TensorCache(tmp_path)
+    assert len(cache) == 1
+    assert cache.read("good", {})[1] is None
+    assert not cache.is_whole("k")
+    try:
+        assert read_header(tmp_path / "bad.safetensors").entries == []
+    except ShardError as error:
+        assert "bad.safetensors" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+)
+def test_the_range_is_that_of_the_values_to_the_last_bit(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        assert in_range(torch.tensor([2**40]), 1e4)
+        return
+    for limit in (1e4, 9999.99, 0.1, 1e38):
+        bits = torch.tensor(np.arange(2**16, dtype=np.uint16)).view(torch.float16).float()
+        edge = torch.tensor(limit).to(dtype)
+        around = torch.stack([edge.nextafter(edge * 0), edge, edge.nextafter(edge * torch.inf)])
+        for value in [*bits[::257].to(dtype), *around, *-around]:
+            expected = bool(value.double().abs() <= limit)
+            assert in_range(value, limit) == expected, (value, limit)
+            assert in_range(torch.stack([value * 0, value]), limit) == expected
+    assert in_range(torch.empty(0, dtype=dtype), 1.0)
+    assert not in_range(torch.full((3, 2), torch.nan, dtype=dtype).T, 1e4)

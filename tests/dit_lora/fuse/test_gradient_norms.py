@@ -1,0 +1,85 @@
+"""Gradient norms by the kernel: the same as PyTorch's, or not used."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dit_lora.errors import DitLoraError
+from dit_lora.fuse import gradient_norms as norms
+from dit_lora.fuse.gradient_norms import choose_norms
+from dit_lora.training.optim.build import gradient_norms
+from dit_lora_kernels import triton_support
+
+
+@pytest.fixture
+def trained() -> list[torch.nn.Parameter]:
+    shapes = ((5, 3), (7,), (2, 3, 4))
+    return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+
+
+def wrong(tensors: Sequence[torch.Tensor], groups: Sequence[int], count: int) -> torch.Tensor:
+    """Leaves the last element of each tensor out."""
+    return norms.finite_norms_reference([t.flatten()[:-1] for t in tensors], groups, count)
+
+
+def hides_inf(tensors: Sequence[torch.Tensor], groups: Sequence[int], count: int) -> torch.Tensor:
+    return norms.finite_norms_reference([t.nan_to_num(posinf=0) for t in tensors], groups, count)
+
+
+def test_on_is_the_kernel_and_gives_the_same_norms_by_group(
+    trained: list[torch.nn.Parameter],
+) -> None:
+    chosen, why = choose_norms("on", trained)
+    assert why is None
+    for parameter in trained:
+        parameter.grad = torch.randn(parameter.shape)
+    groups = [
+        {"name": "adapter", "params": trained[:2]},
+        {"name": "backbone", "params": trained[2:]},
+    ]
+    found, expected = gradient_norms(groups, chosen), gradient_norms(groups)
+    assert list(found) == list(expected) == ["adapter", "backbone"]
+    for name, norm in expected.items():
+        torch.testing.assert_close(found[name], norm)
+    trained[2].grad[1, 1, 1] = torch.nan
+    found = gradient_norms(groups, chosen)
+    assert torch.isfinite(found["adapter"])
+    assert not torch.isfinite(found["backbone"])
+
+
+def test_groups_without_gradients_have_norm_zero(trained: list[torch.nn.Parameter]) -> None:
+    chosen, _ = choose_norms("on", trained)
+    groups = [{"name": "adapter", "params": trained}, {"name": "none", "params": []}]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    for found in (gradient_norms(groups, chosen), gradient_norms(groups)):
+        assert found["adapter"].item() == pytest.approx(46**0.5)
+        assert found["none"].item() == 0.0
+
+
+def test_off_is_pytorch(trained: list[torch.nn.Parameter]) -> None:
+    assert choose_norms("off", trained) == (None, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
+def test_auto_needs_a_gpu_and_says_so(trained: list[torch.nn.Parameter]) -> None:
+    assert choose_norms("auto", trained) == (None, triton_support().reason)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"), [(wrong, "norms are .* and PyTorch's are"), (hides_inf, "Inf .* not seen")]
+)
+def test_a_kernel_that_differs_is_refused_if_asked_for_and_left_if_not(
+    trained: list[torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch, kernel: object, words: str
+) -> None:
+    monkeypatch.setattr(norms, "finite_norms", kernel)
+    with pytest.raises(
+        DitLoraError, match=rf"kernels.finite_norm: .*{words}.*set it to auto or off"
+    ):
+        choose_norms("on", trained)
+    gpu = type(triton_support())("gpu", "as if")
+    monkeypatch.setattr(norms, "triton_support", lambda: gpu)
+    chosen, why = choose_norms("auto", trained)
+    assert chosen is None
+    assert why is not None

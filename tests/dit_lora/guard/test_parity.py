@@ -1,0 +1,107 @@
+"""Which kernels are asked, in which order, and what a difference is measured against."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.guard.parity import Difference, differences, first_difference
+from dit_lora.guard.switches import Switch
+
+
+def switch(name: str, off: list[str], part_of: str | None = None) -> Switch:
+    return Switch(name, "kernel", nullcontext, lambda: off.append(name), "stock", part_of=part_of)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "asked", "off"),
+    [
+        ((), ["other", "all"], []),
+        (("rope",), ["other", "all", "norm", "rope", "all"], ["rope"]),
+        (("other", "norm"), ["other", "all", "norm", "rope", "all"], ["other", "norm"]),
+        # Every part is right alone: what calls them is wrong.
+        (("glue",), ["other", "all", "norm", "rope"], ["all"]),
+    ],
+)
+def test_parts_are_asked_where_the_whole_differs(
+    wrong: tuple[str, ...], asked: list[str], off: list[str]
+) -> None:
+    calls: list[str] = []
+    done: list[str] = []
+    parts = ("norm", "rope")
+    switches = [
+        switch("other", done),
+        *(switch(name, done, "all") for name in parts),
+        switch("all", done),
+    ]
+
+    def compare(one: Switch, others: Sequence[Switch]) -> Difference | None:
+        calls.append(one.name)
+        alone = {"other", *parts} if one.part_of else {"other", "all"}
+        assert {switch.name for switch in others} == alone - {one.name}
+        inside = {*parts, "glue"} if one.name == "all" else {one.name}
+        is_wrong = any(name in inside and name not in done for name in wrong)
+        return Difference(one.name, "block", 1.0) if is_wrong else None
+
+    for found, difference in differences(switches, compare):
+        assert difference.switch == found.name
+        found.turn_off()
+    assert calls == asked
+    assert done == off
+
+
+class Keys(nn.Module):
+    """The gradient of the bias is exactly zero, as that of a key's in attention; rounding makes it noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.noise = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.linear(x)
+        shifted = keys - keys.mean(1, keepdim=True)
+        return shifted + self.noise * (keys - keys.detach()).mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("noise", "differs"), [(1e-6, False), (0.3, True)])
+def test_a_gradient_of_rounding_errors_is_no_difference(noise: float, differs: bool) -> None:
+    torch.manual_seed(0)
+    model, x, weights = Keys(), torch.randn(2, 5, 4), torch.randn(2, 5, 4)
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        model.noise = 0.0
+        yield
+        model.noise = noise
+
+    model.noise = noise
+    kernel = Switch("k", "kernel", off, lambda: None, "stock")
+    outer = nn.Sequential(model)
+    found = first_difference(kernel, lambda: (outer(x) * weights).flatten(1).sum(1), outer)
+    assert (found is not None) is differs
+
+
+def test_what_the_stock_model_makes_nan_of_shows_nothing() -> None:
+    model = nn.Linear(3, 3)
+    x = torch.full((2, 3), torch.nan)
+    nothing = Switch("k", "kernel", nullcontext, lambda: None, "stock")
+    assert first_difference(nothing, lambda: model(x).sum(1), model) is None
+
+
+def test_dropout_of_other_draws_is_no_difference_and_is_on_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).train()
+    x, state = torch.randn(2, 6), torch.get_rng_state()
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        torch.rand(1)  # the kernel draws otherwise
+        yield
+
+    kernel = Switch("k", "kernel", off, lambda: None, "stock")
+    assert first_difference(kernel, lambda: model(x).sum(1), model) is None
+    assert model[1].training
+    torch.set_rng_state(state)

@@ -1,0 +1,313 @@
+"""What is switched off for a while is on again afterwards, and the model in fp32 gets its own tensors back."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.backends import cuda
+
+from dit_lora.errors import DitLoraError
+from dit_lora.guard.replay import MicroBatch, run
+from dit_lora.guard.switches import (
+    attention_switches,
+    compile_switches,
+    find_switch,
+    in_fp32,
+    kept_attention,
+)
+from dit_lora.numerics.objectives import LossOutput
+
+BACKENDS = ("cudnn", "flash", "efficient")
+ALL = "attention:cudnn+flash+efficient"
+
+
+def enabled() -> tuple[bool, ...]:
+    return (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
+
+
+def enable(flags: tuple[bool, ...]) -> None:
+    for setter, flag in zip(
+        (cuda.enable_cudnn_sdp, cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp),
+        flags,
+        strict=True,
+    ):
+        setter(flag)
+
+
+@pytest.fixture(autouse=True)
+def every_backend_on() -> Iterator[None]:
+    before = enabled()
+    enable((True, True, True))
+    yield
+    enable(before)
+
+
+@pytest.mark.parametrize(
+    ("on", "names"),
+    [
+        ((True, True, True), [*(f"attention:{name}" for name in BACKENDS), ALL]),
+        (
+            (True, False, True),
+            ["attention:cudnn", "attention:efficient", "attention:cudnn+efficient"],
+        ),
+        ((False, True, False), ["attention:flash"]),
+        ((False, False, False), []),
+    ],
+)
+def test_backends_that_are_on_are_switches_alone_and_then_together(
+    on: tuple[bool, ...], names: list[str]
+) -> None:
+    enable(on)
+    switches = attention_switches()
+    assert [switch.name for switch in switches] == names
+    assert {switch.cause for switch in switches} <= {"attention_backend"}
+    assert enabled() == on
+    assert cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "within"),
+    [
+        ("attention:cudnn", (False, True, True)),
+        ("attention:flash", (True, False, True)),
+        ("attention:efficient", (True, True, False)),
+        (ALL, (False, False, False)),
+    ],
+)
+def test_a_backend_is_off_within_and_on_again_afterwards(
+    name: str, within: tuple[bool, ...]
+) -> None:
+    switch = find_switch(attention_switches(), name)
+    with switch.off():
+        assert enabled() == within
+    assert enabled() == (True, True, True)
+    with pytest.raises(RuntimeError, match="out of memory"), switch.off():
+        raise RuntimeError("out of memory")
+    assert enabled() == (True, True, True)
+
+
+@pytest.mark.parametrize("name", ["attention:flash", ALL])
+def test_a_backend_that_is_turned_off_stays_off(name: str) -> None:
+    find_switch(attention_switches(), name).turn_off()
+    assert enabled() == ((True, False, True) if name == "attention:flash" else (False,) * 3)
+
+
+@pytest.mark.parametrize("tried", ["attention:flash", ALL])
+def test_trying_a_switch_again_leaves_a_backend_off_that_was_turned_off(tried: str) -> None:
+    switches = attention_switches()
+    find_switch(switches, "attention:flash").turn_off()
+    with find_switch(switches, tried).off():
+        pass
+    assert enabled() == (True, False, True)
+
+
+def fail(flags: tuple[bool, ...]) -> None:
+    enable(flags)
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("before", [(True, False, True), (False, True, False)])
+def test_kept_attention_puts_every_backend_back(before: tuple[bool, ...]) -> None:
+    enable(before)
+    with kept_attention():
+        enable(tuple(not flag for flag in before))
+        assert enabled() != before
+    assert enabled() == before
+    with pytest.raises(RuntimeError, match="out of memory"), kept_attention():
+        fail(tuple(not flag for flag in before))
+    assert enabled() == before
+
+
+def test_a_switch_is_found_by_its_name_and_an_unknown_one_lists_those_there_are() -> None:
+    switches = attention_switches()
+    assert find_switch(switches, "attention:flash") is switches[1]
+    with pytest.raises(DitLoraError) as error:
+        find_switch(switches, "attention:sage")
+    assert "'attention:sage'" in str(error.value)
+    assert all(switch.name in str(error.value) for switch in switches)
+    with pytest.raises(DitLoraError, match="'attention'"):
+        find_switch(switches, "attention")
+    with pytest.raises(DitLoraError, match="known: none on this device"):
+        find_switch([], "compile")
+
+
+class Block(nn.Module):
+    """torch.compile leaves torch's own modules alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.linear(values) * 1.5
+
+
+def spoiling(graph: torch.fx.GraphModule, example: object) -> object:
+    """A compiler whose code is wrong."""
+    return lambda *args: tuple(value * 100 for value in graph(*args))
+
+
+@pytest.mark.parametrize("way", ["module.compile", "torch.compile"])
+def test_compiled_code_is_left_out_while_compilation_is_switched_off(way: str) -> None:
+    block = Block()
+    right = block(torch.eye(6)).detach()
+    if way == "module.compile":
+        block.compile(backend=spoiling)
+        model = nn.Sequential(nn.Identity(), block)
+    else:
+        model = nn.Sequential(nn.Identity(), torch.compile(block, backend=spoiling))
+    (switch,) = compile_switches(model)
+    assert (switch.name, switch.cause) == ("compile", "kernel")
+
+    def is_right() -> bool:
+        return torch.allclose(model(torch.eye(6)), right)
+
+    try:
+        assert not is_right()
+        with switch.off():
+            assert is_right()
+        assert not is_right()
+        switch.turn_off()
+        assert is_right()
+    finally:
+        torch.compiler.set_stance("default")
+        torch.compiler.reset()
+
+
+def test_a_model_that_is_not_compiled_has_no_switch_for_it() -> None:
+    assert compile_switches(nn.Sequential(nn.Linear(6, 4), nn.GELU())) == []
+
+
+class Net(nn.Module):
+    """fp16 weights, fp32 and fp16 buffers, a trained fp32 bias; its product overflows fp16."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.linear = nn.Linear(5, 4, dtype=dtype)
+        self.bias = nn.Parameter(torch.randn(4))
+        self.register_buffer("scale", torch.full((4,), 3e4, dtype=dtype))
+        self.register_buffer("table", torch.randn(7))
+        self.register_buffer("order", torch.tensor([6, 5, 4, 3, 2, 1, 0]))
+        self.seen: list[torch.dtype] = []
+
+    def forward(
+        self, values: torch.Tensor, ids: torch.Tensor, *, skip: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.linear(values)
+        self.seen.append(hidden.dtype)
+        assert ids.dtype is torch.int64
+        skipped = 0 if skip is None else skip * 3e4
+        return hidden * self.scale + self.bias + self.table[self.order[ids]][:, None] + skipped
+
+
+def given(dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(4)
+    return torch.randn(3, 5, generator=draws).to(dtype) * 4, torch.tensor([6, 0, 2])
+
+
+def tensors_of(model: nn.Module) -> list[tuple[int, torch.dtype, int, torch.Tensor]]:
+    """Identity, dtype, address and bits of every tensor."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(id(t), t.dtype, t.data_ptr(), t.detach().clone()) for t in tensors]
+
+
+def assert_same_tensors(model: nn.Module, before: list) -> None:
+    now = tensors_of(model)
+    assert [one[:3] for one in now] == [one[:3] for one in before]
+    assert all(torch.equal(one[3], other[3]) for one, other in zip(now, before, strict=True))
+
+
+@pytest.mark.parametrize("raising", [False, True], ids=["returns", "raises"])
+def test_an_fp16_overflow_is_finite_in_fp32_and_every_tensor_comes_back(raising: bool) -> None:
+    model, (values, ids) = Net(), given()
+    before = tensors_of(model)
+    assert model(values, ids).isinf().any()
+    with ExitStack() as stack:
+        if raising:
+            stack.enter_context(pytest.raises(RuntimeError, match="out of memory"))
+        with in_fp32(model):
+            floats = [*model.parameters(), model.scale, model.table]
+            assert {tensor.dtype for tensor in floats} == {torch.float32}
+            assert model.bias.data_ptr() == before[0][2]  # not copied: it was wide
+            output = model(values, ids, skip=values[:, :4])
+            output.square().mean().backward()
+            if raising:
+                raise RuntimeError("out of memory")
+    assert output.isfinite().all()
+    assert output.dtype is torch.float32
+    assert model.seen == [torch.float16, torch.float32]
+    assert_same_tensors(model, before)
+    assert not model._forward_pre_hooks
+    assert model(values, ids).isinf().any()
+
+
+def test_every_tensor_comes_back_where_the_wide_copy_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, widened = Net(), []
+    before = tensors_of(model)
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        widened.append(tensor)
+        if len(widened) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tensor.to(torch.float32)
+
+    monkeypatch.setattr(torch.Tensor, "float", widen)
+    with pytest.raises(torch.OutOfMemoryError), in_fp32(model):
+        pytest.fail("the third tensor did not fit")
+    assert_same_tensors(model, before)
+
+
+@pytest.fixture
+def bf16() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("raising", [False, True], ids=["returns", "raises"])
+def test_the_forward_that_accelerate_wrapped_comes_back(bf16: Accelerator, raising: bool) -> None:
+    plain, (values, ids) = Net(torch.float32), given(torch.float32)
+    expected = plain(values, ids)
+    model = bf16.unwrap_model(bf16.prepare(Net(torch.float32)))
+    wrapped, before = model.__dict__["forward"], tensors_of(model)
+    with ExitStack() as stack:
+        if raising:
+            stack.enter_context(pytest.raises(RuntimeError, match="out of memory"))
+        with in_fp32(model):
+            assert torch.equal(model(values, ids), expected)
+            if raising:
+                raise RuntimeError("out of memory")
+    assert model.__dict__["forward"] is wrapped
+    assert_same_tensors(model, before)
+    assert not torch.equal(model(values, ids), expected)
+    assert model.seen == [torch.float32, torch.bfloat16]
+
+
+def test_autocast_around_it_is_off_within() -> None:
+    model, (values, ids) = Net(torch.float32), given(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with in_fp32(model):
+            model(values, ids)
+        model(values, ids)
+    assert model.seen == [torch.float32, torch.bfloat16]
+
+
+def test_a_replay_in_fp32_gives_half_precision_gradients_back() -> None:
+    model, (values, ids) = Net(torch.bfloat16), given(torch.bfloat16)
+    model(values, ids).square().mean().backward()
+    gradient = model.linear.weight.grad
+
+    def forward() -> LossOutput:
+        return LossOutput(model(values, ids).float().mean(1), torch.tensor([5, 6, 7]))
+
+    batch = MicroBatch(("a", "b", "c"), 1, 0, 0, {}, forward, lambda index: batch)
+    with in_fp32(model):
+        run(batch, model)
+    assert model.linear.weight.grad is gradient

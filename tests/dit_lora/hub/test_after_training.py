@@ -1,0 +1,219 @@
+"""A run that pushes when it ends: refused before it trains, whole whatever the push does, and loaded from the Hub."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers.utils
+import pytest
+import torch
+import yaml
+from card_rules import card_problems, metadata
+from fake_hub import Account, FakeHub, Fault
+from PIL import Image
+from safetensors.torch import load_file
+
+from dit_lora.config.load import load_recipe
+from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
+from dit_lora.data.synthetic.conversations import write_conversations
+from dit_lora.errors import DitLoraError
+from dit_lora.families import CHAT_FAMILIES
+
+Main = Callable[[list[str]], None]
+SMOKE = Path(__file__).parents[3] / "recipes" / "smoke"
+REPO = "me/mine"
+BY_CLASS = ("dit", "dit_scratch", "video_dit", "video_dit_lora")
+
+
+def data_of(name: str, folder: Path) -> Path:
+    """What a smoke recipe's data.path can be."""
+    recipe = load_recipe(SMOKE / f"{name}.yaml")
+    size: dict[str, Any] = {"height": 64, "width": 64, "fps": 8}
+    if recipe.model.family in CHAT_FAMILIES:
+        write_conversations(folder, clips=2, images=1, frames=9, **size)
+        return folder / "conversations.json"
+    if name in BY_CLASS:
+        write_class_folders(folder, images=4, frames=recipe.data.frames, **size)
+    else:
+        write_shapes(folder, clips=2, frames=9 if recipe.data.frames > 1 else 1, **size)
+    return folder
+
+
+def arguments(name: str, hub: FakeHub, bases: dict[str, Path], tmp_path: Path) -> list[str]:
+    """A smoke recipe of one step on a base that the Hub has, which pushes."""
+    recipe = load_recipe(SMOKE / f"{name}.yaml")
+    variant = Path(recipe.model.path).name
+    base = bases[variant]
+    files = [path for path in base.rglob("*") if path.is_file()]
+    hub.add(f"acme/{variant}", {p.relative_to(base).as_posix(): p.read_bytes() for p in files})
+    is_chat = recipe.model.family in CHAT_FAMILIES
+    quick = ["validation.media=[]"] if is_chat else ["validation.inference_steps=1"]
+    return [
+        *(str(SMOKE / f"{name}.yaml"), *quick),
+        f"model.path=acme/{variant}",
+        f"data.path={data_of(name, tmp_path / 'data')}",
+        "train.steps=1",
+        "validation.prompts=[]",
+        "validation.held_out_draws=0",
+        "hub.push=true",
+        f"hub.repo_id={REPO}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+
+
+def paste(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the card's Python as it is pasted, and return its names; videos are not encoded."""
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    monkeypatch.chdir(folder)
+    Image.new("RGB", (96, 64), "red").save("first_frame.png")
+    scope: dict[str, Any] = {}
+
+    def export(frames: Any, path: str, fps: int) -> None:
+        scope["shown"] = (frames, path, fps)
+
+    monkeypatch.setattr(diffusers.utils, "export_to_video", export)
+    exec(code, scope)
+    return scope
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "relation"),
+    [
+        ("cogvideox", "text-to-video", "adapter"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("cogvideox_i2v", "image-to-video", "adapter"),
+                ("sana", "text-to-image", "adapter"),
+                ("sana_video", "text-to-video", "adapter"),
+                ("latte", "text-to-video", "adapter"),
+                ("dit", None, "adapter"),
+                ("dit_scratch", None, None),
+                ("video_dit_lora", "text-to-video", "adapter"),
+                ("video_dit", None, None),
+                ("smolvlm2", "video-text-to-text", "adapter"),
+                ("videochat2", "video-text-to-text", "adapter"),
+            )
+        ),
+    ],
+)
+def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
+    hub: FakeHub,
+    tiny_checkpoints: dict[str, Path],
+    lora_main: Main,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    task: str | None,
+    relation: str | None,
+) -> None:
+    args = arguments(name, hub, tiny_checkpoints, tmp_path)
+    if name == "cogvideox":  # base weights too, which stock Diffusers loads first
+        args.append("optim.groups.connector={lr: 1e-3}")
+    lora_main(args)
+    assert hub.repos[REPO].private  # by default: nobody has looked at it yet
+    card = hub.read(REPO, "README.md").decode()
+    assert card_problems(card) == []
+    told = metadata(card)
+    assert told.get("pipeline_tag") == task
+    assert told.get("base_model_relation") == relation
+    scope = paste(card, tmp_path, monkeypatch)
+    if "model" in scope:
+        return
+    pipe = scope["pipe"]
+    if "pytorch_lora_weights.safetensors" in hub.repos[REPO].files:
+        assert [n for n, _ in pipe.transformer.named_parameters() if ".lora_B." in n]
+    if name == "cogvideox":
+        frames, _, fps = scope["shown"]
+        recipe = load_recipe(tmp_path / "run" / "config.yaml")
+        assert (len(frames), fps) == (recipe.data.frames, recipe.data.fps)
+        assert "load_state_dict(weights, strict=False)" in card
+
+
+def test_a_run_that_could_not_be_pushed_does_not_start(
+    hub: FakeHub,
+    tiny_checkpoints: dict[str, Path],
+    lora_main: Main,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = arguments("cogvideox", hub, tiny_checkpoints, tmp_path)
+    hub.accounts = {"hf_canarycanarycanary": Account("me", "read")}
+    with pytest.raises(
+        DitLoraError, match=r"hub.push: the token of me may only read.*hf auth login"
+    ):
+        lora_main(args)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(DitLoraError, match=r"hub.push: no Hugging Face token"):
+        lora_main(args)
+    monkeypatch.setenv("HF_TOKEN", "hf_canarycanarycanary")
+    hub.accounts = None
+    hub.add(REPO, {})
+    with pytest.raises(DitLoraError, match=r"hub.push: .*/me/mine is there and public"):
+        lora_main(args)
+    with pytest.raises(DitLoraError, match=r"hub.repo_id: OWNER/NAME on the Hub"):
+        lora_main([*args, "hub.repo_id=null"])
+    with pytest.raises(DitLoraError, match=r"hub.repo_id: a repository is OWNER/NAME"):
+        lora_main([*args, "hub.repo_id=kitten lora"])
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_push_that_fails_loses_nothing_of_the_run(
+    hub: FakeHub,
+    tiny_checkpoints: dict[str, Path],
+    lora_main: Main,
+    tmp_path: Path,
+    waits: list[float],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The Hub does not answer at the start, which is a warning, and is down at the end."""
+    args = arguments("cogvideox", hub, tiny_checkpoints, tmp_path)
+    hub.faults = [Fault("whoami", 503, times=2), Fault("POST .*/commit/", 500, times=1000)]
+    with pytest.raises(DitLoraError) as failed:
+        lora_main([*args, "hub.private=false"])
+    run = tmp_path / "run"
+    assert failed.value.exit_code == 2
+    assert str(failed.value).startswith(f"the run is whole in {run}, but it was not pushed: ")
+    assert str(failed.value).endswith(f"go on with: dit-lora push {run} {REPO} --public")
+    assert "warning: hub.push: the Hub answered 503" in capfd.readouterr().err
+    adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
+    before = load_file(adapter)
+    hub.faults = []
+    shutil.rmtree(tmp_path / "data")
+    data_of("cogvideox", tmp_path / "data")
+    lora_main([*args, "train.resume=auto", "hub.private=false"])
+    after = load_file(adapter)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert adapter.read_bytes() == hub.read(REPO, adapter.name)
+
+
+@pytest.mark.slow
+def test_both_of_two_ranks_are_refused_before_they_train(
+    launch: Any, tiny_checkpoints: dict[str, Path], tmp_path: Path, shape_clips: Path
+) -> None:
+    """The main process alone asks; the other ends with it, and not by a time-out."""
+    base = tiny_checkpoints["cogvideox-2b"]
+    done = launch(
+        [
+            str(SMOKE / "cogvideox.yaml"),
+            f"model.path={base}",
+            f"data.path={shape_clips}",
+            f"run.dir={tmp_path / 'run'}",
+            "hub.push=true",
+            f"hub.repo_id={REPO}",
+        ],
+        ranks=2,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("error: hub.push: HF_HUB_OFFLINE is set") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_section_is_off_by_default_and_private() -> None:
+    values = yaml.safe_load((SMOKE / "cogvideox.yaml").read_text())
+    assert "hub" not in values
+    hub = load_recipe(SMOKE / "cogvideox.yaml").hub
+    assert (hub.push, hub.repo_id, hub.private) == (False, None, True)

@@ -1,0 +1,167 @@
+"""Weights in 4 and 8 bits: the product and its gradient, what is saved for it, and what a guard sees."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit_lora.guard.switches import in_fp32
+from dit_lora.numerics import quantized_linear
+from dit_lora.numerics.finite import not_finite
+from dit_lora.numerics.quantized_linear import (
+    Kind,
+    NarrowLinear,
+    narrowed_bytes,
+    weight_values,
+    widened,
+)
+
+bnb = pytest.importorskip("bitsandbytes")
+KINDS: tuple[Kind, ...] = ("nf4", "int8", "fp8")
+OUT, IN = 33, 70  # no multiple of NF4's blocks of 64
+
+
+def wide(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    """Rows of sizes from 1e-3 to 1e2, and one of zeros; frozen."""
+    torch.manual_seed(0)
+    layer = nn.Linear(IN, OUT)
+    with torch.no_grad():
+        layer.weight.normal_().mul_(torch.logspace(-3, 2, OUT)[:, None])
+        layer.weight[5] = 0
+    return layer.to(dtype).requires_grad_(False)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 7, IN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_product_and_its_gradient_are_those_of_the_widened_weight(
+    kind: Kind, dtype: torch.dtype
+) -> None:
+    layer = NarrowLinear(wide(dtype), kind)
+    assert layer.bias is not None
+    ours, theirs = (inputs(dtype).requires_grad_() for _ in range(2))
+    y = layer(ours)
+    expected = nn.functional.linear(theirs, layer.widened(dtype), layer.bias)
+    given = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    y.backward(given)
+    expected.backward(given)
+    assert (y.dtype, y.grad_fn is None) == (dtype, False)
+    assert torch.equal(y, expected)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+# nf4's worst row: one of the largest shares its block with one 1.4 times smaller.
+@pytest.mark.parametrize(("kind", "least", "most"), [("nf4", 0.05, 0.15), ("int8", 3e-3, 0.011)])
+def test_every_row_is_kept_as_well_as_its_scale_allows(
+    kind: Kind, least: float, most: float
+) -> None:
+    layer = wide()
+    difference = NarrowLinear(layer, kind).widened(torch.float32) - layer.weight
+    errors = difference.norm(dim=1) / layer.weight.norm(dim=1)
+    assert torch.equal(difference[5], torch.zeros(IN))
+    of_rows = torch.cat([errors[:5], errors[6:]])
+    assert of_rows.median() > least
+    assert of_rows.max() < most
+
+
+def test_fp8_rounds_each_weight_to_three_bits_of_mantissa() -> None:
+    layer = wide()
+    error = (NarrowLinear(layer, "fp8").widened(torch.float32) - layer.weight).abs()
+    largest = layer.weight.abs().amax(dim=1, keepdim=True)
+    # Half a step of 2^-3; where e4m3 is subnormal, of 2^-9 of its 448.
+    limit = torch.maximum(layer.weight.abs() / 16, largest / 448 * 2**-10) * 1.001
+    assert (error <= limit).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_wide_is_saved_for_the_backward_pass(kind: Kind) -> None:
+    layer, saved = NarrowLinear(wide(), kind), list[Tensor]()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks:
+        layer(inputs().requires_grad_())
+    assert saved
+    assert {t.data_ptr() for t in saved} <= {p.data_ptr() for p in layer.parameters()}
+    assert sum(t.nbytes for t in saved) == narrowed_bytes(torch.Size([OUT, IN]), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_decides_the_dtype(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the widened weight too, which would take twice the memory in fp32."""
+    layer, x, made = NarrowLinear(wide(), kind), inputs().requires_grad_(), set[torch.dtype]()
+
+    def noted(codes: Tensor, scale: Tensor, dtype: torch.dtype, *how: Any) -> Tensor:
+        made.add(dtype)
+        return widened(codes, scale, dtype, *how)
+
+    monkeypatch.setattr(quantized_linear, "widened", noted)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert made == {torch.bfloat16}
+
+
+def test_nf4_is_that_of_bitsandbytes() -> None:
+    layer = wide()
+    theirs = bnb.nn.Linear4bit(
+        IN, OUT, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
+    )
+    theirs.load_state_dict(layer.state_dict())
+    theirs.to("cpu")
+    ours = NarrowLinear(layer, "nf4")
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.scale, theirs.weight.quant_state.absmax)
+    torch.testing.assert_close(ours(inputs()), theirs(inputs()))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("nf4", "scale"), ("int8", "scale"), ("fp8", "weight")])
+def test_what_is_not_finite_is_found(kind: Kind, name: str) -> None:
+    """In fp8 also among the codes: 0x7f is NaN."""
+    model = nn.ModuleDict({"q": NarrowLinear(wide(), kind)})
+    assert not_finite(weight_values(model)) == []
+    bad = 0x7F if name == "weight" else torch.nan
+    model.get_parameter(f"q.{name}").data.view(-1)[3] = bad
+    (words,) = not_finite(weight_values(model))
+    assert words.startswith(f"q.{name} has 1 NaN among ")
+
+
+def bitsandbytes_layer(kind: str) -> Any:
+    if kind == "int8":
+        made = bnb.nn.Linear8bitLt(IN, OUT, has_fp16_weights=False)
+    else:
+        made = bnb.nn.Linear4bit(
+            IN, OUT, compute_dtype=torch.bfloat16, compress_statistics=kind == "double"
+        )
+    made.load_state_dict(wide().state_dict())
+    return made.to("cpu")
+
+
+def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
+    """Which keep them beside their parameters; those of int8 move when it is first called."""
+    four, double, eight = (bitsandbytes_layer(kind) for kind in ("single", "double", "int8"))
+    four.weight.quant_state.absmax[2] = torch.nan
+    double.weight.quant_state.state2.absmax[0] = torch.inf
+    eight(inputs())
+    eight.state.SCB[1] = torch.nan
+    fresh = bitsandbytes_layer("int8")
+    fresh.weight.SCB[1] = torch.nan
+    model = nn.ModuleList([four, double, eight, fresh])
+    found = [words.partition(" has ")[0] for words in not_finite(weight_values(model))]
+    assert found == ["0.absmax", "1.absmax_absmax", "2.SCB", "3.SCB"]
+
+
+def test_in_fp32_a_layer_of_bitsandbytes_rounds_nothing_to_its_own_dtype() -> None:
+    layer = bitsandbytes_layer("single")
+    x = inputs()
+    rounded = layer(x)
+    with in_fp32(layer):
+        exact = layer(x)
+        assert layer.compute_dtype is torch.float32
+    assert layer.compute_dtype is torch.bfloat16
+    assert not torch.equal(exact, exact.bfloat16().float())
+    assert torch.equal(rounded, rounded.bfloat16().float())

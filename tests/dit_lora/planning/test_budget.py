@@ -1,0 +1,393 @@
+"""A plan's figures against real steps, encoders, optimizers and published sizes; and what it says and refuses."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from launching import ROOT
+from torch.profiler import ProfilerActivity, profile
+from typer.testing import CliRunner
+
+from dit_lora.cli.app import app
+from dit_lora.cli.plan import parse_size
+from dit_lora.cli.plan_table import render
+from dit_lora.config.load import load_recipe
+from dit_lora.config.recipe import Recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.families.without_weights import without_weights
+from dit_lora.numerics.streams import Streams
+from dit_lora.planning import search
+from dit_lora.planning.budget import GIB, Budget, Launch, count
+from dit_lora.planning.search import plan, subject_of
+from dit_lora.planning.subject import Subject
+from dit_lora.training.execution.activation_checkpointing import Mode, set_checkpointing
+from dit_lora.training.execution.fake_step import Live
+from dit_lora.training.optim.build import build_optimizer
+from dit_lora.training.tasks.registry import task_of
+
+CONFIGS = ROOT / "tests" / "fixtures" / "configs"
+CPU, FSDP2 = torch.device("cpu"), ("--sharding", "fsdp2", "--ranks", "2")
+OFFLOAD = ("train.offload=group", "train.checkpointing=full")
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def smoke(name: str, model: Path, *overrides: str) -> Recipe:
+    """A recipe for CPUs, without its data."""
+    path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
+    has_tiles = name in ("cogvideox", "sana", "sana_video")
+    wide = ("data.width=128", "data.height=128") if has_tiles else ()
+    return load_recipe(path, [f"model.path={model}", "data.path=/nowhere", *wide, *overrides])
+
+
+def budget_of(recipe: Recipe, *, gpu: bool = False, mode: Mode | None = None) -> Budget:
+    return count(recipe, subject_of(recipe, gpu=gpu), Launch(), None, mode)
+
+
+class RealRun:
+    """The recipe's model with its weights, and steps on random samples."""
+
+    def __init__(self, recipe: Recipe, subject: Subject, mode: Mode, device: torch.device) -> None:
+        self.recipe, self.checkpoint = recipe, subject.checkpoint
+        self.model, groups, _ = task_of(recipe.model.family).load_trainable(
+            recipe, subject.family, subject.checkpoint, subject.dtype
+        )
+        self.model.to(device).train()
+        if subject.dtype is torch.bfloat16:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="bf16")
+            self.model = accelerator.unwrap_model(accelerator.prepare(self.model))
+        set_checkpointing(self.model, mode)
+        self.optimizer = build_optimizer(groups, recipe.optim)
+        self.size = recipe.train.batch_size
+        shape = subject.shapes[0]
+        made = {
+            name: torch.rand(self.size, *size).to(dtype)
+            if dtype.is_floating_point
+            else torch.ones((self.size, *size), dtype=dtype)
+            for name, (size, dtype) in subject.spec(shape).items()
+        } | subject.known(shape, self.size)
+        self.batch = {name: tensor.contiguous().to(device) for name, tensor in made.items()}
+
+    def step(self) -> None:
+        for _ in range(self.recipe.train.accumulate):
+            streams = Streams(0, range(self.size))
+            self.checkpoint.losses(self.model, self.batch, streams).losses.mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def held(self) -> int:
+        """Bytes between two steps."""
+        state = [t for own in self.optimizer.state.values() for t in own.values()]
+        tensors = [*self.model.parameters(), *self.batch.values(), *state]
+        # bitsandbytes' tables are shared by all parameters' states.
+        own = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
+        return sum(own.values())
+
+    def peak(self) -> int:
+        """Of the second step: by the CPU allocator's own record of what it gave and took back."""
+        self.step()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            self.step()
+        events: Any = record.profiler
+        now = most = 0
+        found = [e for e in events.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(found, key=lambda one: one.start_ns()):
+            now += event.nbytes()
+            most = max(most, now)
+        return self.held + most
+
+
+ALONE = "train.ema=null"
+# Recipe, tiny checkpoint, checkpointing, changes.
+RUNS: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
+    "lora, recomputed": ("cogvideox", "cogvideox-5b", "full", ()),
+    "lora and connector, accumulated": (
+        "cogvideox",
+        "cogvideox-5b",
+        "selective",
+        ("optim.groups.connector.lr=1.0e-4", "train.accumulate=2", "train.batch_size=1"),
+    ),
+    "full weights": ("dit_scratch", "dit-tiny", "none", (ALONE,)),
+    "full weights, 8 bit": ("dit_scratch", "dit-tiny", "none", (ALONE, "optim.name=adamw_8bit")),
+    "bf16": ("cogvideox", "cogvideox-2b", "none", ("model.dtype=bf16",)),
+    "chat": ("smolvlm2", "smolvlm2", "none", ()),
+}
+FURTHER: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
+    "lora": ("cogvideox", "cogvideox-5b", "none", ()),
+    "lora, batch of 1": ("cogvideox", "cogvideox-5b", "none", ("train.batch_size=1",)),
+    "first images": ("cogvideox_i2v", "cogvideox-5b-i2v", "none", ()),
+    "sana": ("sana", "sana-600m", "full", ()),
+    "sana video": ("sana_video", "sana-video", "selective", ()),
+    "latte": ("latte", "latte", "selective", ()),
+    "classes": ("video_dit_lora", "video-dit-class", "full", ()),
+    "full weights, recomputed": ("dit_scratch", "dit-tiny", "full", (ALONE,)),
+    "prodigy": (
+        "dit_scratch",
+        "dit-tiny",
+        "none",
+        (ALONE, "optim.name=prodigy", "optim.groups.backbone.lr=1"),
+    ),
+    "qwen": ("qwen", "qwen2.5-vl", "full", ()),
+    "videochat2": ("videochat2", "videochat2-mistral", "none", ()),
+}
+LOOSE = {
+    "full weights, 8 bit": 0.11,  # on a CPU its update widens a tensor for a moment
+    "prodigy": 0.06,  # of weights that begin at zero it keeps no copy, which shapes do not tell
+}
+EVERY = [*RUNS, *(pytest.param(run, marks=pytest.mark.thorough) for run in FURTHER)]
+
+
+@pytest.mark.parametrize("run", EVERY)
+def test_a_real_steps_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], run: str) -> None:
+    name, variant, mode, overrides = (RUNS | FURTHER)[run]
+    recipe = smoke(name, tiny_checkpoints[variant], *overrides)
+    subject = subject_of(recipe, gpu=False)
+    budget = count(recipe, subject, Launch(), None, mode)
+    assert budget.training.total == pytest.approx(
+        RealRun(budget.recipe, subject, mode, CPU).peak(), rel=LOOSE.get(run, 0.03)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_gpus_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], mode: Mode) -> None:
+    recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "data.frames=49")
+    subject = subject_of(recipe, gpu=False)
+    counted = count(recipe, subject, Launch(), None, mode).training.total
+    real = RealRun(recipe, subject, mode, HERE)
+    real.step()
+    torch.cuda.reset_peak_memory_stats()
+    real.step()
+    assert torch.cuda.max_memory_allocated() == pytest.approx(counted, rel=0.1)
+
+
+@contextmanager
+def layers_of_5b(folder: Path, layers: int, *overrides: str) -> Iterator[tuple[Recipe, Subject]]:
+    """The published CogVideoX-5B with fewer layers, and its recipe."""
+    path = Path(shutil.copytree(CONFIGS / "CogVideoX-5b", folder / str(layers)))
+    config = path / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": layers}))
+    recipe = load_recipe(
+        ROOT / "recipes" / "cogvideox" / "5b_t2v.yaml", [f"model.path={path}", *overrides]
+    )
+    with without_weights(recipe) as local:
+        yield local, subject_of(local, gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("kernels.lora_linear=off", "kernels.qk_norm_rope=off", "kernels.ada_norm=off"), 20.4),
+        ((), 10.3),
+    ],
+    ids=["stock", "fused"],
+)
+def test_a_gpus_block_saves_what_was_counted_by_another_way(
+    tmp_path: Path, overrides: tuple[str, ...], expected: float
+) -> None:
+    """20.4 tensors of 17,776 x 3072 bf16 under CUDA's autocast, and half as many with fused kernels."""
+    found = {}
+    for layers in (2, 3):
+        with layers_of_5b(tmp_path, layers, *overrides) as (recipe, subject):
+            found[layers] = subject.needs(recipe, subject.shapes[0])
+    tensor = (226 + 17550) * 3072 * 2
+    a_block = {mode: found[3][mode] - found[2][mode] for mode in found[2]}
+    assert a_block["none"] / tensor == pytest.approx(expected, abs=0.15)
+    assert a_block["selective"] / tensor == pytest.approx(2.03, abs=0.05)
+    assert a_block["full"] / tensor == pytest.approx(1.0, abs=0.02)
+
+
+def test_storages_count_while_they_live() -> None:
+    kept = torch.ones(8)
+    with Live([kept]) as live:
+        made = (kept + 1).exp()  # the sum is gone when its exponential is there
+        view = made[2:]
+    assert (live.most, live.now, view.numel()) == (4 * 16, 4 * 8, 6)
+    del made, view
+    assert live.now == 0
+
+
+ENCODED = {
+    "cogvideox_i2v": "cogvideox-5b-i2v",
+    "sana": "sana-600m",
+    "latte": "latte",
+    "video_dit": "video-dit-text",
+    "dit": "dit-tiny",
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_samples_are_what_encoders_make_of_them(
+    tiny_checkpoints: dict[str, Path], name: str
+) -> None:
+    recipe = smoke(name, tiny_checkpoints[ENCODED[name]])
+    subject = subject_of(recipe, gpu=False)
+    (shape,) = subject.shapes
+    pixels = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
+    encode = subject.checkpoint.load_video_encoder(torch.float32, CPU)
+    names = [recipe.validation.prompts[0]] if recipe.validation.prompts else [""]
+    texts = subject.checkpoint.load_text_encoder(torch.float32, CPU)(names)
+    made = encode(pixels) | {key: tensor[0] for key, tensor in texts.items()}
+    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in made.items()}
+    with Live() as live:
+        encode(pixels)
+    assert subject.video_encoder.most == pytest.approx(live.most, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def bare(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of configs alone."""
+    folder = tmp_path_factory.mktemp("bare") / "cogvideox-5b"
+    ignored = shutil.ignore_patterns("*.safetensors")
+    return Path(shutil.copytree(tiny_checkpoints["cogvideox-5b"], folder, ignore=ignored))
+
+
+def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
+    recipe = smoke("cogvideox", bare, "optim.groups.connector.lr=1.0e-3")
+    with without_weights(recipe) as local:
+        subject = subject_of(local, gpu=False)
+        alone, ddp, zero2, fsdp2 = (
+            count(local, subject, launch, None).training
+            for launch in (
+                Launch(),
+                Launch(4),
+                Launch(4, "zero2"),
+                Launch(4, "fsdp2"),
+            )
+        )
+    assert (alone.buckets, ddp.buckets, zero2.buckets) == (0, alone.trained, 0)
+    assert ddp.total == alone.total + alone.trained
+    assert (zero2.optimizer, zero2.weights) == (alone.optimizer // 4, alone.weights)
+    assert (fsdp2.optimizer, fsdp2.weights) == (alone.optimizer // 4, alone.weights // 4)
+    assert fsdp2.gathered > 0 == zero2.gathered
+    assert {one.activations for one in (alone, ddp, zero2, fsdp2)} == {alone.activations}
+
+
+def test_a_quantised_base_takes_what_the_real_one_takes(tiny_checkpoints: dict[str, Path]) -> None:
+    recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "model.quantize=int8")
+    subject = subject_of(recipe, gpu=False)
+    real = RealRun(recipe, subject, "none", CPU).model
+    frozen = sum(p.nbytes for p in real.parameters() if not p.requires_grad)
+    assert subject.weights(recipe).frozen == frozen
+    offloaded = recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"offload": "group"})}
+    )
+    weights = subject.weights(offloaded)
+    assert 0 < weights.frozen - weights.in_blocks < weights.frozen / 2
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    given = ["plan", *map(str, arguments)]
+    result = CliRunner().invoke(app, given)
+    if isinstance(result.exception, DitLoraError):
+        return result.exception.exit_code, str(result.exception)
+    return result.exit_code, result.output
+
+
+def test_what_does_not_fit_is_told_a_change_with_which_it_does(bare: Path) -> None:
+    """Without weights, without data, without a GPU."""
+    path = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
+    given = [
+        path,
+        f"model.path={bare}",
+        "data.path=/nowhere",
+        "train.batch_size=16",
+        "validation.prompts=[]",
+        "--json",
+    ]
+    code, output = invoke(*given)
+    found = json.loads(output)
+    assert (code, found["fits"], found["gpu"], found["cheapest_change"]) == (0, True, None, None)
+    needs = found["phases"]["training"]
+    assert needs == max(found["phases"].values())
+    assert found["activations"]["9x64x96"]["none"] == found["training"]["activations"]
+    code, output = invoke(*given, "--gpu", f"{needs - 1e-4}GiB")
+    found = json.loads(output)
+    change = found["cheapest_change"]
+    assert (code, found["fits"], found["phases"]["training"]) == (1, False, needs)
+    assert change["overrides"] == ["train.checkpointing=selective"]
+    code, output = invoke(*given, *change["overrides"], "--gpu", f"{needs - 1e-4}GiB")
+    assert code == 0
+    assert json.loads(output)["phases"]["training"] == pytest.approx(change["needs"])
+
+
+def test_a_plan_is_told_as_it_is_typed(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
+    given = [
+        f"model.path={bare}",
+        "data.path=/nowhere",
+        "validation.prompts=[]",
+        "train.batch_size=16",
+    ]
+    planned = plan(path, given, Launch(), int(0.7687 * GIB))
+    render(planned)
+    said = capsys.readouterr().out
+    assert "  train.checkpointing=selective\n" in said
+    assert "does not fit: 0.77 of 0.77 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (20, None),
+        (13, ["train.checkpointing=selective"]),
+        (10, ["train.checkpointing=full"]),
+        (9, ["model.quantize=nf4"]),
+        (7, ["train.checkpointing=selective", "train.batch_size=1", "train.accumulate=2"]),
+        (
+            3,
+            [
+                "train.checkpointing=full",
+                "train.batch_size=1",
+                "train.accumulate=2",
+                "model.quantize=fp8",
+            ],
+        ),
+        (0, None),
+    ],
+)
+def test_the_cheapest_change_is_found(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, room: int, expected: list[str] | None
+) -> None:
+    """With one, if one does; else with several, and none of them stronger than it must be."""
+    monkeypatch.setattr(search, "count", made_up_count)
+    path = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
+    planned = plan(path, [f"model.path={bare}", "data.path=/nowhere"], Launch(), room)
+    assert planned.budget.fits == (room == 20)
+    assert (list(planned.change.overrides) if planned.change else None) == expected
+
+
+def made_up_count(recipe: Recipe, subject: Subject, launch: Launch, gpu: int | None) -> Any:
+    saved = {None: 0, "fp8": 2, "nf4": 11 * (recipe.train.batch_size == 2)}[recipe.model.quantize]
+    a_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
+    needs = recipe.train.batch_size * a_sample - saved
+    fits = gpu is None or needs <= gpu
+    return SimpleNamespace(
+        recipe=recipe, launch=launch, gpu=gpu, phases={"training": needs}, needs=needs, fits=fits
+    )
+
+
+def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
+    for arguments, words in (
+        ((f"model.path={bare}", "--gpu", "much"), "--gpu takes a size"),
+        (("model.path=someone/a-model",), "the Hub did not give it"),
+        ((f"model.path={tmp_path}",), "is not a Diffusers checkpoint"),
+        ((f"model.path={bare}", "--sharding", "fsdp2"), "needs --ranks 2"),
+        ((f"model.path={bare}", "optim.name=adamw_8bit", *FSDP2), "optim.name=adamw_8bit: set"),
+        ((f"model.path={bare}", *OFFLOAD, "model.quantize=fp8"), "do not go together"),
+        ((f"model.path={bare}", "data.frames=10"), "data.frames must be 8n + 1"),
+    ):
+        code, said = invoke(recipe, *arguments)
+        assert (code, words in said) == (2, True), said
+    assert [parse_size(one) for one in ("24GiB", "24", "80 GB")] == [24 * GIB, 24 * GIB, 80 * 10**9]

@@ -1,0 +1,39 @@
+"""The fake step that a plan counts: CUDA's autocast as PyTorch has it, and a model that is as it was."""
+
+import re
+from pathlib import Path
+from types import MethodType
+
+import torch
+from torch import nn
+
+from dit_lora.planning.step import FP32, autocasting
+
+
+def test_a_forward_of_the_instances_own_is_there_again_after_autocast() -> None:
+    """Chat models have one, which gives answers' losses."""
+    model = nn.Linear(2, 3)
+    stock = model.forward
+    with autocasting(model, torch.bfloat16, gpu=False):
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+    assert model.forward == stock
+    own = MethodType(lambda self, x: x.sum(), model)
+    model.__dict__["forward"] = own
+    with autocasting(model, torch.bfloat16, gpu=False):
+        assert model.forward is not own
+    assert model.forward is own
+    assert model(torch.ones(1, 2)) == 2
+
+
+def test_what_is_computed_in_fp32_is_what_pytorch_lists_for_cuda() -> None:
+    """In its header; beside the list's own names, what Python calls the same ops by."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    lists = re.findall(
+        r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header.read_text(), re.DOTALL
+    )
+    assert len(lists) == 2
+    listed = {name for one in lists for name in re.findall(r"_\((\w+)", one)}
+    assert FP32 - {"__pow__", "__rpow__", "cross_entropy", "norm"} <= listed
+    missing = listed - FP32
+    # Resampling, losses that nobody trains with here, and names below those that Python calls.
+    assert all(re.search(r"upsample|loss|norm|nll_loss2d|pdist", name) for name in missing)

@@ -1,0 +1,257 @@
+"""The audit's page shows what was found, stays small, and trusts nothing it was given."""
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from html_page import Page
+from PIL import Image
+
+from dit_lora.config.data import VideoShape
+from dit_lora.data.audit.encoded import check_encoded
+from dit_lora.data.audit.finding import Finding, Judged
+from dit_lora.data.audit.summary import totals
+from dit_lora.data.buckets.buckets import Dropped
+from dit_lora.data.buckets.report import BucketReport, BucketRow
+from dit_lora.errors import DitLoraError
+from dit_lora.report.audit.page import CARDS, write_audit_page
+
+HOSTILE = '<script>alert("x")</script> & a cat'
+BLACK = Finding("black", "all 9 frames are black", "reject", "remove it")
+CUT = Finding("hard_cut", "a cut at 2 s", "warn", "split the clip")
+LOW = Finding("fps_low", "6 fps", "warn", "use faster clips")
+
+
+def jpeg(level: int = 90, size: tuple[int, int] = (96, 16)) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", size, (level, 40, 200)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+def write(folder: Path, judged: list[Judged], **more: Any) -> Page:
+    path = folder / "audit.html"
+    given = {"title": "kittens", "totals": totals(judged), **more}
+    assert write_audit_page(path, judged, **given) == path
+    return Page(path)
+
+
+@pytest.fixture
+def judged() -> list[Judged]:
+    facts = {"width": 720, "height": 480, "fps": 24, "seconds": 2.04, "caption_tokens": 31}
+    return [
+        Judged("good.mp4", (), facts, jpeg(1)),
+        Judged("warned.mp4", (CUT, LOW), facts, jpeg(2)),
+        Judged("bad.mp4", (CUT, BLACK), facts, jpeg(3)),
+        Judged("broken.mp4", (Finding("unreadable", "no moov atom", "reject", "fetch it again"),)),
+    ]
+
+
+def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path, judged: list[Judged]) -> None:
+    page = write(tmp_path, judged)
+    addresses = [
+        value or ""
+        for _, attributes in page.tags
+        for key, value in attributes.items()
+        if key in ("src", "href", "srcset", "poster", "action", "data")
+    ]
+    assert len(addresses) > 3
+    assert all(address.startswith(("data:", "#")) for address in addresses)
+    assert not page.all("script")
+    assert "@import" not in page.source
+    assert "url(" not in page.source
+    policy = [tag["content"] for tag in page.all("meta") if "http-equiv" in tag]
+    assert policy[0] is not None
+    assert policy[0].startswith("default-src 'none'")
+
+
+def test_everything_from_the_data_is_escaped(tmp_path: Path) -> None:
+    finding = Finding("black", HOSTILE, "reject", HOSTILE)
+    warning = Finding("latent_outlier", HOSTILE, "warn", HOSTILE)
+    copy = Finding("duplicate_clip", f"the same bytes as {HOSTILE}", "warn", HOSTILE)
+    facts = {"codec": HOSTILE, "width": HOSTILE, "fps": HOSTILE}
+    report = BucketReport((), ((HOSTILE, Dropped("cropped", HOSTILE)),), (HOSTILE,)).as_dict()
+    _, encoded = check_encoded([(HOSTILE, {HOSTILE: torch.ones(2, 3)})])
+    page = write(
+        tmp_path,
+        [
+            Judged(HOSTILE, (finding,), facts, jpeg()),
+            Judged("b\udcff" + HOSTILE, (warning, copy), facts, jpeg()),
+        ],
+        title=HOSTILE,
+        buckets=report,
+        encoded=encoded,
+        notes=[HOSTILE],
+    )
+    assert not page.all("script")
+    assert "<script" not in page.source
+    assert page.text.count(HOSTILE) >= 12
+    assert "b\\udcff" in page.text, "a name that is not UTF-8 is shown all the same"
+
+
+def test_rejects_come_first_and_their_worst_finding_first(
+    tmp_path: Path, judged: list[Judged]
+) -> None:
+    page = write(tmp_path, judged)
+    rejected, warned = page.section("Rejected"), page.section("Warnings")
+    assert page.source.index(">Rejected<") < page.source.index(">Warnings<")
+    assert re.search(
+        r"bad\.mp4 720 x 480, 24 fps, 2\.04 s black all 9 frames are black remove it hard_cut",
+        rejected,
+    )
+    assert re.search(r"no picture broken\.mp4 unreadable no moov atom fetch it again", rejected)
+    assert "warned.mp4" not in rejected
+    assert "hard_cut 2 samples warned.mp4" in warned
+    assert "Under another code: bad.mp4" in warned
+    assert "good.mp4" not in page.text
+    assert all("open" not in details for details in page.all("details")), "collapsed"
+    numbers = re.findall(r'class="value">([\d,]+)', page.source)
+    assert numbers == ["4", "1", "1", "2"]
+
+
+def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[Judged]) -> None:
+    page = write(tmp_path, judged)
+    shown = {str(image["alt"]): str(image["src"]) for image in page.all("img")}
+    assert set(shown) == {"frames of bad.mp4", "frames of warned.mp4"}
+    for place, file in ((1, "warned.mp4"), (2, "bad.mp4")):
+        kind, _, data = shown[f"frames of {file}"].partition(",")
+        assert kind == "data:image/jpeg;base64"
+        assert base64.b64decode(data) == judged[place].thumbnail
+
+
+def test_codes_are_counted_and_lead_to_their_samples(tmp_path: Path, judged: list[Judged]) -> None:
+    page = write(tmp_path, judged)
+    assert page.section("Findings") == (
+        "Code Verdict Samples What to do black reject 1 remove it unreadable reject 1 fetch it again "
+        "hard_cut warn 2 split the clip fps_low warn 1 use faster clips"
+    )
+    targets = {tag.get("id") for _, tag in page.tags}
+    for link in page.all("a"):
+        assert str(link["href"])[1:] in targets
+
+
+def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
+    tmp_path: Path,
+) -> None:
+    """Every code is shown, however many samples the others have."""
+    big = jpeg(size=(1600, 1600)) + bytes(120_000)  # 160 kB of base64
+    rare = Finding("truncated", "cut off", "reject")
+    words = Finding("caption_long", "word " * 2000, "warn")
+    judged = [Judged(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
+    judged += [Judged("rare.mp4", (rare,), {}, big)]
+    judged += [Judged(f"w{n}.mp4", (words, LOW), {}, big) for n in range(3000)]
+    judged += [Judged(f"l{n}.mp4", (LOW,)) for n in range(10)]
+    page = write(tmp_path, judged)
+    assert len(page.source) < 10_000_000
+    assert len(page.text) < 200_000, "long words are cut"
+    assert len(page.all("article")) == CARDS
+    assert 20 < len(page.all("img")) < CARDS
+    assert "rare.mp4" in page.section("Rejected")
+    assert "l9.mp4" in page.section("Warnings")
+    rejects = len(re.findall(r"\.mp4", page.section("Rejected")))
+    assert f"{3001 - rejects:,} more are not shown" in page.section("Rejected")
+
+
+def test_a_set_without_a_finding_says_so(tmp_path: Path) -> None:
+    page = write(tmp_path, [Judged("a.mp4")])
+    assert "every sample is ready" in page.text
+    assert "Rejected" not in page.text
+    assert page.all("svg") == []
+    write(tmp_path, [])
+
+
+def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
+    judged = [
+        Judged(
+            f"{n}.mp4",
+            (),
+            {
+                "seconds": 0.1 * n,
+                "fps": (24, 25, 30)[n % 3],
+                "width": 1280 if n % 4 else 480,
+                "height": 720,
+                "caption_tokens": float("nan"),
+            },
+        )
+        for n in range(1, 101)
+    ]
+    page = write(tmp_path, judged)
+    made_of = page.section("What the set is made of")
+    assert "24 33 33% 25 34 34% 30 33 33%" in made_of
+    assert "1280x720 75 75% 480x720 25 25%" in made_of
+    assert "2:3 25 25% 16:9 75 75%" in made_of
+    assert "Caption length" not in made_of
+    counts = [int(count) for count in re.findall(r'title="[^"]* seconds: (\d+)"', page.source)]
+    assert sum(counts) == 100
+    assert len(counts) > 10
+
+
+def test_a_few_far_values_do_not_squeeze_a_histogram(tmp_path: Path) -> None:
+    judged = [Judged(f"{n}", (), {"seconds": 2 + 0.03 * n}) for n in range(200)]
+    judged.append(Judged("long", (), {"seconds": 3600.0}))
+    page = write(tmp_path, judged)
+    bins = re.findall(r'title="([^"]*) seconds: (\d+)"', page.source)
+    assert len(bins) > 10
+    assert sum(int(count) for _, count in bins) == 201
+    assert bins[-1][0].endswith("and more")
+
+
+def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None:
+    def copy(file: str, of: str, code: str = "duplicate_clip") -> Judged:
+        return Judged(file, (Finding(code, f"the same bytes as {of}", "warn"),))
+
+    judged = [
+        Judged("my clips/a b.mp4"),
+        copy("c.mp4", "my clips/a b.mp4"),
+        copy("d.mp4", "c.mp4", "near_duplicate_clip"),
+        Judged("x.mp4"),
+        copy("y.mp4", "x.mp4"),
+        copy("lost.mp4", "somewhere else"),
+    ]
+    lines = write(tmp_path, judged).section("Duplicates")
+    assert lines.endswith("more than once. my clips/a b.mp4, c.mp4, d.mp4 x.mp4, y.mp4")
+
+
+def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[Judged]) -> None:
+    row = BucketRow(VideoShape(49, 480, 720), 812, 1624, 0.8, 0.124, 0.31, 4, 1)
+    dropped = tuple((f"d{n}.mp4", Dropped("too_short", "12 frames")) for n in range(60))
+    report = BucketReport((row,), dropped, ("more ratios would help",)).as_dict()
+    buckets = write(tmp_path, judged, buckets=report).section("Buckets")
+    assert buckets.startswith("more ratios would help")
+    assert "49 720 x 480 812 1,624 80.0% 12% 31% 4" in buckets
+    assert "Left out 60 clips d0.mp4 too_short 12 frames" in buckets
+    assert "10 more are in the JSON file" in buckets
+
+
+def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> None:
+    odd = Finding("latent_outlier", "latent_mean: its mean is 9", "warn")
+    _, encoded = check_encoded(
+        [
+            ("a.mp4", {"latent_mean": torch.tensor([[[-3.0, 5.0]], [[0.5, 0.5]]])}),
+            ("b.mp4", {"prompt_embeds": torch.ones(2, 4096)}),
+        ]
+    )
+    page = write(tmp_path, [Judged("a.mp4", (odd,))], encoded=encoded)
+    part = page.section("Latents and embeddings")
+    assert "warn a.mp4 latent_mean: its mean is 9" in part
+    assert "latent_mean 1 samples, 2 channels; largest magnitude 5.000 in a.mp4" in part
+    assert "prompt_embeds 1 samples, 4,096 channels" in part
+    named = [tag["title"] for tag in page.all("div") if "channel" in (tag.get("title") or "")]
+    assert len(named) == 2, "thousands of channels are not drawn"
+    assert named[0] == "channel 0: mean 1.000, standard deviation 4.000"
+
+
+def test_notes_are_shown(tmp_path: Path, judged: list[Judged]) -> None:
+    assert (
+        "2 classes have no sample"
+        in write(tmp_path, judged, notes=["2 classes have no sample"]).text
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, judged: list[Judged]) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(DitLoraError, match=r"cannot write .*audit\.html"):
+        write(tmp_path / "file", judged)

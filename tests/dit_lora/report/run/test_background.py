@@ -1,0 +1,71 @@
+"""A report is written beside the training: it is never waited for while the run goes on, and its errors are only said."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_lora.report.run import background
+from dit_lora.report.run.background import Reporting
+
+
+def test_a_page_of_a_run_that_goes_on_links_its_samples_and_the_last_one_holds_them(
+    run_dir: Path,
+) -> None:
+    said: list[str] = []
+    reporting = Reporting(run_dir, said.append)
+    reporting.update()
+    reporting._settle()
+    page = (run_dir / "report.html").read_text()
+    assert "running" in page
+    assert "data:video" not in page
+    assert 'src="samples/step_000010/prompt_00.mp4"' in page
+    assert reporting.finish() == run_dir / "report.html"
+    page = (run_dir / "report.html").read_text()
+    assert "interrupted" in page
+    assert page.count("data:video") == 3
+    assert said == []
+
+
+def test_training_waits_for_no_report_and_one_is_written_at_a_time(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, states = threading.Event(), threading.Event(), []
+
+    def write_run_page(reader: Any, **how: Any) -> Path:
+        states.append(how.get("state"))
+        begun.set()
+        assert go_on.wait(10)
+        return run_dir / "report.html"
+
+    monkeypatch.setattr(background, "write_run_page", write_run_page)
+    reporting = Reporting(run_dir, pytest.fail)
+    for _ in range(3):
+        reporting.update()  # returns although none is done
+    assert begun.wait(10)
+    assert states == ["running"]
+    go_on.set()
+    reporting.finish()
+    assert states == ["running", None]
+
+
+def test_an_error_of_any_kind_is_said_once_and_raised_never(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_run_page(reader: Any, **how: Any) -> Path:
+        raise KeyError("loss")
+
+    monkeypatch.setattr(background, "write_run_page", write_run_page)
+    said: list[str] = []
+    reporting = Reporting(run_dir, said.append)
+    for _ in range(3):
+        reporting.update()
+        reporting._settle()
+    assert said == ["warning: no report: KeyError: 'loss'"]
+    assert reporting.finish() is None
+    assert len(said) == 2  # of the last one again
+    other = Reporting(run_dir, said.append, writes=False)  # another rank's
+    other.update()
+    assert other.finish() is None
+    assert len(said) == 2

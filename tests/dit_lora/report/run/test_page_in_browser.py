@@ -1,0 +1,277 @@
+"""The report in a browser: nothing fetched, no error, charts that draw and answer, videos that play together."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from report_runs import metrics_line, write_lines, write_run
+
+from dit_lora.data.media.video import write_video
+from dit_lora.report.run.page import write_report
+from dit_lora.report.run.serve import ReportServer
+
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+VIDEOS = "[...document.querySelectorAll('.sample figure:not([hidden]) video')]"
+INK = """(canvas) => {
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  return data.filter((value, index) => index % 4 === 3 && value > 200).length;
+}"""
+"""Opaque pixels of a canvas."""
+HOSTILE = '</script><img src=x onerror="window.hit=1"><script>window.hit=1</script>'
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with videos of two seconds, an image, events and statistics; texts that would like to be markup."""
+    folder = write_run(tmp_path_factory.mktemp("run") / "kitten-run")
+    lines = [metrics_line(step) for step in range(1, 21)]
+    for line in lines[4::5]:
+        line["modules"] = {f"blocks.{i}.{HOSTILE}": {"grad_norm": 0.1 * i} for i in range(9)}
+    write_lines(folder / "metrics.jsonl", lines)
+    event = {
+        "step": 10,
+        "kind": "spike",
+        "action": "report",
+        "verdict": {"cause": "data", "words": HOSTILE},
+    }
+    write_lines(folder / "events.jsonl", [event])
+    generator = torch.Generator().manual_seed(0)
+    for step in (0, 10, 20):
+        video = torch.randint(0, 255, (16, 64, 96, 3), dtype=torch.uint8, generator=generator)
+        write_video(folder / "samples" / f"step_{step:06d}" / "prompt_00.mp4", video, 8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> str:
+    return write_report(folder).as_uri()
+
+
+class Opened:
+    """A page, what it said and what it asked for."""
+
+    def __init__(self, browser: Any, url: str, **how: Any) -> None:
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        how = {"viewport": {"width": 1280, "height": 900}, **how}
+        self.page = browser.new_context(**how).new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(url)
+
+    def wait_for(self, condition: str, seconds: float = 10) -> None:
+        """Until it holds; the page's policy forbids the polling that Playwright itself would do in it."""
+        end = time.monotonic() + seconds
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, f"never: {condition}"
+            self.page.wait_for_timeout(30)
+
+    def is_quiet(self, own: str) -> bool:
+        """Whether it said nothing and asked its own address alone."""
+        foreign = [url for url in self.asked if not url.startswith((own, "data:"))]
+        assert self.said == []
+        assert foreign == []
+        assert self.page.evaluate("window.hit") is None
+        return True
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_reads_on_a_phone_in_both_schemes_without_a_word_to_the_network(
+    browser: Any, report: str, scheme: str
+) -> None:
+    opened = Opened(browser, report, viewport={"width": 360, "height": 780}, color_scheme=scheme)
+    page = opened.page
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    inks = page.evaluate(f"[...document.querySelectorAll('.curves canvas')].map({INK})")
+    assert len(inks) >= 7
+    assert min(inks) > 500, "pixels that lines left on each canvas"
+    assert page.evaluate("[...document.images].every((one) => one.naturalWidth > 0)")
+    colors = page.evaluate(
+        "['--ink', '--soft', '--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--ok', '--warn', '--reject', '--mark', '--card']"
+        ".map((name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
+    )
+    *inks, card = map(luminance, colors)
+    assert (card > 0.5) == (scheme == "light")
+    contrasts = [(max(card, ink) + 0.05) / (min(card, ink) + 0.05) for ink in inks]
+    assert min(contrasts) > 4.5, contrasts
+    assert opened.is_quiet(report)
+
+
+def luminance(color: str) -> float:
+    """WCAG's relative luminance of #rrggbb."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) -> None:
+    opened = Opened(browser, report)
+    page = opened.page
+    if not page.evaluate(
+        "document.createElement('video').canPlayType('video/mp4; codecs=\"avc1.42E01E\"')"
+    ):
+        pytest.skip("this Chromium has no H.264")
+    opened.wait_for(f"{VIDEOS}.length === 2 && {VIDEOS}.every((one) => one.currentTime > 0.3)")
+    times = page.evaluate(f"{VIDEOS}.map((one) => one.currentTime)")
+    assert abs(times[0] - times[1]) < 0.3
+    page.click("#play")
+    assert page.evaluate(f"{VIDEOS}.every((one) => one.paused)")
+    page.evaluate("document.getElementById('seek').value = 500")
+    page.dispatch_event("#seek", "input")
+    opened.wait_for(f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)")
+    page.select_option("#right", "10")
+    shown = "[...document.querySelectorAll('.sample figure:not([hidden])')].map((one) => one.dataset.step)"
+    assert page.evaluate(shown) == ["0", "10"]
+    page.select_option("#mode", "slider")
+    boxes = [one.bounding_box() for one in page.query_selector_all(".sample figure:not([hidden])")]
+    assert boxes[0] == boxes[1]
+    page.select_option("#mode", "all")
+    assert page.evaluate(shown) == ["0", "10", "20"]
+
+
+def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
+    browser: Any, report: str
+) -> None:
+    opened = Opened(browser, report)
+    page = opened.page
+    chart = page.locator(".curves").first
+    said, tip, plot = chart.locator(".u-legend"), chart.locator(".tip"), chart.locator(".plot")
+    assert legend(said) == "step 20 training 1.1 held-out 2 each step 1"  # the last ones
+    assert not tip.is_visible()
+    plot.scroll_into_view_if_needed()
+    box = chart.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    # The means of steps 6 to 10, and step 10.
+    assert legend(said) == "step 10 training 1.6 held-out 2.5 at step 0 each step 1.5"
+    assert HOSTILE[:20] in tip.inner_text()
+    plot.focus()
+    page.keyboard.press("ArrowRight")
+    assert "training 1.55" in legend(said)
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    page.evaluate("document.getElementById('smoothing').value = 0")
+    page.dispatch_event("#smoothing", "input")
+    assert page.inner_text("#smoothing-is") == "none"
+    assert legend(page.locator(".u-legend").first) == "step 20 training 1 held-out 2"
+    heat = page.locator(".heat-map:not([hidden]) .heat")
+    heat.focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.inner_text(".heat-map:not([hidden]) output") == "blocks.2, step 10: 0.2"
+    page.select_option("#heat-grouping", "by layer")
+    assert "by layer" in page.inner_text(".heat-map:not([hidden]) figcaption")
+    assert opened.is_quiet(report)
+
+
+def legend(locator: Any) -> str:
+    """What is read under a chart, in the order that is seen."""
+    seen = """(legend) => [...legend.querySelectorAll('tr')]
+      .sort((a, b) => getComputedStyle(a).order - getComputedStyle(b).order)
+      .map((row) => [...row.children].map((cell) => cell.innerText).join(' ')).join(' ')"""
+    return str(locator.evaluate(seen))
+
+
+def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(
+    browser: Any, report: str
+) -> None:
+    opened = Opened(browser, report)
+    page = opened.page
+    over = page.locator(".u-over").first
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    y = box["y"] + 60
+
+    def first_step(chart: int) -> str:
+        """What the left end of a chart is."""
+        other = page.locator(".u-over").nth(chart).bounding_box()
+        page.mouse.move(other["x"] + 1, other["y"] + 30)
+        return legend(page.locator(".u-legend").nth(chart)).split(" ")[1]
+
+    assert (first_step(0), first_step(1)) == ("0", "1")
+    page.mouse.move(box["x"] + box["width"] / 2, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.8 * box["width"], y)
+    page.mouse.up()
+    assert (first_step(0), first_step(1)) == ("10", "10")
+    page.mouse.dblclick(box["x"] + 30, y)
+    assert (first_step(0), first_step(1)) == ("0", "1")
+    assert opened.is_quiet(report)
+
+
+def test_a_heat_map_has_the_colours_of_its_values(browser: Any, folder: Path) -> None:
+    """Zero has its own, what nobody measured none, and the others get lighter with the value."""
+    lines = [metrics_line(step) for step in (10, 20, 30)]
+    lines[0]["modules"] = {f"blocks.{i}": {"grad_norm": 10.0**i} for i in range(3)}
+    lines[1]["modules"] = {"blocks.0": {"grad_norm": 0.0}, "blocks.1": {"grad_norm": None}}
+    colored = write_run(folder.parent / "colored")
+    write_lines(colored / "metrics.jsonl", lines)
+    opened = Opened(browser, write_report(colored).as_uri())
+    read = "(canvas) => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+    data = opened.page.locator(".heat canvas").first.evaluate(read)
+    pixels = [data[at : at + 4] for at in range(0, len(data), 4)]
+    low, zero, middle, bad, high, none = pixels
+    assert sum(low[:3]) < sum(middle[:3]) < sum(high[:3])
+    assert zero == [128, 128, 128, 255]
+    assert bad == [226, 30, 110, 255]
+    assert none == [0, 0, 0, 0]
+
+
+def test_without_scripts_the_page_says_where_the_curves_are(browser: Any, report: str) -> None:
+    opened = Opened(browser, report, java_script_enabled=False)
+    text = opened.page.inner_text("body")
+    assert "metrics.jsonl has their numbers" in text
+    assert "Loss by timestep, at the end" in text
+    assert "Steps" in text
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[ReportServer]:
+    with ReportServer(folder) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_served_page_follows_the_run_and_keeps_what_was_chosen(
+    browser: Any, folder: Path, server: ReportServer
+) -> None:
+    opened = Opened(browser, server.url)
+    page = opened.page
+    page.select_option("#left", "10")
+    page.evaluate("window.scrollTo(0, 700)")
+    page.evaluate("document.querySelector('#samples').mine = true")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_line(21)) + "\n")
+    opened.wait_for("document.querySelector('.figure .value').textContent === '21'")
+    assert page.evaluate("window.scrollY") == 700
+    assert page.input_value("#left") == "10"
+    assert page.evaluate("document.querySelector('#samples').mine")  # unchanged: it plays on
+    opened.wait_for(f"{VIDEOS}.every((one) => one.readyState > 1)")
+    page.evaluate(f"{VIDEOS}[0].currentTime = 1.5")
+    opened.wait_for(f"!{VIDEOS}[0].seeking")
+    assert opened.is_quiet(server.url)

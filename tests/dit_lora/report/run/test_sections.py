@@ -1,0 +1,181 @@
+"""What the guard, the checks, the data and the modules said is told in words, however odd the files."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from report_runs import HOSTILE, metrics_line, report, write_lines
+
+from dit_lora.config.catalog import stock_files
+from dit_lora.config.load import dump_recipe, load_recipe
+from dit_lora.report.run import files
+from dit_lora.report.run.files import RunReader
+from dit_lora.report.run.page import write_run_page
+from dit_lora.report.run.recipe_diff import against_stock
+
+
+def test_a_verdict_is_told_in_full_words_and_marked_on_the_curves(run_dir: Path) -> None:
+    verdict = {
+        "cause": "attention_backend",
+        "words": "finite with flash off",
+        "module": "blocks.3.attn",
+        "op": "aten.bmm",
+        "timesteps": [7, 900],
+        "evidence": {"trail": ["a reaches 2e38", "b is Inf"]},
+    }
+    event = {"step": 8, "kind": "non_finite_gradient", "verdict": verdict, "action": "fallback"}
+    write_lines(run_dir / "events.jsonl", [event])
+    page = report(run_dir)
+    text = page.section("Guard events")
+    assert "attention_backend: an attention backend: finite with it off" in text
+    assert "fallback: switched it off for this run, and took the step again" in text
+    assert "Op aten.bmm" in text
+    assert "Timesteps 7, 900" in text
+    assert "trail: a reaches 2e38 b is Inf" in text
+    said = "non finite gradient, fallback: finite with flash off"
+    assert page.data[0]["marks"] == [[8, said]]
+    assert "1 fallback" in page.text
+
+
+def test_many_events_fold_and_the_earliest_are_counted(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "EVENTS", 30)
+    events = [{"step": step, "kind": "spike", "action": "report"} for step in range(1, 41)]
+    write_lines(run_dir / "events.jsonl", events)
+    text = report(run_dir).section("Guard events")
+    assert "10 earlier ones are in events.jsonl" in text
+    assert text.index("step 30 spike") < text.index("10 more") < text.index("step 31 spike")
+
+
+def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None:
+    modules = [
+        {"name": f"blocks.{i}.to_q", "norm": 0.5 * i, "relative": 0.01 * i} for i in range(30)
+    ]
+    checks = {
+        "keys": {"passed": True, "words": HOSTILE},
+        "scale": {"passed": False, "words": "alpha lacks"},
+    }
+    record = {"adapter": "a", "passed": False, "checks": checks, "modules": modules}
+    (run_dir / "verification.json").write_text(json.dumps(record))
+    left = {
+        "sample_id": HOSTILE,
+        "from_epoch": 2,
+        "to_epoch": None,
+        "step": 3,
+        "cause": "data",
+        "reason": "NaN",
+    }
+    write_lines(run_dir / "quarantine.jsonl", [left])
+    shape = {"frames": 9, "height": 32, "width": 48}
+    bucket = {
+        "shape": shape,
+        "clips": 3,
+        "samples": 4,
+        "share": 1.0,
+        "mean_crop": 0.1,
+        "worst_crop": 0.2,
+        "upscaled": 0,
+    }
+    buckets = {"buckets": [bucket], "dropped": [], "advice": [HOSTILE]}
+    data = {
+        "samples": 4,
+        "rejected": {"bad.mp4": HOSTILE},
+        "rejected_count": 700,
+        "buckets": buckets,
+    }
+    (run_dir / "data.json").write_text(json.dumps(data))
+    audit = {"totals": {"samples": 5, "ok": 4, "warn": 0, "reject": 1, "codes": {"too_short": 1}}}
+    (run_dir / "audit.json").write_text(json.dumps(audit))
+    page = report(run_dir)
+    result = page.section("Result")
+    assert "The adapter failed its checks" in result
+    assert "scale failed alpha lacks" in result
+    assert "29.to_q 0.2900" in result
+    assert "All modules 30" in result
+    assert "from 2 on data NaN" in page.text
+    shown = page.section("Data")
+    for words in (
+        "samples 4",
+        "Audit: reject 1",
+        "too_short 1",
+        "9 48 x 32 3 4 100.0% 10% 20% 0",
+        "Rejected 700 samples",
+        "699 more",
+    ):
+        assert words in shown
+    assert page.source.count("<script>") == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "verification.json",
+        "data.json",
+        "audit.json",
+        "facts.json",
+        "status.json",
+        "environment.json",
+    ],
+)
+@pytest.mark.parametrize(
+    "text", ["[1]", "{", "\udcff", '{"checks": 3, "modules": [4], "buckets": {"buckets": [7]}}']
+)
+def test_records_that_are_torn_or_of_another_shape_cost_no_more_than_themselves(
+    run_dir: Path, name: str, text: str
+) -> None:
+    (run_dir / name).write_bytes(text.encode(errors="surrogateescape"))
+    page = report(run_dir)
+    assert "Training loss 1.100" in page.text
+    assert ("is not a JSON object" in page.text) == (not text.startswith('{"'))
+
+
+def test_statistics_of_modules_become_heat_maps(run_dir: Path) -> None:
+    lines = [metrics_line(step) for step in range(1, 21)]
+    for line in lines[4::5]:
+        line["modules"] = {f"blocks.{HOSTILE}.{i}": {"grad_norm": 0.1 * i} for i in range(3)}
+    write_lines(run_dir / "metrics.jsonl", lines)
+    page = report(run_dir)
+    heat = [data for data in page.data if "rows" in data]
+    assert [one["steps"] for one in heat] == [[5, 10, 15, 20]] * 2
+    assert [len(one["rows"]) for one in heat] == [3, 1]  # by block, by layer
+    assert [row[-1] for row in heat[0]["values"]] == [0.0, 0.1, 0.2]
+    assert page.source.count("<script>") == 2
+
+
+def test_the_recipe_is_compared_with_the_shipped_one(run_dir: Path) -> None:
+    recipe = load_recipe(
+        stock_files() / "recipes" / "cogvideox" / "2b_t2v.yaml", ["lora.rank=77", "data.path=mine"]
+    )
+    (run_dir / "config.yaml").write_text(dump_recipe(recipe))
+    page = report(run_dir).section("Recipe")
+    assert "Changed from the shipped recipe cogvideox/2b_t2v" in page
+    shipped = load_recipe(stock_files() / "recipes" / "cogvideox" / "2b_t2v.yaml").lora.rank
+    assert f"Key Shipped This run lora.rank {shipped} 77 All values" in page
+
+
+def test_the_recipes_own_file_is_compared_with_first_and_none_is_said() -> None:
+    config = load_recipe(stock_files() / "recipes" / "smoke" / "cogvideox.yaml").model_dump(
+        mode="json"
+    )
+    config["model"]["path"] = "elsewhere/mine"
+    assert against_stock(config, None) is None
+    for file in ("cogvideox.yaml", "smoke_cogvideox.yaml"):
+        found = against_stock(config, file)
+        assert found is not None
+        assert found.name == "smoke/cogvideox"
+        assert found.changed == []
+
+
+def test_a_long_run_is_bounded_in_size_and_time(run_dir: Path) -> None:
+    """Once read, a run of 10,000 steps is written anew in a fraction of a second, as large as one of 2,000."""
+    reader, sizes = RunReader(run_dir), []
+    path = run_dir / "metrics.jsonl"
+    for count in (2_000, 10_000):
+        write_lines(path, [metrics_line(step, loss=1 + step % 7) for step in range(1, count + 1)])
+        write_run_page(reader)
+        began = time.process_time()
+        sizes.append(write_run_page(reader).stat().st_size)
+        assert time.process_time() - began < 2
+    assert sizes[1] < 1.5 * sizes[0] < 3 * 2**20

@@ -1,0 +1,114 @@
+"""What every family saves verifies, on one process and on ranks, whatever lever is on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chat_runs import common, write_data
+from launching import on_ranks
+from topologies import Case, run_all
+from typer.testing import CliRunner
+from verified import SMOKES, failing, quick
+
+from dit_lora.cli.app import app
+from dit_lora.commands.verify import verify_adapter
+from dit_lora.families import DIFFUSION_FAMILIES, get_family
+from dit_lora.results.verify.verify import VERIFICATION_FILE
+
+pytestmark = pytest.mark.thorough
+
+Main = Callable[[list[str]], None]
+DATA = {"sana": ("--frames=1",), "dit": ("--classes",), "video_dit": ("--classes", "--frames=9")}
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [(name, one) for name in DIFFUSION_FAMILIES for one in get_family(name).tiny_variants],
+)
+def test_every_diffusion_family_verifies_what_it_saves(
+    family: str, variant: str, lora_main: Main, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A base of another seed is told apart, whatever the model is conditioned on."""
+    classes = ("--frames=9",) if variant == "video-dit-text" else DATA.get(family, ())
+    made = CliRunner().invoke(app, ["shapes", str(tmp_path / "data"), *classes])
+    assert made.exit_code == 0, made.output
+    recipe = [str(SMOKES / f"{family}.yaml"), f"model.path={tiny_checkpoints[variant]}"]
+    args = [one for one in quick(tmp_path / "data", tmp_path) if "height" not in one]
+    lora_main([*recipe, *(one for one in args if "width" not in one)])
+    record = json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())
+    assert record["passed"], record
+    assert record["checks"]["output"]["words"].startswith("as trained")
+    assert verify_adapter(tmp_path / "run").passed
+    if (tmp_path / "run" / "model").exists():
+        return
+    get_family(family).build_tiny(variant, tmp_path / "other", 1)
+    found = verify_adapter(tmp_path / "run", str(tmp_path / "other"))
+    assert failing(found) == {"output"}
+    assert "the base differs" in found.checks["output"].words
+
+
+@pytest.mark.parametrize(
+    ("smoke", "variant"),
+    [
+        ("videochat2", "videochat2-phi3"),
+        ("videochat2", "videochat2-hd"),
+        ("llava_next_video", "llava-next-video"),
+        ("qwen", "qwen2.5-vl"),
+        ("qwen", "qwen3-vl"),
+        ("smolvlm2", "smolvlm2"),
+    ],
+)
+def test_other_chat_models_verify_what_they_save(
+    smoke: str, variant: str, lora_main: Main, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    data = write_data(tmp_path / "data")
+    args = common(smoke, tiny_checkpoints[variant], data, tmp_path)
+    lora_main([*args, f"run.dir={tmp_path / 'run'}", "train.steps=2", "guard.preflight=false"])
+    assert json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())["passed"]
+    assert verify_adapter(tmp_path / "run").passed
+
+
+def test_levers_change_nothing_of_what_is_verified(
+    lora_main: Main, tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
+) -> None:
+    """A quantised, an offloaded and a bf16 base."""
+    levers = {
+        "int8": ["model.quantize=int8"],
+        "offload": ["train.offload=group", "train.checkpointing=full"],
+        "bf16": ["model.dtype=bf16"],
+    }
+    base = f"model.path={tiny_checkpoints['cogvideox-5b']}"
+    for name, more in levers.items():
+        args = quick(shape_clips, tmp_path, base, *more, f"run.dir={tmp_path / name}")
+        lora_main([str(SMOKES / "cogvideox.yaml"), *args])
+        words = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())["checks"]["output"]
+        assert words["words"].startswith("as trained"), name
+        assert verify_adapter(tmp_path / name).passed, name
+
+
+@pytest.mark.slow
+def test_ranks_note_together_and_the_command_compares(
+    tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
+) -> None:
+    """Sharded weights are in no one place to be compared at the run's end, and that is said."""
+    base = f"model.path={tiny_checkpoints['cogvideox-5b']}"
+    more = {"fsdp2": ["train.ema=0.9"], "context": ["train.context_parallel=2"]}
+    cases = []
+    for name, own in more.items():
+        args = quick(shape_clips, tmp_path, base, *own, f"run.dir={tmp_path / name}")
+        recipe = str(SMOKES / "cogvideox.yaml")
+        cases.append(Case("fsdp2" if name == "fsdp2" else "ddp", (recipe, *args)))
+    for seen in on_ranks(2, run_all, cases):
+        assert [(one.exit_code, one.error) for one in seen] == [(0, "")] * 2
+    for name, words in (
+        ("fsdp2", "not compared: the run's weights are"),
+        ("context", "as trained"),
+    ):
+        record = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())
+        assert record["checks"]["output"]["words"].startswith(words)
+        assert record["passed"]
+        found = verify_adapter(tmp_path / name)
+        assert found.checks["output"].words.startswith("as trained")
+        for own, theirs in zip(found.modules, record["modules"], strict=True):
+            assert own.relative == pytest.approx(theirs["relative"], rel=1e-5)

@@ -1,0 +1,120 @@
+"""Continuing elsewhere is said in one line, and a step of other samples is refused with its remedy."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from dit_lora.config.load import parse_recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.numerics.precision import Precision
+from dit_lora.training.checkpoints.compatibility import (
+    SAMPLES,
+    has_dropout,
+    moved,
+    place_of,
+    samples_remedy,
+)
+from dit_lora.training.checkpoints.files import SavedState, load_checkpoint, save_checkpoint
+from dit_lora.training.session.session import Session
+
+PLACE = {
+    "processes": 4,
+    "data_ranks": 4,
+    "train.batch_size": 2,
+    "train.accumulate": 1,
+    "sharding": "none",
+    "device": "NVIDIA H100 80GB HBM3",
+    "torch": "2.13.0",
+}
+
+
+def test_the_same_place_is_not_worth_a_word() -> None:
+    assert moved(PLACE, dict(PLACE), dropout=True) is None
+    assert moved({}, PLACE, dropout=True) is None  # a checkpoint that does not say
+
+
+@pytest.mark.parametrize(
+    ("now", "dropout", "words"),
+    [
+        (
+            {"processes": 2, "data_ranks": 2, "train.accumulate": 2},
+            True,
+            "processes x accumulate x batch_size were 4 x 1 x 2, now 2 x 2 x 2: the same samples in each "
+            "step, summed in another order; dropout draws otherwise; equal within rounding",
+        ),
+        (
+            {"processes": 8, "data_ranks": 8, "train.batch_size": 1},
+            False,
+            "were 4 x 1 x 2, now 8 x 1 x 1: the same samples in each step, summed in another order; equal",
+        ),
+        ({"sharding": "zero2"}, True, "sharding was none, now zero2: sums in another order; equal"),
+        (
+            {"device": "cpu", "torch": "2.14.0"},
+            False,
+            "device and torch was NVIDIA H100 80GB HBM3 2.13.0, now cpu 2.14.0: other kernels",
+        ),
+    ],
+)
+def test_what_differs_and_what_it_means(now: dict[str, Any], dropout: bool, words: str) -> None:
+    line = moved(PLACE, PLACE | now, dropout=dropout)
+    assert line is not None
+    assert words in line
+    assert "\n" not in line
+    assert line.endswith("not bit for bit")
+
+
+@pytest.mark.parametrize(
+    ("samples", "processes", "batch", "remedy"),
+    [
+        (8, 2, 2, "on 2 process(es), train.accumulate=2 restores it"),
+        (8, 2, 3, "on 2 process(es), train.batch_size=2 train.accumulate=2 restores it"),
+        (7, 1, 4, "on 1 process(es), train.batch_size=1 train.accumulate=7 restores it"),
+        (8, 3, 1, "3 processes cannot share 8 samples: launch 2"),
+    ],
+)
+def test_the_value_that_restores_the_samples_of_a_step(
+    samples: int, processes: int, batch: int, remedy: str
+) -> None:
+    place = PLACE | {"data_ranks": processes, "train.batch_size": batch}
+    assert samples_remedy(SAMPLES, samples, place) == f"; {remedy}"
+    assert samples_remedy("lora.rank", samples, place) == ""
+
+
+def test_a_checkpoint_of_other_samples_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = save_checkpoint(
+        tmp_path, 1, SavedState({"w": nn.Linear(3, 2).weight.detach()}, {}), {SAMPLES: 8}, keep=1
+    )
+    place = PLACE | {"data_ranks": 1}
+    with pytest.raises(DitLoraError) as error:
+        load_checkpoint(path, {SAMPLES: 2}, place)
+    assert (
+        "8 in the checkpoint, 2 in the recipe; on 1 process(es), train.accumulate=4 restores it"
+        in str(error.value)
+    )
+
+
+def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:
+    recipe_values["train"] |= {"batch_size": 3, "accumulate": 5}
+    recipe = parse_recipe(recipe_values, "recipe")
+    session = Session(recipe, Accelerator(cpu=True), Precision(torch.float32, ""))
+    place = place_of(session)
+    assert place.pop("torch") == torch.__version__
+    assert place == {
+        "processes": 1,
+        "data_ranks": 1,
+        "train.batch_size": 3,
+        "train.accumulate": 5,
+        "sharding": "none",
+        "device": "cpu",
+    }
+    assert place_of(replace(session, zero=2))["sharding"] == "zero2"
+
+
+def test_dropout_of_zero_draws_nothing() -> None:
+    assert has_dropout(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.1)))
+    assert not has_dropout(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.0)))

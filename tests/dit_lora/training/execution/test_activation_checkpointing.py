@@ -1,0 +1,192 @@
+"""The modes of gradient checkpointing: the same bits, and what each computes again."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_steps import VARIANTS, TinyStep, tiny_step
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dit_lora.config.load import parse_recipe
+from dit_lora.config.optim import TrainConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.training.execution.activation_checkpointing import (
+    MODES,
+    Mode,
+    is_attention,
+    least_memory,
+    least_memory_mode,
+    require_checkpointing,
+    set_checkpointing,
+)
+
+ATEN = torch.ops.aten
+
+
+class Calls(TorchDispatchMode):
+    """How often each op ran, and attention of any kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.ops["attention" if is_attention(func) else func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(step: TinyStep, mode: Mode) -> Counter[str]:
+    """Of a forward and backward pass."""
+    set_checkpointing(step.transformer, mode)
+    with Calls() as found:
+        step.gradients()
+    return found.ops
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_mode_changes_a_bit_and_dropout_draws_the_same(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    step = tiny_step(tiny_checkpoints, variant, dropout=0.3)
+    expected = step.gradients()
+    loss = step.loss()
+    assert expected
+    assert all(gradient.any() for gradient in expected.values())
+    for mode in MODES:
+        set_checkpointing(step.transformer, mode)
+        assert torch.equal(step.loss(), loss)
+        found = step.gradients()
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            assert torch.equal(gradient, expected[name]), (mode, name)
+
+
+def test_no_mode_changes_a_bit_under_autocast(tiny_checkpoints: dict[str, Path]) -> None:
+    step = tiny_step(tiny_checkpoints, "cogvideox-5b", mixed="bf16", dropout=0.3)
+    expected = step.gradients()
+    for mode in MODES:
+        set_checkpointing(step.transformer, mode)
+        found = step.gradients()
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
+
+
+@pytest.mark.parametrize(
+    ("variant", "pointwise"),
+    [
+        ("cogvideox-2b", "aten::gelu"),
+        ("dit-tiny", "aten::gelu"),
+        ("latte", "aten::gelu"),
+        ("sana-600m", "aten::convolution"),
+    ],
+)
+def test_selective_computes_all_but_attention_again(
+    tiny_checkpoints: dict[str, Path], variant: str, pointwise: str
+) -> None:
+    step = tiny_step(tiny_checkpoints, variant)
+    none, selective, full = (calls(step, mode) for mode in MODES)
+    assert none["attention"] > 0
+    assert selective["attention"] == none["attention"]
+    assert full["attention"] == 2 * none["attention"]
+    assert selective[pointwise] == full[pointwise] > none[pointwise]
+    # No block ends in attention, so every linear layer before it runs again.
+    assert selective["aten::mm"] + selective["aten::addmm"] > none["aten::mm"] + none["aten::addmm"]
+
+
+@dataclass(frozen=True)
+class Named:
+    """An op of a library that is not here."""
+
+    full_name: str
+
+    def name(self) -> str:
+        return self.full_name
+
+
+def test_attention_is_every_fused_forward_and_nothing_else() -> None:
+    attention: list[Any] = [
+        ATEN._scaled_dot_product_flash_attention.default,
+        ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        ATEN._scaled_dot_product_efficient_attention.default,
+        ATEN._scaled_dot_product_cudnn_attention.default,
+        ATEN._flash_attention_forward.default,
+        Named("flash_attn::_flash_attn_forward"),
+        Named("flash_attn::_flash_attn_varlen_forward"),
+        Named("flash_attn_3::fwd"),
+        Named("_diffusers_flash_attn_3::_flash_attn_forward"),
+        Named("dit_lora::relu_linear_attention"),
+    ]
+    others: list[Any] = [
+        ATEN._scaled_dot_product_flash_attention_backward.default,
+        ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        ATEN._flash_attention_backward.default,
+        ATEN.bmm.default,
+        ATEN._softmax.default,
+        Named("flash_attn::_flash_attn_backward"),
+        Named("flash_attn_3::bwd"),
+        Named("dit_lora::relu_linear_attention_backward"),
+        Named("dit_lora::ada_norm"),
+    ]
+    assert [op.name() for op in attention if not is_attention(op)] == []
+    assert [op.name() for op in others if is_attention(op)] == []
+
+
+class Plain(nn.Module):
+    """A model without checkpointing."""
+
+
+def test_a_model_without_checkpointing_is_refused_where_it_is_asked_for() -> None:
+    for mode in ("selective", "full"):
+        with pytest.raises(DitLoraError) as error:
+            set_checkpointing(Plain(), mode)
+        assert str(error.value) == (
+            f"train.checkpointing={mode}: Plain has no gradient checkpointing; use auto or none"
+        )
+    set_checkpointing(Plain(), "none")
+    require_checkpointing(Plain(), "auto")
+    assert least_memory(Plain()) == "none"
+
+
+def test_none_takes_back_what_was_set(tiny_checkpoints: dict[str, Path]) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    assert least_memory(step.transformer) == "full"
+    before = calls(step, "none")
+    set_checkpointing(step.transformer, "full")
+    assert step.transformer.is_gradient_checkpointing
+    assert calls(step, "none") == before
+
+
+def test_a_recipe_names_a_mode(recipe_values: dict[str, Any]) -> None:
+    assert TrainConfig(steps=1).checkpointing == "auto"
+    for mode in ("auto", *MODES):
+        recipe_values["train"]["checkpointing"] = mode
+        assert parse_recipe(recipe_values, "test").train.checkpointing == mode
+    recipe_values["train"]["checkpointing"] = "some"
+    with pytest.raises(DitLoraError, match=r"train.checkpointing"):
+        parse_recipe(recipe_values, "test")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_for_a_while_everything_is_computed_again_and_then_as_before(
+    tiny_checkpoints: dict[str, Path], mode: Mode
+) -> None:
+    step = tiny_step(tiny_checkpoints, "cogvideox-2b")
+    full = calls(step, "full")
+    before = calls(step, mode)
+    with least_memory_mode(step.transformer), Calls() as found:
+        step.gradients()
+    assert found.ops == full
+    with Calls() as found:
+        step.gradients()
+    assert found.ops == before
+
+
+def test_a_model_without_checkpointing_stays_as_it_is() -> None:
+    model = nn.Linear(2, 2)
+    with least_memory_mode(model):
+        assert not hasattr(model, "gradient_checkpointing")

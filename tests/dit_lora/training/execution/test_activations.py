@@ -1,0 +1,397 @@
+"""The memory of activations, counted without taking any, and the checkpointing that follows from it."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from diffusers import CogVideoXTransformer3DModel
+from launching import ROOT
+from tiny_steps import CPU, VARIANTS, TinyStep, tiny_step
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from dit_lora.adapters.attach import attach_lora
+from dit_lora.config.optim import TrainConfig
+from dit_lora.config.recipe import LoraConfig
+from dit_lora.errors import DitLoraError
+from dit_lora.families import get_family
+from dit_lora.families.base import Tensors
+from dit_lora.training import choose_checkpointing as choosing
+from dit_lora.training.choose_checkpointing import (
+    bytes_to_come,
+    choose_checkpointing,
+    free_bytes,
+    most_saving,
+)
+from dit_lora.training.execution.activation_checkpointing import MODES, Mode, set_checkpointing
+from dit_lora.training.execution.activations import SHARE, Advice, Needs, advise, measure
+from dit_lora.training.execution.fake_step import Live
+
+GIB = 2**30
+NEEDS: Needs = {"none": 90 * GIB, "selective": 18 * GIB, "full": 9 * GIB}
+
+
+def saved_bytes(step: TinyStep) -> int:
+    """What autograd saves of a real forward pass, each storage once, without weights and buffers."""
+    own = [*step.transformer.parameters(), *step.transformer.buffers()]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in own}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        step.loss()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_count_is_exactly_what_a_real_step_saves(
+    tiny_checkpoints: dict[str, Path], variant: str, mixed: str
+) -> None:
+    """By autograd's own word, and by what is alive after the forward pass: that and the scalar loss."""
+    step = tiny_step(tiny_checkpoints, variant, mixed=mixed, dropout=0.3)
+    needs = measure(step.transformer, step.losses, step.spec, CPU)
+    assert needs["none"] == saved_bytes(step)
+    own = [*step.transformer.parameters(), *step.transformer.buffers()]
+    with Live([*own, *step.batch.values()]) as live:
+        loss = step.loss()
+        alive = live.now - loss.nbytes
+    batch = sum(tensor.nbytes for tensor in step.batch.values())  # of which some is saved too
+    assert alive <= needs["none"] <= alive + batch
+
+
+@pytest.mark.parametrize("variant", ["cogvideox-5b", "dit-tiny", "sana-600m"])
+def test_real_peaks_are_in_the_order_of_the_count(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    step = tiny_step(tiny_checkpoints, variant)
+    needs = measure(step.transformer, step.losses, step.spec, CPU)
+    peaks = {mode: peak(step, mode) for mode in MODES}
+    assert needs["none"] > needs["selective"] > needs["full"]
+    assert peaks["none"] > peaks["selective"] >= peaks["full"]
+    for mode in MODES:
+        assert needs[mode] <= peaks[mode] < 1.5 * needs[mode]  # of two blocks, gradients are much
+
+
+def peak(step: TinyStep, mode: Mode) -> int:
+    set_checkpointing(step.transformer, mode)
+    with Live([*step.transformer.parameters(), *step.transformer.buffers()]) as live:
+        step.gradients()
+    return live.most
+
+
+class Block(nn.Module):
+    """Saves five tensors: x for silu; y and out, and a logsumexp, for attention; e for exp."""
+
+    def forward(self, x: torch.Tensor, tables: tuple[torch.Tensor]) -> torch.Tensor:
+        y = F.silu(x)
+        return F.scaled_dot_product_attention(y, y, y).exp() + tables[0]
+
+
+class Counted(nn.Module):
+    """Three blocks, small enough to count by hand."""
+
+    _supports_gradient_checkpointing = True
+    function: Callable[..., Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.shift = nn.Buffer(torch.ones(2, 8, 4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def enable_gradient_checkpointing(self, function: Callable[..., Any] | None) -> None:
+        self.function = function
+
+    def disable_gradient_checkpointing(self) -> None:
+        self.function = None
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x, tables = self.scale * x * self.shift, (2 * table,)
+        for block in self.blocks:
+            x = self.function(block, x, tables) if self.function else block(x, tables)
+        return x.sum()
+
+
+COUNTED = {"x": (torch.Size((1, 2, 8, 4)), torch.float32), "table": ((8, 4), torch.float32)}
+
+
+def test_a_count_by_hand() -> None:
+    """x is 256 bytes, a logsumexp 64 and the table 128; a buffer is nobody's."""
+    model = Counted()
+    needs = measure(model, lambda m, batch: m(**batch), COUNTED, CPU)
+    given = 256  # for the gradient of `scale`
+    assert needs == {
+        "none": given + 3 * (4 * 256 + 64),
+        "selective": given + 3 * 256 + 128 + 3 * (256 + 64) + 2 * 256,
+        "full": given + 3 * 256 + 128 + 3 * 256 + 64,
+    }
+    assert model.function is None
+
+
+def test_the_cpu_of_one_rank_among_several_is_the_cpu(tiny_checkpoints: dict[str, Path]) -> None:
+    """Accelerate numbers it there."""
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    needs = measure(step.transformer, step.losses, step.spec, CPU)
+    assert measure(step.transformer, step.losses, step.spec, torch.device("cpu", 0)) == needs
+
+
+def test_a_model_without_checkpointing_needs_what_it_needs() -> None:
+    model = Counted()
+    model._supports_gradient_checkpointing = False
+    needs = measure(model, lambda m, batch: m(**batch), COUNTED, CPU)
+    assert needs == {"none": 256 + 3 * (4 * 256 + 64)}
+    assert [one.mode for one in advise([needs], 0, "auto")] == ["none"]
+
+
+@pytest.mark.parametrize("variant", ["cogvideox-5b", "video-dit-class", "sana-video"])
+def test_counting_leaves_no_trace(tiny_checkpoints: dict[str, Path], variant: str) -> None:
+    """Not in weights, nor in torch's generator, nor in tables that a model computes once and keeps."""
+    counted, other = (tiny_step(tiny_checkpoints, variant, dropout=0.3) for _ in range(2))
+    state = torch.get_rng_state()
+    before = dict(counted.transformer.named_parameters())
+    measure(counted.transformer, counted.losses, counted.spec, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not counted.transformer.is_gradient_checkpointing
+    after = dict(counted.transformer.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert all(parameter.grad is None for parameter in after.values())
+    expected = other.gradients()
+    found = counted.gradients()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_cogvideox_5b_is_counted_at_its_real_shape_without_its_weights() -> None:
+    """14.3 times the tokens' 109.2 MB a block, in 42 blocks: 61 GiB, as counted before by another way.
+
+    LoRA of rank 64 on q, k, v and out, everything in bf16, 49 frames of 480x720.
+    """
+    path = ROOT / "tests" / "fixtures" / "configs" / "CogVideoX-5b" / "transformer"
+    config = json.loads((path / "config.json").read_text())
+    with torch.device("meta"):
+        model = CogVideoXTransformer3DModel.from_config(config).requires_grad_(False)
+        attach_lora(model, LoraConfig(rank=64), get_family("cogvideox").lora_targets, seed=0)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    shapes = {
+        "hidden_states": (1, 13, 16, 60, 90),
+        "encoder_hidden_states": (1, 226, 4096),
+        "cos": (17550, 64),
+        "sin": (17550, 64),
+    }
+
+    def forward(model: nn.Module, batch: Tensors) -> torch.Tensor:
+        rotary = (batch["cos"].float(), batch["sin"].float())
+        states = {name: batch[name] for name in ("hidden_states", "encoder_hidden_states")}
+        step = torch.tensor([3])
+        return model(**states, timestep=step, image_rotary_emb=rotary, return_dict=False)[0]
+
+    spec = {name: (torch.Size(shape), torch.bfloat16) for name, shape in shapes.items()}
+    needs = measure(model, forward, spec, CPU)
+    tokens = (226 + 17550) * 3072 * 2
+    assert needs["none"] / (42 * tokens) == pytest.approx(14.3, abs=0.15)
+    assert needs["none"] / GIB == pytest.approx(61, abs=0.5)
+    # A block keeps its input, and attention's output and logsumexp; one block is computed again.
+    assert needs["full"] / tokens == pytest.approx(42 * 1.0 + 14.3, abs=2)
+    assert needs["selective"] / tokens == pytest.approx(42 * 2.03 + 13.3, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("free", "mode"),
+    [
+        (90 * GIB / SHARE, "none"),
+        (90 * GIB / SHARE - 9, "selective"),
+        (18 * GIB / SHARE, "selective"),
+        (18 * GIB / SHARE - 9, "full"),
+        (9 * GIB / SHARE, "full"),
+        (0, "full"),
+    ],
+)
+def test_the_least_recomputation_that_fits_is_taken(free: float, mode: Mode) -> None:
+    (advice,) = advise([NEEDS], round(free), "auto")
+    assert advice.mode == mode
+    assert advice.fits == (free > 0)
+
+
+def test_each_shape_gets_its_own() -> None:
+    small: Needs = {mode: need // 10 for mode, need in NEEDS.items()}
+    found = advise([NEEDS, small], 30 * GIB, "auto")
+    assert [advice.mode for advice in found] == ["selective", "none"]
+
+
+def test_where_nothing_fits_the_smallest_is_taken() -> None:
+    """A tiny model's blocks can have larger inputs than what they save."""
+    (advice,) = advise([{"none": 5, "selective": 7, "full": 6}], 1, "auto")
+    assert (advice.mode, advice.fits) == ("none", False)
+
+
+def test_the_advice_says_what_every_mode_needs() -> None:
+    (chosen,) = advise([NEEDS], 61 * GIB, "auto")
+    assert chosen.words == ("selective: activations 18 of 61 GiB free (none would need 90, full 9)")
+    (asked,) = advise([NEEDS], 61 * GIB, "none")
+    assert asked.words == "none: activations 90 of 61 GiB free (selective would need 18, full 9)"
+    assert not asked.fits
+    (wasteful,) = advise([NEEDS], 61 * GIB, "full")
+    assert (wasteful.mode, wasteful.fits) == ("full", True)
+    (alone,) = advise([{"none": 150 * GIB + 5}], 1234 * GIB, "auto")
+    assert alone.words == "none: activations 150 of 1234 GiB free"
+
+
+def test_all_ranks_follow_the_one_that_must_save_most() -> None:
+    none, selective = Advice("none", "a", True), Advice("selective", "b", True)
+    full, short = Advice("full", "c", True), Advice("full", "d", False)
+    assert most_saving([none, none]) is none
+    assert most_saving([none, selective, none]) is selective
+    assert most_saving([full, selective, short]) is short
+    assert most_saving([short, selective, full]) is short
+
+
+def test_gradients_and_moments_are_counted_until_they_exist() -> None:
+    weights = [nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(6))]
+    optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights])
+    assert bytes_to_come(optimizer) == 16 * 4 * 3 + 2 * 4  # each weight's step count
+    (weights[0] * 2).sum().backward()
+    assert bytes_to_come(optimizer) == 16 * 4 * 3 - 10 * 4 + 2 * 4
+    optimizer.step()
+    assert bytes_to_come(optimizer) == 6 * 4 * 3 + 4
+    optimizer.zero_grad()
+    assert bytes_to_come(optimizer) == 6 * 4 * 3 + 10 * 4 + 4
+
+
+def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
+    """What of a run the choice looks at, and what it says."""
+    said: list[str] = []
+    specs = {name: (shape[1:], dtype) for name, (shape, dtype) in step.spec.items()}
+    trained = [p for p in step.transformer.parameters() if p.requires_grad]
+    train = TrainConfig(steps=1, checkpointing=asked, batch_size=2, seed=0)
+    run = SimpleNamespace(
+        recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
+        engine=SimpleNamespace(bytes_in_flight=0, alone=nullcontext),
+        session=SimpleNamespace(
+            accelerator=SimpleNamespace(device=CPU, num_processes=1), say=said.append
+        ),
+        data=SimpleNamespace(clips=SimpleNamespace(largest=(None, specs), known=dict)),
+        checkpoint=step.checkpoint,
+        transformer=step.transformer,
+        optimizer=torch.optim.AdamW(trained),
+    )
+    return run, said
+
+
+def is_set(step: TinyStep) -> str:
+    """The mode of the model."""
+    blocks: Any = step.transformer
+    if not blocks.is_gradient_checkpointing:
+        return "none"
+    return "selective" if "_selectively" in str(blocks._gradient_checkpointing_func) else "full"
+
+
+@pytest.mark.parametrize("expected", MODES)
+def test_a_run_takes_what_its_free_memory_allows(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, expected: Mode
+) -> None:
+    step = tiny_step(tiny_checkpoints, "cogvideox-2b")
+    needs = measure(step.transformer, step.losses, step.spec, CPU)
+    run, said = stand_in(step, "auto")
+    step.transformer.eval()
+    free = int(needs[expected] / SHARE + 1)
+    for _ in range(2):  # once more, from the mode that it set
+        choose_checkpointing(run, lambda _setup: free)
+        assert is_set(step) == expected
+        assert step.transformer.training
+    assert len(said) == 2
+    assert said[0] == said[1]
+    assert said[0].startswith(f"checkpointing: {expected}: activations 0.00")
+
+
+def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    for mode in MODES:
+        run, said = stand_in(step, mode)
+        choose_checkpointing(run)
+        assert is_set(step) == mode
+        assert [line.partition(": act")[0] for line in said] == [f"checkpointing: {mode}"]
+    for mode, hint in (("none", True), ("auto", False)):
+        run, said = stand_in(step, mode)
+        choose_checkpointing(run, lambda _setup: 100)
+        assert is_set(step) == ("none" if mode == "none" else "full")
+        assert said[1].startswith("warning: these activations will hardly fit")
+        assert ("train.checkpointing=auto" in said[1]) == hint
+
+
+def test_another_ranks_advice_is_followed(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    theirs = Advice("selective", "selective: theirs", True)
+    monkeypatch.setattr(choosing, "gather_object", lambda own: [*own, theirs])
+    run, said = stand_in(step, "auto")
+    choose_checkpointing(run)
+    assert is_set(step) == "selective"
+    assert said == ["checkpointing: selective: theirs"]
+
+
+def test_a_forward_that_cannot_be_counted_is_said(tiny_checkpoints: dict[str, Path]) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    reads = lambda _model, batch, _streams: batch["latent_mean"].sum().item()  # noqa: E731
+    mismatch = lambda *_: int("media tokens")  # noqa: E731  # ValueError
+    for asked, taken, losses in (("auto", "full", reads), ("none", "none", mismatch)):
+        run, said = stand_in(step, asked)
+        run.checkpoint = SimpleNamespace(losses=losses)
+        choose_checkpointing(run)
+        assert is_set(step) == taken
+        assert said[0].startswith(f"checkpointing: {taken}: activations could not be counted: ")
+        assert "\n" not in said[0]
+
+
+def test_a_model_without_checkpointing_is_refused_before_it_is_counted(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    monkeypatch.setattr(type(step.transformer), "_supports_gradient_checkpointing", False)
+    run, said = stand_in(step, "selective")
+    with pytest.raises(DitLoraError, match="DiTTransformer2DModel has no gradient checkpointing"):
+        choose_checkpointing(run)
+    assert said == []
+    run, said = stand_in(step, "auto")
+    choose_checkpointing(run)
+    assert said[0].startswith("checkpointing: none: activations")
+
+
+def test_free_memory_is_shared_by_the_processes_of_a_cpu(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=40 * GIB))
+    run, _ = stand_in(step, "auto")
+    run.session.accelerator.num_processes = 4
+    assert free_bytes(run) == 10 * GIB - bytes_to_come(run.optimizer)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8))
+    assert free_bytes(run) == 0
+
+
+def test_free_memory_of_a_gpu_is_the_drivers_and_the_allocators(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    run, _ = stand_in(step, "auto")
+    run.session.accelerator.device = torch.device("cuda")
+    run.session.accelerator.num_processes = 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 12 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 11 * GIB)
+    assert free_bytes(run) == 31 * GIB - bytes_to_come(run.optimizer)

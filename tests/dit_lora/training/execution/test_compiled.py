@@ -1,0 +1,244 @@
+"""Compiled blocks: as eager ones but for rounding, under checkpointing, hooks, offload and switches."""
+
+import shlex
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from tiny_steps import CPU, ChatStep, TinyStep, tiny_step
+from torch import nn
+from torch._inductor.exc import InvalidCxxCompiler
+
+from dit_lora.config.load import parse_recipe
+from dit_lora.errors import DitLoraError
+from dit_lora.guard.probe import Probe
+from dit_lora.guard.switches import COMPILE, eager, find_switch, in_fp32, model_switches
+from dit_lora.numerics.opaque import called_modules
+from dit_lora.training.execution import compiled
+from dit_lora.training.execution.activation_checkpointing import set_checkpointing
+from dit_lora.training.execution.blocks import repeated_blocks
+from dit_lora.training.execution.compiled import compile_blocks
+from dit_lora.training.execution.offload import Offload
+from dit_lora.training.tasks.chat.answerer import Answerer, Seen
+
+
+class Traced:
+    """A backend that runs graphs as they were traced, and counts them and their calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch._dynamo.reset()
+        self.graphs = self.calls = 0
+        monkeypatch.setattr(compiled, "_BACKEND", self)
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Traced:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # and taken back afterwards
+    return Traced(monkeypatch)
+
+
+def accelerator() -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=True)
+
+
+def asked(recipe_values: dict[str, Any]) -> Any:
+    recipe_values["train"] |= {"compile": True}
+    return parse_recipe(recipe_values, "test")
+
+
+def compiled_step(
+    paths: dict[str, Path], recipe_values: dict[str, Any], **given: Any
+) -> tuple[TinyStep, dict[str, torch.Tensor]]:
+    """A step with compiled blocks, and its gradients without."""
+    step = tiny_step(paths, "cogvideox-5b", scratch={"num_layers": 3}, **given)
+    expected = step.gradients()
+    compile_blocks(asked(recipe_values), step.transformer, accelerator())
+    return step, expected
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-7) for name in expected
+    )
+
+
+def test_blocks_share_what_is_compiled_and_every_other_mode_uses_it_too(
+    tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any], traced: Traced
+) -> None:
+    """Checkpointed, offloaded, observed from outside; what looks inside of a block runs without."""
+    step, expected = compiled_step(tiny_checkpoints, recipe_values)
+    found = step.gradients()
+    assert same(found, expected)
+    # The first block's input needs no gradient; the others are alike.
+    assert (traced.graphs, traced.calls) == (2, 3)
+    Offload(step.transformer, torch.device("cpu"))
+    set_checkpointing(step.transformer, "full")
+    again = step.gradients()
+    assert all(torch.equal(again[name], found[name]) for name in found)
+    assert (traced.graphs, traced.calls) == (2, 9)
+
+    parts = {name for name, _ in called_modules(step.transformer)}
+    assert "transformer_blocks.1" in parts
+    assert not any(name.startswith("transformer_blocks.1.") for name in parts)
+    seen: list[str] = []
+    block = step.transformer.get_submodule("transformer_blocks.1")
+    handle = block.register_forward_hook(lambda *_: seen.append("block"))
+    step.loss()
+    assert (seen, traced.graphs, traced.calls) == (["block"], 2, 12)
+    handle.remove()
+
+    with eager(step.transformer), Probe(step.transformer).watching() as trace:
+        assert same(step.gradients(), expected)
+    assert trace.origins == []
+    with in_fp32(step.transformer):
+        step.loss()
+    assert traced.calls == 12
+
+    switch = find_switch(model_switches(step.transformer), COMPILE)
+    with switch.off():
+        assert same(step.gradients(), expected)
+    assert traced.calls == 12
+    step.loss()
+    assert traced.calls == 15
+    switch.turn_off()
+    step.loss()
+    assert (traced.graphs, traced.calls) == (2, 15)
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        # A first layer, whose input needs no gradient, and the others; twice that of each part of a model.
+        ("mistral", 2),
+        *[
+            pytest.param(name, graphs, marks=pytest.mark.thorough)
+            for name, graphs in (("videochat2", 6), ("llava", 8), ("qwen", 10))
+        ],
+    ],
+)
+def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
+    recipe_values: dict[str, Any], traced: Traced, name: str, graphs: int
+) -> None:
+    """No checkpointing and full use the same graphs; offloaded too. Answering, one token at a time, makes none."""
+    step: Any = ChatStep.of(name)
+    expected, loss, classes = (
+        step.gradients(),
+        step.loss(),
+        list(map(type, repeated_blocks(step.transformer))),
+    )
+    compile_blocks(asked(recipe_values), step.transformer, accelerator())
+    found = step.gradients()
+    assert same(found, expected)
+    torch.testing.assert_close(step.loss(), loss, rtol=1e-5, atol=0)
+    assert traced.graphs == graphs
+    assert all(
+        isinstance(b, stock)
+        for b, stock in zip(repeated_blocks(step.transformer), classes, strict=True)
+    )
+    forward_only = traced.calls // 2
+    set_checkpointing(step.transformer, "full")
+    Offload(step.transformer, CPU)
+    traced.calls = 0
+    again = step.gradients()
+    assert all(torch.equal(again[name], found[name]) for name in found)
+    assert traced.graphs == graphs
+    assert traced.calls > forward_only  # the backward pass computes again, compiled
+
+    asked_to: Any = SimpleNamespace(
+        render=lambda *_, **__: None,
+        answer=lambda *_: str(
+            step.transformer.generate(torch.tensor([[1, 5, 7]]), max_new_tokens=3)
+        ),
+    )
+    traced.calls = 0
+    Answerer(asked_to, step.transformer, CPU, torch.float32).say(Seen("text"), ())
+    with find_switch(model_switches(step.transformer), COMPILE).off():
+        off = step.gradients()
+    assert all(torch.equal(off[name], expected[name]) for name in expected)
+    assert (traced.graphs, traced.calls) == (graphs, 0)
+
+
+@pytest.mark.thorough
+def test_each_shape_is_compiled_on_its_own_whatever_came_before(
+    tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any], traced: Traced
+) -> None:
+    step, _ = compiled_step(tiny_checkpoints, recipe_values)
+    whole = step.batch
+    half = {name: tensor[..., : tensor.shape[-1] // 2] for name, tensor in whole.items()}
+    half["prompt_embeds"] = whole["prompt_embeds"]
+    for number, batch in enumerate((whole, half, whole, half)):
+        step.batch = batch
+        step.loss()
+        assert traced.graphs == (2 if number == 0 else 4)
+
+
+def test_what_cannot_be_compiled_is_one_clear_error(
+    tiny_checkpoints: dict[str, Path],
+    recipe_values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_graph: Any, _inputs: Any) -> Any:
+        raise NotImplementedError("no such op here\nand more lines")
+
+    monkeypatch.setattr(compiled, "_BACKEND", broken)
+    torch._dynamo.reset()
+    step, _ = compiled_step(tiny_checkpoints, recipe_values)
+    with pytest.raises(DitLoraError, match=r"train.compile: torch .* set it to false$") as error:
+        step.loss()
+    assert "\n" not in str(error.value)
+
+
+def test_a_machine_or_a_launch_that_cannot_is_refused(
+    recipe_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = asked(recipe_values)
+
+    def missing() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(compiled, "get_cpp_compiler", missing)
+    with pytest.raises(DitLoraError, match=r"train.compile: there is no C.. compiler; install"):
+        compile_blocks(recipe, nn.Linear(2, 2), accelerator())
+    launched = accelerator()
+    monkeypatch.setattr(type(launched), "distributed_type", DistributedType.FSDP)
+    with pytest.raises(DitLoraError, match=r"train.compile: not under FSDP"):
+        compile_blocks(recipe, nn.Linear(2, 2), launched)
+    recipe_values["train"]["checkpointing"] = "selective"
+    with pytest.raises(DitLoraError, match="a compiled block is one piece"):
+        parse_recipe(recipe_values, "test")
+
+
+def test_compilers_get_a_path_that_needs_no_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they write comes to the folder that was asked for; places whose own names need quotes are passed over."""
+    (tmp_path / "a b").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
+    assert compiled._plain_path(tmp_path / "cache" / "compile") == f"{tmp_path}/cache/compile"
+    for name in ("my cache", "it's", "Grüße", 'a"b', "$HOME"):
+        folder = tmp_path / name / "compile"
+        plain = compiled._plain_path(folder)
+        assert shlex.quote(plain) == plain
+        Path(plain, "kernel.so").touch()
+        assert (folder / "kernel.so").exists()
+    monkeypatch.setattr(compiled, "_PLACES", ())
+    with pytest.raises(
+        DitLoraError, match=r"compilers cannot take the path .*my cache.*data\.cache"
+    ):
+        compiled._plain_path(tmp_path / "my cache")

@@ -1,0 +1,174 @@
+"""Learning rates by step, clipping by group."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.training.optim.build import (
+    apply_schedule,
+    build_optimizer,
+    build_schedule,
+    clip_gradients,
+    gradient_norms,
+    schedule_factor,
+)
+
+
+def test_warm_up_rises_from_the_first_step_and_constant_stays() -> None:
+    factors = [schedule_factor("constant", step, warmup=4, steps=10) for step in range(1, 11)]
+    assert factors == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_linear_and_cosine_fall_from_the_peak_towards_zero() -> None:
+    linear = [schedule_factor("linear", step, warmup=2, steps=6) for step in range(1, 7)]
+    assert linear == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    cosine = [schedule_factor("cosine", step, warmup=0, steps=4) for step in range(1, 5)]
+    assert cosine == pytest.approx([1.0, 0.8535533906, 0.5, 0.1464466094])
+    assert schedule_factor("cosine", 9, warmup=0, steps=4) == 0.0  # past the end, never negative
+
+
+def test_each_group_has_its_own_schedule() -> None:
+    optim = OptimConfig(
+        groups=GroupsConfig(
+            adapter=GroupConfig(lr=1.0),
+            connector=GroupConfig(lr=10.0, schedule="linear", warmup_steps=0),
+        ),
+        schedule="constant",
+        warmup_steps=2,
+    )
+    schedule = build_schedule(optim, steps=4)
+    groups: list[dict] = [{"name": "adapter", "lr": 0}, {"name": "connector", "lr": 0}]
+    assert apply_schedule(groups, schedule, 1) == {"adapter": 0.5, "connector": 10.0}
+    assert apply_schedule(groups, schedule, 3) == {"adapter": 1.0, "connector": 5.0}
+    assert [group["lr"] for group in groups] == [1.0, 5.0]
+
+
+def groups_with(*gradients: list[float]) -> list[dict]:
+    groups = []
+    for name, values in zip(("adapter", "connector", "backbone"), gradients, strict=False):
+        parameter = nn.Parameter(torch.zeros(len(values)))
+        parameter.grad = torch.tensor(values)
+        groups.append({"name": name, "params": [parameter], "param_names": [name], "lr": 1.0})
+    return groups
+
+
+def config(**clips: float | None) -> OptimConfig:
+    shared = clips.pop("shared")
+    given = {name: GroupConfig(lr=1, clip=clip) for name, clip in clips.items()}
+    return OptimConfig(groups=GroupsConfig(**given), clip=shared)
+
+
+def test_the_shared_clip_bounds_the_joint_norm() -> None:
+    groups = groups_with([3.0, 0.0], [0.0, 4.0])
+    norm = clip_gradients(
+        groups, gradient_norms(groups), config(adapter=None, connector=None, shared=1.0)
+    )
+    assert norm.item() == 5.0
+    assert groups[0]["params"][0].grad.tolist() == pytest.approx([0.6, 0.0], rel=1e-5)
+    assert groups[1]["params"][0].grad.tolist() == pytest.approx([0.0, 0.8], rel=1e-5)
+
+
+def test_a_groups_own_clip_leaves_the_others_alone() -> None:
+    """One exploding group must not scale the others to nothing (N25)."""
+    groups = groups_with([300.0], [0.5], [0.25])
+    optim = config(adapter=2.0, connector=None, backbone=None, shared=10.0)
+    norm = clip_gradients(groups, gradient_norms(groups), optim)
+    assert norm.item() == pytest.approx((300**2 + 0.5**2 + 0.25**2) ** 0.5)
+    grads = [group["params"][0].grad.item() for group in groups]
+    assert grads == pytest.approx([2.0, 0.5, 0.25], rel=1e-5)
+
+
+def test_the_shared_clip_still_holds_beside_a_groups_own() -> None:
+    groups = groups_with([300.0], [3.0], [4.0])
+    optim = config(adapter=2.0, connector=None, backbone=None, shared=1.0)
+    clip_gradients(groups, gradient_norms(groups), optim)
+    grads = [group["params"][0].grad.item() for group in groups]
+    assert grads == pytest.approx([2.0, 0.6, 0.8], rel=1e-5)
+
+
+def test_betas_and_eps_reach_adamw() -> None:
+    optim = OptimConfig(betas=(0.8, 0.99), eps=1e-6, weight_decay=0.3)
+    optimizer = build_optimizer(groups_with([1.0]), optim)
+    assert optimizer.defaults["betas"] == (0.8, 0.99)
+    assert optimizer.defaults["eps"] == 1e-6
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert optimizer.defaults["fused"]
+
+
+def test_no_clip_scales_nothing() -> None:
+    groups = groups_with([300.0])
+    clip_gradients(groups, gradient_norms(groups), config(adapter=None, shared=None))
+    assert groups[0]["params"][0].grad.item() == 300.0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_bad_element_makes_its_groups_norm_bad_and_no_other(value: float) -> None:
+    groups = groups_with([1.0, value, 2.0], [1.0])
+    norms = gradient_norms(groups)
+    assert not torch.isfinite(norms["adapter"])
+    assert norms["connector"].item() == 1.0
+
+
+def test_groups_decay_and_step_at_their_own_rates() -> None:
+    """AdamW's first step moves by lr whatever the gradient, and decays by lr * weight_decay."""
+    groups = groups_with([3.0], [-0.1])
+    for group in groups:
+        group["params"][0].data.fill_(1.0)
+    groups[1] |= {"weight_decay": 0.5}
+    optim = OptimConfig(
+        groups=GroupsConfig(adapter=GroupConfig(lr=0.1), connector=GroupConfig(lr=0.01)),
+        weight_decay=0.0,
+    )
+    optimizer = build_optimizer(groups, optim)
+    apply_schedule(optimizer.param_groups, build_schedule(optim, 1), 1)
+    optimizer.step()
+    assert groups[0]["params"][0].item() == pytest.approx(1 - 0.1, rel=1e-5)
+    assert groups[1]["params"][0].item() == pytest.approx(1 - 0.01 * 0.5 + 0.01, rel=1e-5)
+
+
+def bounds(**limits: float | None) -> Callable[[str], float | None]:
+    return lambda group: limits[group]
+
+
+def test_an_adaptive_bound_scales_its_group_alone_and_the_shared_clip_takes_what_is_left() -> None:
+    groups = groups_with([30.0], [4.0])
+    optim = config(adapter=None, connector=None, shared=5.0)
+    norm = clip_gradients(
+        groups, gradient_norms(groups), optim, bounds(adapter=3.0, connector=None)
+    )
+    assert norm.item() == pytest.approx((30**2 + 4**2) ** 0.5)
+    grads = [group["params"][0].grad.item() for group in groups]
+    assert grads == pytest.approx([3.0, 4.0], rel=1e-5)  # their joint norm is 5 already
+
+
+@pytest.mark.parametrize(("limit", "clip"), [(2.0, 1.0), (0.5, 1.0), (2.0, None), (0.5, 9.0)])
+def test_a_groups_bound_is_the_smaller_of_its_clip_and_the_limit(
+    limit: float, clip: float | None
+) -> None:
+    for own in (True, False):
+        groups = groups_with([300.0])
+        optim = config(adapter=clip if own else None, shared=None if own else clip)
+        clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=limit))
+        expected = min(limit, clip or limit)
+        assert groups[0]["params"][0].grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_limit_above_the_norm_changes_no_bit() -> None:
+    groups = groups_with([0.3, 0.4])
+    before = groups[0]["params"][0].grad.clone()
+    optim = config(adapter=None, shared=None)
+    clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=0.6))
+    assert torch.equal(groups[0]["params"][0].grad, before)
+
+
+def test_a_schedule_falls_to_its_least_share() -> None:
+    given: dict[str, int] = {"warmup": 2, "steps": 6}
+    for kind in ("linear", "cosine"):
+        plain = [schedule_factor(kind, step, **given) for step in range(1, 9)]
+        raised = [schedule_factor(kind, step, **given, least=0.25) for step in range(1, 9)]
+        assert raised[:2] == plain[:2]  # warm-up is as it was
+        assert raised[2:] == pytest.approx([0.25 + 0.75 * factor for factor in plain[2:]])
+        assert raised[-1] == 0.25

@@ -1,0 +1,200 @@
+"""One process a folder: live ones are told from dead ones, on this host and on others, and nobody waits in vain."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dit_lora.errors import DitLoraError
+from dit_lora.report.run.files import RunReader
+from dit_lora.training.session import run_lock
+from dit_lora.training.session.run_lock import LOCK, Holder, RunLock, holder_of, is_live
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from dit_lora.training.session.run_lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
+child = os.fork()  # as a worker process of a DataLoader
+print(child, flush=True) if child else None
+time.sleep(60)
+"""
+
+
+@contextmanager
+def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process holds the lock, and has a forked child that outlives it."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        yield holder
+    finally:
+        holder.kill()
+        holder.wait()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Holder:
+    """The holder of a lock that a process of another host left in the folder."""
+    holder = replace(Holder.own(), host="node7", boot="another", pid=1, job="88", token="t")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(holder)))
+    return holder
+
+
+def age(folder: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(folder / LOCK, (then, then))
+
+
+def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_nobody(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    (tmp_path / "status.json").write_text('{"state": "running"}')
+    with held_elsewhere(tmp_path) as other:
+        before = (tmp_path / LOCK).read_bytes()
+        named = holder_of(tmp_path)
+        assert named is not None
+        with pytest.raises(DitLoraError) as error:
+            RunLock(tmp_path).acquire()
+        assert f"is in use by process {other.pid} on {named.host} (since" in str(error.value)
+        assert "\n" not in str(error.value)
+        assert error.value.exit_code == 2
+        assert (tmp_path / LOCK).read_bytes() == before
+        assert is_live(tmp_path) is True
+        assert RunReader(tmp_path).read().state == "running"
+        other.kill()
+        other.wait()
+        assert is_live(tmp_path) is False
+        assert RunReader(tmp_path).read().state == "silent"
+        began = time.monotonic()
+        lock = RunLock(tmp_path)
+        lock.acquire()
+        assert time.monotonic() - began < 1
+        lock.release()
+    assert is_live(tmp_path) is None
+
+
+def test_letting_go_leaves_nothing_and_a_process_may_take_what_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    first, second = RunLock(folder), RunLock(folder)
+    first.acquire()
+    second.acquire()  # a notebook's next run
+    first.release()
+    assert is_live(folder) is True
+    second.release()
+    assert list(tmp_path.iterdir()) == []  # the folders that it had made, too
+    folder.mkdir(parents=True)
+    second.acquire()
+    (folder / "metrics.jsonl").touch()
+    second.release()
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_disk_without_room_for_it_is_said_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(DitLoraError, match=r"cannot be written: .*run\.lock: No space left"):
+        RunLock(tmp_path / "runs" / "a").acquire()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_process_of_another_host_is_refused_though_its_flock_does_not_reach_here(
+    tmp_path: Path, elsewhere: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    age(tmp_path, 5)
+    monkeypatch.setattr(time, "sleep", lambda seconds: age(tmp_path, 1))  # it beats
+    with pytest.raises(
+        DitLoraError, match=r"process 1 on node7 .*Slurm job 88.*, remove .*run.lock"
+    ):
+        RunLock(tmp_path, said.append).acquire()
+    assert "waiting 85 s to see whether that lives" in said[0]
+
+
+def test_a_dead_process_of_another_host_gives_way_once_it_is_silent(
+    tmp_path: Path, elsewhere: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once if it was silent long enough; else after the rest of that time."""
+    monkeypatch.setattr(run_lock, "STALE", 1.0)
+    for seconds, at_least in ((2.0, 0.0), (0.5, 0.4)):
+        (tmp_path / LOCK).write_text(json.dumps(asdict(elsewhere)))
+        age(tmp_path, seconds)
+        began = time.monotonic()
+        lock = RunLock(tmp_path)
+        lock.acquire()
+        assert at_least <= time.monotonic() - began < at_least + 1.5
+        assert holder_of(tmp_path) != elsewhere
+        lock.release()
+
+
+@pytest.mark.parametrize(("job", "restarts", "waits"), [("88", "1", False), ("88", "", True)])
+def test_a_job_that_slurm_requeued_on_another_node_goes_on_at_once(
+    tmp_path: Path,
+    elsewhere: Holder,
+    monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    restarts: str,
+    waits: bool,
+) -> None:
+    """Another step of the same job, which is no restart, may live beside it."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    monkeypatch.setattr(run_lock, "STALE", 1.0)
+    said: list[str] = []
+    lock = RunLock(tmp_path, said.append)
+    lock.acquire()
+    lock.release()
+    assert [("waiting" in line) for line in said] == [waits]
+
+
+def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
+    tmp_path: Path, elsewhere: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "BEAT", 0.05)
+    age(tmp_path, 1000)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    begun = (tmp_path / LOCK).stat().st_mtime
+    time.sleep(0.2)
+    assert (tmp_path / LOCK).stat().st_mtime > begun
+    assert lock.lost() is None
+    (tmp_path / LOCK).write_text(json.dumps(asdict(elsewhere)))
+    last = time.monotonic() + 10
+    while lock.lost() is None and time.monotonic() < last:
+        time.sleep(0.05)
+    assert "was taken by process 1 on node7" in str(lock.lost())
+    lock.release()
+
+
+def test_where_there_is_no_flock_a_process_id_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a later process that has the id of a dead one."""
+    monkeypatch.setattr(run_lock, "_flock", lambda handle, kind: None)
+    own = Holder.own()
+    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(own, token="t"))))
+    with pytest.raises(DitLoraError, match=f"process {own.pid} on"):
+        RunLock(tmp_path).acquire()
+    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(own, born=own.born - 100))))
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()

@@ -1,0 +1,79 @@
+"""Encoding on the fly: what cannot be decoded, or comes out bad, is told as a cache tells it."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dit_lora.config.data import VideoShape
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.video import ClipError
+from dit_lora.data.sources.clips import Clip
+from dit_lora.training.tasks.diffusion.cache_entries import Encoding, Pixels
+from dit_lora.training.tasks.diffusion.live_encoding import Decoder, LiveTexts, LiveVideos
+from dit_lora.training.tasks.diffusion.samples import Sample
+
+SHAPE = VideoShape(1, 4, 6)
+
+
+class _Decoding:
+    """Stands for `Encoding.decode`."""
+
+    def decode(self, sample: Sample, *, mirrored: bool) -> Pixels:
+        if sample.id == "torn":
+            raise ClipError("torn cannot be decoded")
+        return Pixels(torch.full((1, 3, 4, 6), 7 + mirrored, dtype=torch.uint8), None)
+
+
+def encode(video: torch.Tensor, image: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    mean = video.float().mean((0, 2, 3))
+    return {"latent": torch.where(mean == 8, torch.nan, mean)}
+
+
+@pytest.fixture
+def videos() -> LiveVideos:
+    clips = {name: Clip(name, MediaFile(Path(name)), "x") for name in ("good", "torn")}
+    samples = {
+        "good": (Sample("good", clips["good"], SHAPE), False),
+        "mirror": (Sample("good", clips["good"], SHAPE), True),
+        "torn": (Sample("torn", clips["torn"], SHAPE), False),
+    }
+    return LiveVideos(Decoder(cast(Encoding, _Decoding()), samples), encode)
+
+
+def test_a_sample_is_encoded_and_its_spec_known_without_one(videos: LiveVideos) -> None:
+    assert videos.first_spec(["torn"]) == {"latent": (torch.Size([3]), torch.float32)}
+    tensors, fault = videos.read("good", {})
+    assert (tensors["latent"].tolist(), fault) == ([7, 7, 7], None)
+
+
+def test_what_a_worker_decoded_is_taken_once(videos: LiveVideos) -> None:
+    videos.decoded["good"] = Pixels(torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None)
+    assert videos.read("good", {})[0]["latent"].tolist() == [5, 5, 5]
+    assert videos.read("good", {})[0]["latent"].tolist() == [7, 7, 7]
+
+
+def test_bad_values_and_torn_clips_are_faults(videos: LiveVideos) -> None:
+    tensors, fault = videos.read("mirror", {})
+    assert fault == "latent has 3 NaN among 3 values"
+    tensors, fault = videos.read("torn", videos.first_spec(["torn"]))
+    assert fault == "torn cannot be decoded"
+    assert tensors["latent"].isnan().all()
+
+
+def test_captions_are_encoded_once_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def encode_text(captions: Any) -> dict[str, torch.Tensor]:
+        asked.extend(captions)
+        value = torch.inf if captions == ["bad"] else 1.0
+        return {"embeds": torch.full((1, 2), value)}
+
+    monkeypatch.setattr("dit_lora.training.tasks.diffusion.live_encoding._CAPTIONS", 2)
+    texts = LiveTexts({"1": "one", "2": "two", "3": "bad"}, encode_text)
+    assert texts.read("1", {}) == texts.read("1", {})
+    assert texts.read("3", {})[1] == "caption 'bad': embeds has 2 Inf among 2 values"
+    texts.read("2", {})  # the first is forgotten
+    texts.read("1", {})
+    assert asked == ["one", "bad", "two", "one"]
