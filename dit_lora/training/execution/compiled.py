@@ -24,7 +24,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.session.cache_dir_utils import default_cache_dir
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils._triton import has_triton
 from transformers.modeling_layers import GradientCheckpointingLayer
 
