@@ -19,6 +19,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, at its import
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says on stdout: no GPU
+    import quick_interpreter
+
+    quick_interpreter.install()
 from accelerate.state import AcceleratorState
 from launching import ROOT, SCRIPT, launch_command, launch_environment, started
 

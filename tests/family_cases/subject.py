@@ -37,12 +37,22 @@ def pixels_of(shape: VideoShape, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 256, size, generator=generator).to(torch.uint8)
 
 
+_ENCODED: dict[tuple[Path, VideoShape, int], dict[str, torch.Tensor]] = {}
+
+
 def encoded_batch(
     subject: Subject, shape: VideoShape | None = None, size: int = 3
 ) -> dict[str, torch.Tensor]:
-    """A batch whose rows differ in pixels and caption."""
-    shape, checkpoint = shape or subject.case.native, subject.checkpoint
-    generator = torch.Generator().manual_seed(0)
+    """A batch whose rows differ in pixels and caption. Encoded once; each caller has tensors of its own."""
+    shape = shape or subject.case.native
+    key = (subject.path, shape, size)
+    if key not in _ENCODED:
+        _ENCODED[key] = _encode(subject, shape, size)
+    return {name: tensor.clone() for name, tensor in _ENCODED[key].items()}
+
+
+def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.Tensor]:
+    checkpoint, generator = subject.checkpoint, torch.Generator().manual_seed(0)
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     rows = []
