@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -93,9 +94,26 @@ def recipe_values(
     }
 
 
+@pytest.fixture(scope="session")
+def encoded_shapes(
+    tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The cache of the smoke recipe's clips and captions."""
+    from dit_lora.commands.cache import build
+
+    cache = tmp_path_factory.mktemp("encoded") / "cache"
+    model, data = tiny_checkpoints["cogvideox-5b"], shape_clips
+    size = ("data.height=32", "data.width=48", "validation.prompts=[]")
+    build(SMOKE, [f"model.path={model}", f"data.path={data}", f"data.cache={cache}", *size])
+    return cache
+
+
 @pytest.fixture
-def smoke(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) -> list[str]:
-    """The smoke recipe and overrides that make it quick: no sampling, 32x48."""
+def smoke(
+    tiny_checkpoints: dict[str, Path], shape_clips: Path, encoded_shapes: Path, tmp_path: Path
+) -> list[str]:
+    """The smoke recipe and overrides that make it quick: no sampling, 32x48, clips that are encoded already."""
+    shutil.copytree(encoded_shapes, tmp_path / "cache")
     return [
         str(SMOKE),
         f"model.path={tiny_checkpoints['cogvideox-5b']}",
