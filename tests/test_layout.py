@@ -1,6 +1,7 @@
 """The house rules that a machine can hold us to: layers, lengths, nesting, names, recipes."""
 
 import ast
+import functools
 import json
 import re
 import textwrap
@@ -69,6 +70,11 @@ def library_files() -> list[Path]:
     return files
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_name(path: Path) -> str:
     kernels = ROOT / "kernels"
     relative = path.relative_to(kernels if path.is_relative_to(kernels) else ROOT)
@@ -88,7 +94,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def import_graph(files: Sequence[Path]) -> dict[str, set[str]]:
     """Which of these files import which, by any kind of import; a package's own file among them."""
-    trees = {module_name(path): ast.parse(path.read_text()) for path in files}
+    trees = {module_name(path): tree_of(path) for path in files}
     graph: dict[str, set[str]] = {}
     for name, tree in trees.items():
         graph[name] = set()
@@ -187,14 +193,14 @@ def test_rooms_are_few_and_none_is_crowded() -> None:
 
 def test_training_knows_no_family() -> None:
     for path in (ROOT / "dit_lora" / "training").rglob("*.py"):
-        targets = set(imports(ast.parse(path.read_text())))
+        targets = set(imports(tree_of(path)))
         known = [t for t in targets for f in FAMILIES.values() if f"{t}.".startswith(f"{f}.")]
         assert not known, path
 
 
 def test_only_fuse_imports_our_kernels_and_they_import_nothing_of_ours() -> None:
     for path in library_files():
-        targets = set(imports(ast.parse(path.read_text())))
+        targets = set(imports(tree_of(path)))
         in_kernels = module_name(path).startswith("dit_lora_kernels")
         if in_kernels:
             assert not [t for t in targets if t.split(".")[0] == "dit_lora"], path
@@ -208,7 +214,7 @@ def test_whatever_a_checkpoint_holds_is_loaded_where_none_of_its_code_can_run() 
     for path in [*library_files(), *(ROOT / "recipes").rglob("*.py")]:
         if module_name(path) == "dit_lora.environment.pretrained":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config"):
                 of = ast.unparse(node.value)
                 loads = node.attr == "from_pretrained" and of.rpartition(".")[2] not in _NO_CODE
@@ -225,7 +231,7 @@ def test_only_functions_that_triton_compiles_have_arguments_without_types() -> N
     assert len(files) > 5
     untyped = []
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.FunctionDef) or "triton.jit" in map(
                 ast.unparse, node.decorator_list
             ):
@@ -257,7 +263,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short_and_shallow() -> None:
     wrong = []
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             assert node.end_lineno is not None
@@ -284,7 +290,7 @@ def nesting(node: ast.AST) -> int:
 def test_no_broad_except_and_every_docstring_is_there() -> None:
     wrong = []
     for path in library_files():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         if not ast.get_docstring(tree):
             wrong.append(f"{path.name}: no module docstring")
         for node in ast.walk(tree):
