@@ -24,15 +24,7 @@ def _site(
 
 FAMILY = ChatFamily(
     name="chat",
-    lora_targets=(
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    ),
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     lora_within=("language_model", "text_model"),  # the latter is SmolVLM's
     group_patterns={
         "connector": (

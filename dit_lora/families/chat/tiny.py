@@ -23,13 +23,7 @@ from transformers import (
 )
 
 from dit_lora.environment.pretrained import built_from
-from dit_lora.families.chat.layouts import (
-    CLIP_MEAN,
-    CLIP_STD,
-    HALF,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-)
+from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
 _CONTEXT = 2048
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
@@ -294,10 +288,7 @@ VARIANTS: dict[str, Variant] = {
         _llava,
         _files(
             "LlavaNextVideoProcessor",
-            (
-                "LlavaNextImageProcessor",
-                {**_SHORTEST, "image_grid_pinpoints": _PINPOINTS},
-            ),
+            ("LlavaNextImageProcessor", {**_SHORTEST, "image_grid_pinpoints": _PINPOINTS}),
             ("LlavaNextVideoVideoProcessor", _SHORTEST),
             (CLIP_MEAN, CLIP_STD),
             patch_size=14,
