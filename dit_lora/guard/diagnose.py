@@ -12,14 +12,7 @@ from torch import nn
 
 from dit_lora.guard.probe import Trace
 from dit_lora.guard.replay import MicroBatch, Outcome, Traced, traced
-from dit_lora.guard.state import (
-    bad_state,
-    has_run_away,
-    others,
-    run_away,
-    too_high,
-    weight_peak,
-)
+from dit_lora.guard.state import bad_state, has_run_away, others, run_away, too_high, weight_peak
 from dit_lora.guard.suspects import Case, Suspects
 from dit_lora.guard.trials import (
     REPLAYS,
@@ -41,11 +34,7 @@ _RATE_OF = 8  # runs, at least, from which a rate is told
 
 
 def diagnose(
-    micro_batch: MicroBatch,
-    suspects: Suspects,
-    *,
-    kind: str,
-    control: MicroBatch | None = None,
+    micro_batch: MicroBatch, suspects: Suspects, *, kind: str, control: MicroBatch | None = None
 ) -> Verdict:
     """Return the cause of a trip of this kind, as far as this rank's micro-batch shows it.
 

@@ -206,8 +206,5 @@ def _fp32_arguments(model: nn.Module) -> Iterator[None]:
         return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
 
     # Arguments in half precision would not fit the weights that are now in fp32.
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(hook, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
