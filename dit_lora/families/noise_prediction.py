@@ -5,6 +5,7 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder
+from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder, read_component_config
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Streams, integers, moved, normal
@@ -102,9 +103,9 @@ class NoisePrediction(Checkpoint):
         return LossOutput(losses, timesteps)
 
 
-def noise_objective(model: ModelConfig, scheduler_config: Mapping[str, Any]) -> EpsilonPrediction:
-    """The objective of a scheduler's betas; refuses one that predicts something else."""
-    scheduler: Any = DDIMScheduler.from_config(dict(scheduler_config))
+def noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
+    """Return the objective of the betas of a folder's scheduler; refuse one that predicts something else."""
+    scheduler: Any = DDIMScheduler.from_config(read_component_config(path, "scheduler"))
     if scheduler.config.prediction_type != "epsilon":
         raise DitLoraError(
             f"{model.path}: family {model.family} predicts noise, but its scheduler says "

@@ -7,7 +7,7 @@ their own. Weights that are sharded (FSDP2) are whole while their block is compa
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,13 +136,23 @@ class BlockComparison:
             for switch in self.others:
                 stack.enter_context(switch.off())
             # The pass is stock code's: a wrong kernel must not spoil the inputs of the blocks after it.
-            self._stock = stack.enter_context(_Stock(self.switch))
+            self._off = stack.enter_context(ExitStack())
+            self._off.enter_context(self.switch.off())
             for name in names:
                 module = self.model.get_submodule(name)
                 hook = self._hook(name)
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             with torch.no_grad():
                 forward()
+
+    @contextmanager
+    def _kernel_on(self) -> Iterator[None]:
+        """Leave the switch on within; the stock code runs around it."""
+        self._off.close()
+        try:
+            yield
+        finally:
+            self._off.enter_context(self.switch.off())
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -224,7 +234,7 @@ class BlockComparison:
 
     def _both(self, block: BlockCall, *, wide: bool) -> tuple[Values, Values]:
         expected = block.values(wide=wide)
-        with self._stock.left():
+        with self._kernel_on():
             return expected, block.values(wide=wide)
 
     def _differs(
@@ -248,32 +258,10 @@ class BlockComparison:
                 # Flash attention's backward sums in any order; the stock code's may be another.
                 allowed = max(allowed, _OF_BACKEND)
         times = self._repeats if is_repeated(block.name) else 2
-        with self._stock.left():
+        with self._kernel_on():
             # All of them, whatever is found: ranks that share a sample go through a block together.
             error = max(apart(fused, block.values(wide=False)) for _ in range(times - 1))
         return error if error > allowed else None
-
-
-class _Stock(AbstractContextManager["_Stock", None]):
-    """Holds a switch off, except within `left`."""
-
-    def __init__(self, switch: Switch) -> None:
-        self._switch, self._held = switch, ExitStack()
-
-    def __enter__(self) -> "_Stock":
-        self._held.enter_context(self._switch.off())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        self._held.close()
-        try:
-            yield
-        finally:
-            self._held.enter_context(self._switch.off())
 
 
 def is_repeated(block: str) -> bool:

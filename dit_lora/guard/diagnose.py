@@ -21,7 +21,6 @@ from dit_lora.guard.trials import (
     blamed,
     finite_in_fp32,
     switch_at_fault,
-    switch_cause,
 )
 from dit_lora.guard.verdict import Verdict
 from dit_lora.numerics.dtensors import is_sharded, needs_all_ranks
@@ -198,7 +197,7 @@ def _experiments(case: Case) -> Verdict:
     switch = switch_at_fault(case)
     if switch is not None:
         words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
-        return case.found(switch_cause(switch), words, switch=switch.name)
+        return case.found(switch.cause, words, switch=switch.name)
     if case.kind != "zero_gradient" and _may_try_fp32(case) and finite_in_fp32(case):
         return case.found("precision", "finite in fp32: the values leave the range of the dtype")
     return blamed(case)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -22,8 +22,8 @@ class Switch:
     """Something that has a slower, safer way: `off()` for a while, `turn_off()` for the rest of the run."""
 
     name: str
-    cause: str
-    """The cause that a verdict names: `kernel` or `attention_backend`."""
+    cause: Literal["kernel", "attention_backend"]
+    """The cause that a verdict names."""
     off: Callable[[], AbstractContextManager[None]]
     turn_off: Callable[[], None]
     remedy: str

@@ -40,6 +40,7 @@ from dit_lora.families.base import (
     read_component_config,
     read_index,
     require_whole_weights,
+    stored_fields,
     text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
@@ -250,14 +251,7 @@ def read_sana(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
     read_index(model, path, family.pipeline_names)
     objective = flow_objective(model, read_component_config(path, "scheduler"))
     require_whole_weights(model, path, "vae", "text_encoder")
-    return {
-        "path": path,
-        "transformer_config": read_component_config(path, "transformer")
-        | dict(model.from_scratch or {}),
-        "vae_config": read_component_config(path, "vae"),
-        "objective": objective,
-        "from_scratch": model.from_scratch,
-    }
+    return {**stored_fields(model, path), "objective": objective}
 
 
 def flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
