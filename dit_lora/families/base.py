@@ -205,7 +205,14 @@ class Sampler(Opened):
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
         """Load the stock pipeline, around `transformer` if given; without text encoder unless `text`."""
-        given: dict[str, Any] = {} if transformer is None else {"transformer": transformer}
+        return self._load_pipeline(dtype, transformer, text)
+
+    def _load_pipeline(
+        self, dtype: Any, transformer: nn.Module | None, text: bool, **given: Any
+    ) -> Any:
+        """Load it in a dtype, or in one for each component by its name; `given` are arguments of its constructor."""
+        if transformer is not None:
+            given["transformer"] = transformer
         if not text:
             given |= {"text_encoder": None, "tokenizer": None}
         return load_pretrained(

@@ -172,16 +172,9 @@ def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
     """Return the floating dtype that most values of a checkpoint are stored in, from the headers alone."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  (it is no dict)
-                    tensor = opened.get_slice(name)
-                    if tensor.get_dtype() in _STORED:
-                        counts[_STORED[tensor.get_dtype()]] += math.prod(tensor.get_shape())
-        except (OSError, SafetensorError) as error:
-            raise DitLoraError(
-                f"cannot read the header of {file}: {error}; fetch it again"
-            ) from error
+        for dtype, count in _stored_values(file):
+            if dtype in _STORED:
+                counts[_STORED[dtype]] += count
     return counts.most_common(1)[0][0] if counts else None
 
 
@@ -349,3 +342,13 @@ def _backend(name: str, results: Sequence[BackendParity]) -> Finding:
         wrong=f"wrong at {len(wrong)} of {len(ran)} calls, so it must be disabled",
         fatal=False,
     )
+
+
+def _stored_values(file: Path) -> list[tuple[str, int]]:
+    """Return the dtype in a safetensors header, and the number of values, of each tensor of a file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  (it is no dict)
+            return [(one.get_dtype(), math.prod(one.get_shape())) for one in slices]
+    except (OSError, SafetensorError) as error:
+        raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error

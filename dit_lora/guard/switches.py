@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -68,11 +69,8 @@ def compile_switches(model: nn.Module) -> list[Switch]:
     if not any(_is_compiled(module) for module in model.modules()):
         return []
 
-    @contextmanager
-    def off() -> Iterator[None]:
-        # A stance forgets no compiled code: afterwards nothing is compiled anew.
-        with torch.compiler.set_stance("force_eager"):
-            yield
+    # A stance forgets no compiled code: afterwards nothing is compiled anew.
+    off = partial(torch.compiler.set_stance, "force_eager")
 
     def turn_off() -> None:
         torch.compiler.set_stance("force_eager")

@@ -19,7 +19,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Tensors,
@@ -120,14 +119,7 @@ class DiTCheckpoint(ClassCheckpoint):
     ) -> Any:
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return load_pretrained(
-            self.pipeline_class,
-            self.path,
-            dtype=dtype,
-            use_safetensors=True,
-            transformer=transformer,
-            id2label=dict(self.classes.names),
-        )
+        return self._load_pipeline(dtype, transformer, True, id2label=dict(self.classes.names))
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label tables; the pipeline has a null class of its own."""

@@ -27,7 +27,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Checkpoint,
@@ -130,10 +129,7 @@ class SanaCheckpoint(Checkpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the latent, (C, H, W): DC-AE has no posterior. It encodes in fp32 whatever `dtype` is."""
-        vae: Any = load_pretrained(
-            AutoencoderDC, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
-        ).to(device)
-        memory.set(vae)
+        vae = memory.load(AutoencoderDC, self.path, torch.float32, device)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -183,15 +179,10 @@ class SanaCheckpoint(Checkpoint):
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
         """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts keep it, and fp16's limit where needed."""
-        given: dict[str, Any] = {} if text else {"text_encoder": None, "tokenizer": None}
         if transformer is None and self.saturates:
             transformer = self.load_transformer(dtype)
-        if transformer is not None:
-            given["transformer"] = transformer
         dtypes = {"vae": torch.float32, "default": dtype}
-        return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **given
-        )
+        return self._load_pipeline(dtypes, transformer, text)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):

@@ -15,7 +15,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Tensors,
@@ -131,16 +130,7 @@ class VideoDiTOfClasses(VideoDiTCheckpoint, ClassCheckpoint):
     ) -> Any:
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return load_pretrained(
-            VideoDiTPipeline,
-            self.path,
-            dtype=dtype,
-            use_safetensors=True,
-            transformer=transformer,
-            text_encoder=None,
-            tokenizer=None,
-            id2label=self.classes.labels(),
-        )
+        return self._load_pipeline(dtype, transformer, False, id2label=self.classes.labels())
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label table; the pipeline has a null class of its own."""

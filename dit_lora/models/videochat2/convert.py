@@ -114,10 +114,7 @@ def convert_videochat2(
     text_config, notes = _text_config(llm, kind, tokenizer)
     if legacy is None:
         legacy = any(is_instruction_tuned(file.tensors) for file in released)
-    values = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text_config}
-    values |= config or {}
-    qformer = {"vocab_size": len(reader), **values.pop("qformer_config", {})}
-    ours = VideoChat2Config(**values, qformer_config=qformer)
+    ours = _model_config(kind, legacy, text_config, len(reader), config or {})
     with torch.device("meta"):
         model = VideoChat2ForConditionalGeneration(ours)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -125,8 +122,7 @@ def convert_videochat2(
         # A tied head is the embedding, and is not stored.
         del expected["lm_head.weight"]
     blocks = len(model.model.vision_encoder.encoder.blocks)
-    use_text = ours.qformer_config["use_text"]
-    sources = collect(llm, files, blocks=blocks, use_text=use_text)
+    sources = collect(llm, files, blocks=blocks, use_text=ours.qformer_config["use_text"])
     fresh = _draw_extra_queries(sources, expected, seed)
     check(sources, expected)
     adapter = _Adapter(sources, lora_alpha)
@@ -138,10 +134,7 @@ def convert_videochat2(
         _write_shards(folder, sources, list(expected), shard_bytes, progress)
         ours.architectures = [type(model).__name__]
         ours.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        reader.save_pretrained(folder / QFORMER_TOKENIZER)
-        if (llm / GENERATION).is_file():
-            shutil.copyfile(llm / GENERATION, folder / GENERATION)
+        _write_rest(folder, llm, tokenizer, reader)
     notes = (*notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
     counts = Counter(sources.weights[name].file.name for name in expected)
     unused = {why: tuple(names) for why, names in sources.unused.items()}
@@ -166,6 +159,15 @@ def _check_paths(
         )
     if faults:
         raise DitLoraError(listed("cannot convert VideoChat2:", faults))
+
+
+def _model_config(
+    kind: str, legacy: bool, text: PreTrainedConfig, words: int, overrides: Mapping[str, Any]
+) -> VideoChat2Config:
+    """Return the config of these parts, `words` being those of the Q-Former's tokenizer, with overrides."""
+    facts = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
+    qformer = {"vocab_size": words, **overrides.get("qformer_config", {})}
+    return VideoChat2Config(**{**facts, **overrides, "qformer_config": qformer})
 
 
 def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
@@ -286,6 +288,14 @@ class _Adapter:
             inference_mode=True,
         ).save_pretrained(str(folder))
         self.done = f"LoRA of {len(self.sources.lora)} layers kept in {ADAPTER}/ (alpha {self.alpha:g}, rank {self.rank})"
+
+
+def _write_rest(folder: Path, llm: Path, tokenizer: Any, reader: Any) -> None:
+    """Write both tokenizers, and how the language model generates."""
+    tokenizer.save_pretrained(folder)
+    reader.save_pretrained(folder / QFORMER_TOKENIZER)
+    if (llm / GENERATION).is_file():
+        shutil.copyfile(llm / GENERATION, folder / GENERATION)
 
 
 def _write_shards(
