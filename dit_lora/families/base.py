@@ -208,15 +208,19 @@ class Sampler(Opened):
         return self._load_pipeline(dtype, transformer, text)
 
     def _load_pipeline(
-        self, dtype: Any, transformer: nn.Module | None, text: bool, **given: Any
+        self,
+        dtype: torch.dtype | Mapping[str, torch.dtype],
+        transformer: nn.Module | None,
+        text: bool,
+        **arguments: Any,
     ) -> Any:
-        """Load it in a dtype, or in one for each component by its name; `given` are arguments of its constructor."""
+        """Load it in a dtype, or in one for each component by its name; `arguments` are its constructor's."""
         if transformer is not None:
-            given["transformer"] = transformer
+            arguments["transformer"] = transformer
         if not text:
-            given |= {"text_encoder": None, "tokenizer": None}
+            arguments |= {"text_encoder": None, "tokenizer": None}
         return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **given
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **arguments
         )
 
     @abstractmethod

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 
+from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.parsing import read_json
 
 # A few of ImageNet's, at their places; the others are named by number.
@@ -33,14 +34,6 @@ def build_tiny(_variant: str, out: Path, classes: int = 1000) -> None:
     index = read_json(out / "model_index.json")
     index["id2label"] = {str(row): _NAMES.get(row, f"class {row}") for row in range(classes)}
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def iddpm_scheduler() -> DDIMScheduler:
-    """iDDPM's schedule, as facebook/DiT-XL-2-256 (scheduler/scheduler_config.json), OpenDiT (create_diffusion) and
-    Latte (configs/t2x/t2v_sample.yaml) have it."""
-    return DDIMScheduler(
-        beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
-    )
 
 
 def tiny_vae() -> AutoencoderKL:

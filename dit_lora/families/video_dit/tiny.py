@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from dit_lora.families.dit.tiny import iddpm_scheduler, tiny_vae
+from dit_lora.families.dit.tiny import tiny_vae
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
+from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
 # As `dit-lora shapes` names its clips.
