@@ -205,11 +205,22 @@ class Sampler(Opened):
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
         """Load the stock pipeline, around `transformer` if given; without text encoder unless `text`."""
-        given: dict[str, Any] = {} if transformer is None else {"transformer": transformer}
+        return self._load_pipeline(dtype, transformer, text)
+
+    def _load_pipeline(
+        self,
+        dtype: torch.dtype | Mapping[str, torch.dtype],
+        transformer: nn.Module | None,
+        text: bool,
+        **arguments: Any,
+    ) -> Any:
+        """Load it in a dtype, or in one for each component by its name; `arguments` are its constructor's."""
+        if transformer is not None:
+            arguments["transformer"] = transformer
         if not text:
-            given |= {"text_encoder": None, "tokenizer": None}
+            arguments |= {"text_encoder": None, "tokenizer": None}
         return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **given
+            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **arguments
         )
 
     @abstractmethod
@@ -296,6 +307,17 @@ def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict
     return index
 
 
+def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
+    """Return the fields of an opened checkpoint that most families read alike: all but the objective."""
+    scratch = model.from_scratch
+    return {
+        "path": path,
+        "transformer_config": {**read_component_config(path, "transformer"), **(scratch or {})},
+        "vae_config": read_component_config(path, "vae"),
+        "from_scratch": scratch,
+    }
+
+
 def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> None:
     """Refuse a checkpoint of which one of these, or a transformer that is not drawn, lacks bytes of its weights.
 
@@ -355,16 +377,20 @@ def load_or_init(
 
 def read_component_config(path: Path, component: str = "") -> dict[str, Any]:
     """A component's config.json (`model_index.json` for the pipeline itself), as a dict."""
-    if component:
-        name = "scheduler_config.json" if component == "scheduler" else "config.json"
-        file = path / component / name
-    else:
-        file = path / "model_index.json"
+    if not component:
+        return read_config(path, "model_index.json", "Diffusers")
+    name = "scheduler_config.json" if component == "scheduler" else "config.json"
+    return read_config(path, f"{component}/{name}", "Diffusers")
+
+
+def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
+    """Read a JSON file of a checkpoint in the format of that library."""
+    file = path / name
     try:
         return parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DitLoraError(
-            f"{path} is not a Diffusers checkpoint: it has no {file.relative_to(path)}"
+            f"{path} is not a {library} checkpoint: it has no {file.relative_to(path)}"
         ) from error
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {file}: {error}") from error

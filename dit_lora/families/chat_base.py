@@ -135,11 +135,25 @@ class ChatCheckpoint(ABC):
         kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
         return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
+    @property
+    def answer_end(self) -> str | None:
+        """Return the text that ends an answer; None where the checkpoint's own end of text does."""
+        return None
+
     @abstractmethod
+    def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
+        """Return the tensors (1, ...) of one prompt that `inputs` takes beside `input_ids` and `pixels`."""
+
     def answer(
         self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
         """Return what the model says next, greedily; `pixels` uint8 (F, 3, H, W)."""
+        prompt = {"input_ids": torch.tensor([rendered.ids]), **self.prompt_tensors(rendered)}
+        if pixels is not None:
+            prompt["pixels"] = pixels[None]
+        device = next(model.parameters()).device
+        inputs = self.inputs({name: tensor.to(device) for name, tensor in prompt.items()})
+        return greedy_answer(model, self.tokenizer, inputs, max_tokens, end=self.answer_end)
 
 
 def greedy_answer(

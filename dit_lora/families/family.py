@@ -1,13 +1,16 @@
 """The facts about a family, known before a checkpoint is opened and read without importing torch.
 
-A family's module `dit_lora.families.<name>` is its facts and nothing more; what its checkpoints do is imported when
-one is opened, and what builds its tiny twins when one is built.
+A family's package `dit_lora.families.<name>` is its facts and nothing more; what its checkpoints do, the module
+`checkpoint`, is imported when one is opened, and what builds its tiny twins, `tiny`, when one is built.
 """
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
+
+from dit_lora.errors import DitLoraError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,8 +103,6 @@ class Family:
     """Patterns of base parameter names for the `connector` and `backbone` groups."""
     sites: tuple[Site, ...]
     """The tiny variants that `dit-lora tiny` builds."""
-    build_tiny: "Callable[[str, Path, int], None]"
-    """(variant, folder, seed) writes a complete random checkpoint, small enough for tests; equal bytes for equal seeds."""
     default_recipe: str
     """The recipe that the family's name stands for: its smallest."""
     licenses: Mapping[str, License] = field(default_factory=dict)
@@ -113,6 +114,20 @@ class Family:
     def tiny_variants(self) -> tuple[str, ...]:
         """The names that `dit-lora tiny` takes."""
         return tuple(site.variant for site in self.sites)
+
+    def build_tiny(self, variant: str, folder: "Path", seed: int) -> None:
+        """Write a complete random checkpoint, small enough for tests; equal bytes for equal seeds."""
+        import torch
+
+        if variant not in self.tiny_variants:
+            raise DitLoraError(f"no variant {variant!r}; one of {', '.join(self.tiny_variants)}")
+        builder = self._module("tiny")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            builder.build_tiny(variant, folder)
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(f"{__package__}.{self.name}.{name}")
 
     def license_of(self, base: str | None) -> License | None:
         """Return the licence of a base by its Hub id; None where it is not known here."""
@@ -128,8 +143,6 @@ class Family:
 class DiffusionFamily(Family):
     """A family whose checkpoints have the contract of `families.base`."""
 
-    stored: "Callable[[DiffusionFamily, ModelConfig], Checkpoint]"
-    """Imports what this family's checkpoints do, and reads one as it is stored."""
     pipeline_names: tuple[str, ...]
     """The `_class_name` of the pipelines whose checkpoints it trains."""
     fp32_vae: bool = False
@@ -151,7 +164,7 @@ class DiffusionFamily(Family):
         It is as `recipe` trains it; without one as it is stored, or as it was trained where an adapter's header
         has `index` changes. Raises `DitLoraError` if it cannot train what the recipe asks for.
         """
-        stored = self.stored(self, model)
+        stored: Checkpoint = self._module("checkpoint").open_checkpoint(self, model)
         checkpoint = stored.as_trained(index) if index else stored
         return checkpoint if recipe is None else checkpoint.for_recipe(recipe)
 
@@ -160,8 +173,6 @@ class DiffusionFamily(Family):
 class ChatFamily(Family):
     """A family whose checkpoints have the contract of `families.chat_base`."""
 
-    stored: "Callable[[ChatFamily, ModelConfig], ChatCheckpoint]"
-    """Imports what this family's checkpoints do, and reads one as it is stored."""
     lora_within: tuple[str, ...]
     """The submodules in which `lora_targets` are looked for, such as the language model."""
     tells_times: bool = True
@@ -172,5 +183,5 @@ class ChatFamily(Family):
 
         It is as `recipe` trains it, else with as much shown to it as its config says.
         """
-        stored = self.stored(self, model)
+        stored: ChatCheckpoint = self._module("checkpoint").open_checkpoint(model)
         return stored if recipe is None else stored.for_recipe(recipe)

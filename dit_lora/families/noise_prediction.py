@@ -5,6 +5,7 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,9 +13,9 @@ from diffusers import AutoencoderKL, DDIMScheduler
 from torch import nn
 
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder
+from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder, read_component_config
+from dit_lora.families.posterior import drawn
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, mean_squared_error
 from dit_lora.numerics.streams import Streams, integers, moved, normal
@@ -57,10 +58,7 @@ class NoisePrediction(Checkpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh; the VAE is fp32."""
-        vae: Any = load_pretrained(
-            AutoencoderKL, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
-        ).to(device)
-        memory.set(vae)
+        vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -83,12 +81,10 @@ class NoisePrediction(Checkpoint):
 
         `predict` gives the noise and, behind it, the variance's fraction.
         """
-        mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
-        shape, device = mean.shape[1:], mean.device
-        posterior_noise = moved(normal(shape, streams("posterior")), device)
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], streams("posterior"))
+        shape, device = latents.shape[1:], latents.device
         # Older configs leave out AutoencoderKL's default.
-        scale = self.vae_config.get("scaling_factor", 0.18215)
-        clean = (mean + torch.exp(0.5 * logvar) * posterior_noise) * scale
+        clean = latents * self.vae_config.get("scaling_factor", 0.18215)
         noise = moved(normal(shape, streams("noise")), device)
         timesteps = moved(integers(0, self.train_timesteps, streams("timestep")), device)
 
@@ -102,9 +98,9 @@ class NoisePrediction(Checkpoint):
         return LossOutput(losses, timesteps)
 
 
-def noise_objective(model: ModelConfig, scheduler_config: Mapping[str, Any]) -> EpsilonPrediction:
-    """The objective of a scheduler's betas; refuses one that predicts something else."""
-    scheduler: Any = DDIMScheduler.from_config(dict(scheduler_config))
+def noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
+    """Return the objective of the betas of a folder's scheduler; refuse one that predicts something else."""
+    scheduler: Any = DDIMScheduler.from_config(read_component_config(path, "scheduler"))
     if scheduler.config.prediction_type != "epsilon":
         raise DitLoraError(
             f"{model.path}: family {model.family} predicts noise, but its scheduler says "

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from dit_lora.config.data import DataConfig
+from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 
 
@@ -22,6 +24,11 @@ class VaeMemory:
     @classmethod
     def of(cls, data: DataConfig) -> "VaeMemory":
         return cls(data.vae_tiling, data.vae_slicing)
+
+    def load(self, vae_class: Any, path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the VAE of a checkpoint onto the device, with what is set switched on."""
+        vae = load_pretrained(vae_class, path, subfolder="vae", dtype=dtype, use_safetensors=True)
+        return self.set(vae.to(device))
 
     def set(self, vae: Any) -> Any:
         """Switch on what is set, and return the same VAE."""

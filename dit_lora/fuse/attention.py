@@ -234,12 +234,7 @@ class FusedProcessor:
         )
 
     def normed_heads(
-        self,
-        heads: torch.Tensor,
-        norm: Any,
-        rotary: Rotary | None,
-        kind: Norm,
-        first: int = 0,
+        self, heads: torch.Tensor, norm: Any, rotary: Rotary | None, kind: Norm, first: int = 0
     ) -> torch.Tensor:
         """Return q or k (B, S, H, D) normed per head, R tokens from `first` rotated by tables (R, D), by what is on."""
         if norm is None and rotary is None:

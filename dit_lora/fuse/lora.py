@@ -249,11 +249,7 @@ def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
     return wide
 
 
-_DEQUANTIZED = {
-    _INT4: _dequantized_4bit,
-    _INT8: _dequantized_8bit,
-    _NARROW: _dequantized_narrow,
-}
+_DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _dequantized_narrow}
 
 
 def _projection(layer: nn.Module, parts: _Parts, x: Tensor) -> Projection:

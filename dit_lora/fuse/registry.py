@@ -19,32 +19,13 @@ from dit_lora.fuse.models import (
 )
 from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
-FORWARDS: tuple[ForwardPatch, ...] = (
-    *lora.FORWARDS,
-    *cogvideox.FORWARDS,
-    *basic.FORWARDS,
-    *video_dit.FORWARDS,
-    *wan.FORWARDS,
-    *ltx.FORWARDS,
-    *sana.FORWARDS,
-    *sana_video.FORWARDS,
-    *flux.FORWARDS,
-    *sd3.FORWARDS,
-    *hunyuan_video.FORWARDS,
-    *mochi.FORWARDS,
-    *liger.FORWARDS,
+_MODELS = (basic, cogvideox, flux, hunyuan_video, ltx, mochi, sana, sana_video, sd3, video_dit, wan)
+_MODULES = (attention, liger, lora, *_MODELS)
+FORWARDS: tuple[ForwardPatch, ...] = tuple(
+    patch for module in _MODULES for patch in getattr(module, "FORWARDS", ())
 )
-PROCESSORS: tuple[ProcessorPatch, ...] = (
-    *attention.PROCESSORS,
-    *cogvideox.PROCESSORS,
-    *wan.PROCESSORS,
-    *ltx.PROCESSORS,
-    *sana.PROCESSORS,
-    *sana_video.PROCESSORS,
-    *flux.PROCESSORS,
-    *sd3.PROCESSORS,
-    *hunyuan_video.PROCESSORS,
-    *mochi.PROCESSORS,
+PROCESSORS: tuple[ProcessorPatch, ...] = tuple(
+    patch for module in _MODULES for patch in getattr(module, "PROCESSORS", ())
 )
 # Matrix products of PyTorch's own, which run, and help, everywhere.
 WITHOUT_TRITON = ("lora_linear",)

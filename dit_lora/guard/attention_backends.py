@@ -27,12 +27,6 @@ BACKENDS: Mapping[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_ALLOWED: Mapping[str, Callable[[], bool]] = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
-}
 
 # Largest error over largest value: three times what a right backend was measured to err by, over 44 calls on a
 # CPU with 1 to 1,300 keys. Math, in fp32 inside, errs by 3.5e-3 in bf16, 5e-4 in fp16, 2.3e-5 in fp32; flash,
@@ -185,12 +179,6 @@ class BackendParity:
 def only(name: str) -> AbstractContextManager[Any]:
     """Allow this backend alone within; a call that it cannot take raises RuntimeError."""
     return sdpa_kernel([BACKENDS[name]])
-
-
-def without(*names: str) -> AbstractContextManager[Any]:
-    """Allow within every backend that was allowed before, except these."""
-    allowed = [name for name, is_allowed in _ALLOWED.items() if is_allowed()]
-    return sdpa_kernel([BACKENDS[name] for name in allowed if name not in names])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ their own. Weights that are sharded (FSDP2) are whole while their block is compa
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,7 @@ import torch
 from torch import nn
 
 from dit_lora.guard.block_call import BlockCall, floats
-from dit_lora.guard.parity_values import (
-    BLOCK,
-    Values,
-    apart,
-    first_apart,
-)
+from dit_lora.guard.parity_values import BLOCK, Values, apart, first_apart
 from dit_lora.guard.switches import Switch, in_fp32
 from dit_lora.numerics.dtensors import gathered_here
 
@@ -53,6 +48,22 @@ class Coverage:
 
 Learning = dict[str, tuple[bool, ...]]
 """Flags by block name, one for each floating input: True if it has a gradient in training."""
+
+
+@dataclass(frozen=True)
+class How:
+    """Options of a comparison, beside the model and what runs it."""
+
+    learning: Learning | None = None
+    """The inputs of blocks that have a gradient in training; None to look, in a pass of its own."""
+    coverage: Coverage | None = None
+    """Record of what was compared, to be filled."""
+    passes: int = PASSES
+    """Least number of passes through blocks that ask whether the kernel repeats itself."""
+    only: Collection[str] | None = None
+    """The blocks to compare; None for all."""
+    widen: bool = False
+    """True to give inputs of one row, where there is one sample only, a second: what mixes rows up is right for one."""
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -89,15 +100,11 @@ def noting_inputs(model: nn.Module) -> Iterator[Learning]:
 
         return hook
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
-        for name in blocks_of(model)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in blocks_of(model):
+            block = model.get_submodule(name)
+            hooks.enter_context(block.register_forward_pre_hook(note(name), with_kwargs=True))
         yield noted
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass
@@ -112,40 +119,40 @@ class BlockComparison:
     """Switches that are off all the time."""
     not_in_fp32: Sequence[Switch]
     """Switches that have no fp32, and are off where that is computed."""
-    learning: Learning
-    passes: int
-    only: Collection[str] | None = None
-    """The blocks to compare; None for all."""
+    how: How
     inside: str | None = None
     """The one block to look into, instead of all: what its modules return is compared too."""
-    widen: bool = False
-    """True to give inputs of one row a second: what mixes rows up is right for one."""
     coverage: Coverage = field(default_factory=Coverage)
     found: list[Apart] = field(default_factory=list)
 
     def run(self, forward: Callable[[], Any]) -> None:
         """Go through the model once, by its stock code."""
         names = [self.inside] if self.inside is not None else blocks_of(self.model)
-        names = [name for name in names if self.only is None or name in self.only]
+        names = [name for name in names if self.how.only is None or name in self.how.only]
         # All blocks together make `passes`; one pass alone has nothing to be compared with.
-        self._repeats = max(2, math.ceil(self.passes / max(1, sum(map(is_repeated, names)))))
+        self._repeats = max(2, math.ceil(self.how.passes / max(1, sum(map(is_repeated, names)))))
         self._busy, self._seen = False, set[str]()
-        handles = []
         with ExitStack() as stack:
             for switch in self.others:
                 stack.enter_context(switch.off())
             # The pass is stock code's: a wrong kernel must not spoil the inputs of the blocks after it.
-            self._stock = stack.enter_context(_Stock(self.switch))
+            self._off = stack.enter_context(ExitStack())
+            self._off.enter_context(self.switch.off())
             for name in names:
                 module = self.model.get_submodule(name)
                 hook = self._hook(name)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            try:
-                with torch.no_grad():
-                    forward()
-            finally:
-                for handle in handles:
-                    handle.remove()
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+            with torch.no_grad():
+                forward()
+
+    @contextmanager
+    def _kernel_on(self) -> Iterator[None]:
+        """Leave the switch on within; the stock code runs around it."""
+        self._off.close()
+        try:
+            yield
+        finally:
+            self._off.enter_context(self.switch.off())
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -166,7 +173,7 @@ class BlockComparison:
         return hook
 
     def _compare_call(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.widen:
+        if self.how.widen:
             try:
                 self._compare(self._call(name, block, args, kwargs, widen=True))
                 return
@@ -180,7 +187,7 @@ class BlockComparison:
         self, name: str, block: nn.Module, args: Any, kwargs: Any, *, widen: bool = False
     ) -> BlockCall:
         inside_of = self.model if self.inside is not None else None
-        learning = self.learning.get(name, ())
+        learning = (self.how.learning or {}).get(name, ())
         return BlockCall(name, block, args, kwargs, learning, inside_of=inside_of, widen=widen)
 
     def _compare(self, block: BlockCall) -> None:
@@ -227,7 +234,7 @@ class BlockComparison:
 
     def _both(self, block: BlockCall, *, wide: bool) -> tuple[Values, Values]:
         expected = block.values(wide=wide)
-        with self._stock.left():
+        with self._kernel_on():
             return expected, block.values(wide=wide)
 
     def _differs(
@@ -251,32 +258,10 @@ class BlockComparison:
                 # Flash attention's backward sums in any order; the stock code's may be another.
                 allowed = max(allowed, _OF_BACKEND)
         times = self._repeats if is_repeated(block.name) else 2
-        with self._stock.left():
+        with self._kernel_on():
             # All of them, whatever is found: ranks that share a sample go through a block together.
             error = max(apart(fused, block.values(wide=False)) for _ in range(times - 1))
         return error if error > allowed else None
-
-
-class _Stock(AbstractContextManager["_Stock", None]):
-    """Holds a switch off, except within `left`."""
-
-    def __init__(self, switch: Switch) -> None:
-        self._switch, self._held = switch, ExitStack()
-
-    def __enter__(self) -> "_Stock":
-        self._held.enter_context(self._switch.off())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        self._held.close()
-        try:
-            yield
-        finally:
-            self._held.enter_context(self._switch.off())
 
 
 def is_repeated(block: str) -> bool:

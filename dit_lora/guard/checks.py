@@ -6,14 +6,15 @@ Each check is a function that returns findings and changes nothing; what to do a
 import hashlib
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dit_lora.errors import DitLoraError, listed
@@ -101,13 +102,11 @@ def autocast_owner(
         return hook
 
     kind = next(model.parameters()).device.type
-    modules = [(name, module) for name, module in called_modules(model) if name]
-    handles = [module.register_forward_pre_hook(note(name)) for name, module in modules]
-    try:
+    with ExitStack() as hooks:
+        for name, module in called_modules(model):
+            if name:
+                hooks.enter_context(module.register_forward_pre_hook(note(name)))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     # What a module's parent runs under already is said of the parent.
     outermost = {
         n: autocast
@@ -173,18 +172,14 @@ def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
     """Return the floating dtype that most values of a checkpoint are stored in, from the headers alone."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
-        for name, entry in _header(file).items():
-            if name != "__metadata__" and entry["dtype"] in _STORED:
-                counts[_STORED[entry["dtype"]]] += math.prod(entry["shape"])
+        for dtype, count in _stored_values(file):
+            if dtype in _STORED:
+                counts[_STORED[dtype]] += count
     return counts.most_common(1)[0][0] if counts else None
 
 
 def stored_precision(
-    stored: torch.dtype | None,
-    compute: torch.dtype,
-    peak: float | None,
-    *,
-    saturates: bool = False,
+    stored: torch.dtype | None, compute: torch.dtype, peak: float | None, *, saturates: bool = False
 ) -> list[Finding]:
     """Judge whether a checkpoint stored in one dtype may be computed in another.
 
@@ -266,11 +261,7 @@ def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
 
 
 def cached(
-    path: Path,
-    facts: Mapping[str, Any],
-    check: Callable[[], list[Finding]],
-    *,
-    trust: bool = True,
+    path: Path, facts: Mapping[str, Any], check: Callable[[], list[Finding]], *, trust: bool = True
 ) -> list[Finding]:
     """Return `check()`, or what it found before under the same facts, unless that is not to be trusted.
 
@@ -353,13 +344,11 @@ def _backend(name: str, results: Sequence[BackendParity]) -> Finding:
     )
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _stored_values(file: Path) -> list[tuple[str, int]]:
+    """Return the dtype in a safetensors header, and the number of values, of each tensor of a file."""
     try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            # The first bytes of any other file may mean any length.
-            if length > file.stat().st_size:
-                raise ValueError("it is no safetensors file")
-            return parse_json(opened.read(length))
-    except (OSError, ValueError, struct.error) as error:
+        with safe_open(file, framework="pt") as opened:
+            slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  (it is no dict)
+            return [(one.get_dtype(), math.prod(one.get_shape())) for one in slices]
+    except (OSError, SafetensorError) as error:
         raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error

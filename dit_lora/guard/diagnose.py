@@ -12,14 +12,7 @@ from torch import nn
 
 from dit_lora.guard.probe import Trace
 from dit_lora.guard.replay import MicroBatch, Outcome, Traced, traced
-from dit_lora.guard.state import (
-    bad_state,
-    has_run_away,
-    others,
-    run_away,
-    too_high,
-    weight_peak,
-)
+from dit_lora.guard.state import bad_state, has_run_away, others, run_away, too_high, weight_peak
 from dit_lora.guard.suspects import Case, Suspects
 from dit_lora.guard.trials import (
     REPLAYS,
@@ -28,7 +21,6 @@ from dit_lora.guard.trials import (
     blamed,
     finite_in_fp32,
     switch_at_fault,
-    switch_cause,
 )
 from dit_lora.guard.verdict import Verdict
 from dit_lora.numerics.dtensors import is_sharded, needs_all_ranks
@@ -41,11 +33,7 @@ _RATE_OF = 8  # runs, at least, from which a rate is told
 
 
 def diagnose(
-    micro_batch: MicroBatch,
-    suspects: Suspects,
-    *,
-    kind: str,
-    control: MicroBatch | None = None,
+    micro_batch: MicroBatch, suspects: Suspects, *, kind: str, control: MicroBatch | None = None
 ) -> Verdict:
     """Return the cause of a trip of this kind, as far as this rank's micro-batch shows it.
 
@@ -209,7 +197,7 @@ def _experiments(case: Case) -> Verdict:
     switch = switch_at_fault(case)
     if switch is not None:
         words = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
-        return case.found(switch_cause(switch), words, switch=switch.name)
+        return case.found(switch.cause, words, switch=switch.name)
     if case.kind != "zero_gradient" and _may_try_fp32(case) and finite_in_fp32(case):
         return case.found("precision", "finite in fp32: the values leave the range of the dtype")
     return blamed(case)

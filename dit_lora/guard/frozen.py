@@ -6,12 +6,12 @@ compared, by a 64-bit digest a tensor. It reads every byte: seconds for 10 GB on
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dit_lora.numerics.digest import tensor_digest
 from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.finite import read_scalars
 from dit_lora.numerics.quantized_linear import weight_values
 
 Digests = Mapping[str, tuple[tuple[object, ...], int]]
@@ -56,13 +56,7 @@ class FrozenRecord:
         for name, values in untrained(self._model):
             if values.numel() and values.device.type != "meta":
                 on_device[name] = ((values.shape, values.dtype), tensor_digest(values))
-        digests: dict[str, int] = {}
-        # One read a device, and not one a tensor: a model has hundreds.
-        for device in {digest.device for _, digest in on_device.values()}:
-            there = {
-                name: digest for name, (_, digest) in on_device.items() if digest.device == device
-            }
-            digests |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+        digests = read_scalars({name: digest for name, (_, digest) in on_device.items()})
         return {name: (shape, digests[name]) for name, (shape, _) in on_device.items()}
 
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,15 +59,10 @@ class Monitor:
         """
         self._kept.clear()
         self._hidden = []
-        handles = [
-            module.register_forward_hook(self._keep_peak(name))
-            for name, module in self._watched.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self._watched.items():
+                hooks.enter_context(module.register_forward_hook(self._keep_peak(name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def gradients(self) -> None:
         """Keep the norms of the gradients as they are now."""

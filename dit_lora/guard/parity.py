@@ -1,6 +1,6 @@
 """Compare a fused kernel with its reference, and with itself, on the user's own model, shapes and samples."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -9,14 +9,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.guard.block_parity import (
-    PASSES,
-    Apart,
-    BlockComparison,
-    Coverage,
-    Learning,
-    noting_inputs,
-)
+from dit_lora.guard.block_parity import Apart, BlockComparison, How, Learning, noting_inputs
 from dit_lora.guard.parity_values import (
     GRADIENT,
     WHOLE,
@@ -58,22 +51,6 @@ class Difference:
 
 Losses = Callable[[], torch.Tensor]
 """Runs the model on the same inputs at each call; losses by sample, (B,)."""
-
-
-@dataclass(frozen=True)
-class How:
-    """Options of a comparison, beside the model and what runs it."""
-
-    learning: Learning | None = None
-    """The inputs of blocks that have a gradient in training; None to look, in a pass of its own."""
-    coverage: Coverage | None = None
-    """Record of what was compared, to be filled."""
-    passes: int = PASSES
-    """Least number of passes through blocks that ask whether the kernel repeats itself."""
-    only: Collection[str] | None = None
-    """The blocks to compare; None for all."""
-    widen: bool = False
-    """True if there is one sample only: blocks are then given a second."""
 
 
 def first_difference(
@@ -182,17 +159,7 @@ def _in_blocks(
     ]
 
     def compared(inside: str | None) -> BlockComparison:
-        comparison = BlockComparison(
-            model,
-            switch,
-            others,
-            backends,
-            how.learning or {},
-            how.passes,
-            how.only,
-            inside,
-            how.widen,
-        )
+        comparison = BlockComparison(model, switch, others, backends, how, inside)
         comparison.run(losses)
         return comparison
 

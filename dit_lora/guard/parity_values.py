@@ -1,7 +1,7 @@
 """Name a model's outputs and gradients, measure how far two of them are apart, and say how far they may be."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -175,12 +175,10 @@ def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Itera
 
         return hook
 
-    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in modules]
-    try:
+    with ExitStack() as hooks:
+        for name in modules:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(keep(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def named_outputs(name: str, output: Any) -> Values:

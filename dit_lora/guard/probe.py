@@ -6,7 +6,7 @@ that sees every op. Slow (each op's output is read by the host), and only ever u
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,20 +94,17 @@ class Probe(TorchDispatchMode):
         """Watch every op and every module of the model within."""
         # The model itself by its class: no name means outside it.
         names = {m: name or stock_class(m).__name__ for name, m in called_modules(self.model)}
-        handles = [self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)]
-        for module, name in names.items():
-            handles += [
-                module.register_forward_pre_hook(self._enter(name)),
+        with ExitStack() as stack:
+            hook = self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)
+            stack.enter_context(hook)
+            for module, name in names.items():
+                stack.enter_context(module.register_forward_pre_hook(self._enter(name)))
                 # Called too where the forward raises: the stack of modules must stay right.
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
-        try:
+                stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
             # On one thread, so that the mode sees the backward's ops too.
-            with torch.autograd.set_multithreading_enabled(False), self:
-                yield self.trace
-        finally:
-            for handle in handles:
-                handle.remove()
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self)
+            yield self.trace
 
     def __torch_dispatch__(
         self,

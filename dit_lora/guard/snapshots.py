@@ -15,8 +15,8 @@ import torch
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import is_finite
-from dit_lora.numerics.outliers import read_peaks, stacked_peaks
+from dit_lora.numerics.finite import is_finite, read_scalars
+from dit_lora.numerics.outliers import stacked_peaks
 
 Tensors = dict[str, torch.Tensor]
 
@@ -119,7 +119,7 @@ class Snapshots:
 
     def peaks(self) -> dict[str, float]:
         """Return the largest magnitude of each tensor of the newest snapshot; empty while none is held."""
-        return read_peaks(self._peaks[max(self._held)]) if self._held else {}
+        return read_scalars(self._peaks[max(self._held)]) if self._held else {}
 
     def forget(self, step: int) -> None:
         """Hold the snapshot no more; its buffers are the next snapshot's."""

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from functools import partial
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -22,8 +23,8 @@ class Switch:
     """Something that has a slower, safer way: `off()` for a while, `turn_off()` for the rest of the run."""
 
     name: str
-    cause: str
-    """The cause that a verdict names: `kernel` or `attention_backend`."""
+    cause: Literal["kernel", "attention_backend"]
+    """The cause that a verdict names."""
     off: Callable[[], AbstractContextManager[None]]
     turn_off: Callable[[], None]
     remedy: str
@@ -68,11 +69,8 @@ def compile_switches(model: nn.Module) -> list[Switch]:
     if not any(_is_compiled(module) for module in model.modules()):
         return []
 
-    @contextmanager
-    def off() -> Iterator[None]:
-        # A stance forgets no compiled code: afterwards nothing is compiled anew.
-        with torch.compiler.set_stance("force_eager"):
-            yield
+    # A stance forgets no compiled code: afterwards nothing is compiled anew.
+    off = partial(torch.compiler.set_stance, "force_eager")
 
     def turn_off() -> None:
         torch.compiler.set_stance("force_eager")
@@ -206,8 +204,5 @@ def _fp32_arguments(model: nn.Module) -> Iterator[None]:
         return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
 
     # Arguments in half precision would not fit the weights that are now in fp32.
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(hook, with_kwargs=True):
         yield
-    finally:
-        handle.remove()

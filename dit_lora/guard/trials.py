@@ -14,7 +14,7 @@ import torch
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.suspects import Case
 from dit_lora.guard.switches import Switch, in_fp32
-from dit_lora.guard.verdict import Cause, Verdict
+from dit_lora.guard.verdict import Verdict
 
 REPLAYS = 3
 """Runs of the micro-batch as it was, before anything is changed."""
@@ -149,9 +149,7 @@ def _against_control(case: Case, failing: Sequence[MicroBatch], control: MicroBa
         return case.found("inputs", words, sample_ids=_ids(failing))
     by_draw = [sample for sample in failing if _is_healthy_with_others(case, sample, control)]
     elsewhere = [
-        sample
-        for sample in failing
-        if sample not in by_draw and _is_healthy_elsewhere(case, sample)
+        sample for sample in failing if sample not in by_draw and case.healthy(_at_no_step(sample))
     ]
     always = [sample for sample in failing if sample not in by_draw and sample not in elsewhere]
     if always:
@@ -167,14 +165,15 @@ def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Ve
     """Return the verdict on samples that fail with their noise and timesteps alone, by whether another fails with
     the same.
     """
-    ids = _ids(failing)
     if all(_steadily(case, _moved(control, sample, draws=True)) for sample in failing):
         case.evidence["control_with_the_same_draws"] = "healthy"
         words = "only with this noise and timestep: finite with others, whatever is switched off"
-        return case.found("inputs", words, sample_ids=ids)
-    case.evidence["control_with_the_same_draws"] = "fails"
-    words = "with this noise and timestep, whatever the sample: another fails with the same ones"
-    return case.found("inputs", words, sample_ids=ids)
+    else:
+        case.evidence["control_with_the_same_draws"] = "fails"
+        words = (
+            "with this noise and timestep, whatever the sample: another fails with the same ones"
+        )
+    return case.found("inputs", words, sample_ids=_ids(failing))
 
 
 def _is_healthy_with_others(case: Case, one: MicroBatch, control: MicroBatch) -> bool:
@@ -194,10 +193,6 @@ def _redraws(one: MicroBatch) -> Iterator[MicroBatch]:
         yield from map(one.redrawn, range(_REDRAWS))
 
 
-def _is_healthy_elsewhere(case: Case, one: MicroBatch) -> bool:
-    return case.healthy(_at_no_step(one))
-
-
 def _at_no_step(one: MicroBatch) -> MicroBatch:
     """Return the micro-batch at a place in the run where nothing has been, or at its own where it cannot be moved."""
     return _moved(one, replace(one, step=one.step + _NO_STEP))
@@ -205,7 +200,3 @@ def _at_no_step(one: MicroBatch) -> MicroBatch:
 
 def _ids(batches: Collection[MicroBatch]) -> tuple[str, ...]:
     return tuple(one.ids[0] for one in batches)
-
-
-def switch_cause(switch: Switch) -> Cause:
-    return "kernel" if switch.cause == "kernel" else "attention_backend"

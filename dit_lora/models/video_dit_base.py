@@ -61,10 +61,7 @@ def write_base(
         # The transformer is written below, with weights or as a config alone.
         transformer=None,  # type: ignore[arg-type]
         vae=load_pretrained(AutoencoderKL, vae, use_safetensors=True),
-        # The scheduler is iDDPM's, as in OpenDiT's create_diffusion.
-        scheduler=DDIMScheduler(
-            beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
-        ),
+        scheduler=iddpm_scheduler(),
         text_encoder=encoder,
         tokenizer=tokenizer,
     )
@@ -79,6 +76,14 @@ def write_base(
     index["transformer"] = [type(model).__module__, type(model).__name__]
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return out
+
+
+def iddpm_scheduler() -> DDIMScheduler:
+    """Return iDDPM's schedule, as facebook/DiT-XL-2-256 (scheduler/scheduler_config.json), OpenDiT (create_diffusion)
+    and Latte (configs/t2x/t2v_sample.yaml) have it."""
+    return DDIMScheduler(
+        beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
+    )
 
 
 def convert_checkpoint(

@@ -1,6 +1,7 @@
 """Describe what is wrong with a tensor's values: NaN, Inf, and the room left in its dtype."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -38,6 +39,15 @@ def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tenso
     # The maximum norm: squares of finite values may not be finite.
     norms = torch._foreach_norm(tensors, float("inf"))
     return torch.stack([norm.to(device) for norm in norms]).float()  # one cast, not one a tensor
+
+
+def read_scalars(scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return scalars of one dtype as numbers, by one read of each device and not one of each: a model has hundreds."""
+    numbers: dict[str, Any] = {}
+    for device in {scalar.device for scalar in scalars.values()}:
+        there = {name: scalar for name, scalar in scalars.items() if scalar.device == device}
+        numbers |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+    return {name: numbers[name] for name in scalars}
 
 
 def headroom(peak: float, dtype: torch.dtype) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dit_lora.config.optimizers import of_all
 from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import has_values
+from dit_lora.numerics.finite import has_values, read_scalars
 
 _FAR = 1e3
 """Factor beyond the largest of the others. Moments of gradients differ by less between elements of a tensor."""
@@ -29,7 +29,7 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
     that it lacks is compared with the others alone.
     """
     tensors = {n: local(t.detach()) for n, t in now.items() if local(t).numel() > 1}
-    peaks = read_peaks(stacked_peaks(tensors))
+    peaks = read_scalars(stacked_peaks(tensors))
     usual = _usual(peaks)
     squares = of_all(lambda record: record.squares)
     descriptions = []
@@ -56,15 +56,6 @@ def stacked_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     named = {n: local(t.detach()) for n, t in tensors.items() if has_values(t) and local(t).numel()}
     peaks = torch._foreach_norm(list(named.values()), float("inf")) if named else ()
     return {name: peak.float() for name, peak in zip(named, peaks, strict=True)}
-
-
-def read_peaks(peaks: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return peaks as numbers, by one read of each device."""
-    read: dict[str, float] = {}
-    for device in {peak.device for peak in peaks.values()}:
-        there = {name: peak for name, peak in peaks.items() if peak.device == device}
-        read |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
-    return {name: read[name] for name in peaks}
 
 
 def _kind(name: str) -> str:

@@ -1,15 +1,9 @@
 """Video chat models of Transformers whose processor is known here."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_lora.families.chat_sites import chat_site, experts
 from dit_lora.families.family import ChatFamily, License, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.chat_base import ChatCheckpoint
 
 
 def _site(
@@ -28,29 +22,9 @@ def _site(
     return chat_site("chat", variant, vision, language, **changes)
 
 
-def _stored(_: ChatFamily, model: "ModelConfig") -> "ChatCheckpoint":
-    from dit_lora.families.chat.checkpoint import open_checkpoint
-
-    return open_checkpoint(model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.chat.tiny import build_tiny_chat
-
-    build_tiny_chat(variant, out, seed)
-
-
 FAMILY = ChatFamily(
     name="chat",
-    lora_targets=(
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    ),
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     lora_within=("language_model", "text_model"),  # the latter is SmolVLM's
     group_patterns={
         "connector": (
@@ -107,6 +81,4 @@ FAMILY = ChatFamily(
             "attention.v_proj",
         ),
     ),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

@@ -21,7 +21,7 @@ from dit_lora.data.chat.rendered import Piece, Rendered
 from dit_lora.data.chat.template import MediaText, render_template
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import local_checkpoint
+from dit_lora.families.base import local_checkpoint, read_config
 from dit_lora.families.chat.layouts import (
     InternVLLayout,
     Layout,
@@ -29,9 +29,9 @@ from dit_lora.families.chat.layouts import (
     SmolVLMLayout,
 )
 from dit_lora.families.chat.qwen import QwenLayout
-from dit_lora.families.chat_base import ChatCheckpoint, Viewing, greedy_answer
+from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
-from dit_lora.parsing import parse_json, read_json
+from dit_lora.parsing import read_json
 
 _FRAMES = 8  # where no recipe says how many
 LAYOUTS: Mapping[str, Callable[[Any, Path, Any], Layout]] = {
@@ -158,17 +158,10 @@ class VideoTextCheckpoint(ChatCheckpoint):
         made = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
         return {"input_ids": input_ids, **made}
 
-    def answer(
-        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
-    ) -> str:
-        batch = {"input_ids": torch.tensor([rendered.ids])}
-        if pixels is not None:
-            batch["pixels"] = pixels[None]
+    def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
         if isinstance(rendered, TimedRendered) and rendered.seconds:
-            batch["seconds"] = torch.tensor([rendered.seconds])
-        device = next(model.parameters()).device
-        given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
-        return greedy_answer(model, self.tokenizer, given, max_tokens)
+            return {"seconds": torch.tensor([rendered.seconds])}
+        return {}
 
     def _template(self, *, video: bool) -> str:
         """Return the chat template that the processor would find: of SmolVLM's videos one of its own, else the processor's, else the tokenizer's."""
@@ -190,14 +183,14 @@ class VideoTextCheckpoint(ChatCheckpoint):
 def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
     """Read config and tokenizer; refuse a model that has no layout here."""
     path = local_checkpoint(model)
-    found = _model_type(path)
-    if found not in LAYOUTS:
+    model_type = str(read_config(path, "config.json", "Transformers").get("model_type", "nameless"))
+    if model_type not in LAYOUTS:
         raise DitLoraError(
-            f"model.path: {model.path} holds a {found} model; the family chat trains {', '.join(LAYOUTS)}"
+            f"model.path: {model.path} holds a {model_type} model; the family chat trains {', '.join(LAYOUTS)}"
         )
     config = load_pretrained(AutoConfig, path)
     tokenizer = load_pretrained(AutoTokenizer, path)
-    layout = LAYOUTS[found](config, path, tokenizer)
+    layout = LAYOUTS[model_type](config, path, tokenizer)
     return VideoTextCheckpoint(
         path=path,
         config=config,
@@ -206,20 +199,6 @@ def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
         fit=layout.fit,
         layout=layout,
     )
-
-
-def _model_type(path: Path) -> str:
-    """The `model_type` of its config.json."""
-    file = path / "config.json"
-    try:
-        found = parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DitLoraError(
-            f"{path} is not a Transformers checkpoint: it has no config.json"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise DitLoraError(f"cannot read {file}: {error}") from error
-    return str(found.get("model_type", "nameless"))
 
 
 def _name_dtype(model: nn.Module) -> None:

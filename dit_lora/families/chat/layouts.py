@@ -7,6 +7,7 @@ Shapes: B batch, L tokens, F frames, V views of one picture, H and W pixels.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,42 @@ class Layout(Protocol):
         """The model's arguments beside `input_ids` (B, L): of uint8 (B, F, 3, H, W), and seconds (B, F)."""
 
 
-@dataclass(frozen=True)
-class LlavaNextVideoLayout:
+@dataclass(frozen=True, kw_only=True)
+class SquareFrames(ABC):
+    """Base of layouts whose frames are squares of one size, and whose images are made of such squares."""
+
+    side: int
+    image_token: str
+    image: Normalisation
+    video: Normalisation
+    fit: ClassVar[Fit] = "stretch"
+    timed: ClassVar[bool] = False
+
+    @property
+    def native(self) -> int:
+        return self.side
+
+    def wrong(self, height: int, width: int) -> str | None:
+        if height % self.side or width % self.side:
+            square = f"{self.side}x{self.side}"
+            return f"multiples of {self.side}: frames have {square}, images that many tiles"
+        return None
+
+    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
+        if frames > 1:
+            return VideoShape(frames, self.side, self.side)
+        return VideoShape(1, *self._image_size(height, width, budget))
+
+    def placeholder(self, frames: int) -> str:
+        return "<video>" if frames > 1 else self.image_token
+
+    @abstractmethod
+    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
+        """Return height and width of an image stored as height x width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaNextVideoLayout(SquareFrames):
     """LLaVA-NeXT-Video: frames of 336x336, pooled by 2x2; images by tiles at the size that fits best (anyres).
 
     An image takes three to six views whatever the budget, as its model knows no fewer: 1176 tokens and more.
@@ -70,17 +105,12 @@ class LlavaNextVideoLayout:
     llava_next/image_processing_pil_llava_next.py.
     """
 
-    side: int
     patch: int
     pool: int
     pinpoints: tuple[tuple[int, int], ...]
     """Sizes, height and width, that images are tiled at."""
-    image_token: str
     video_token: str
-    image: Normalisation
-    video: Normalisation
     fit: ClassVar[Fit] = "cover"
-    timed: ClassVar[bool] = False
 
     @classmethod
     def of(cls, config: Any, path: Path, tokenizer: Any) -> "LlavaNextVideoLayout":
@@ -96,19 +126,10 @@ class LlavaNextVideoLayout:
             video=Normalisation.of(processor_config(path, "video"), CLIP_MEAN, CLIP_STD),
         )
 
-    @property
-    def native(self) -> int:
-        return self.side
-
     def wrong(self, height: int, width: int) -> str | None:
         if (height, width) != (self.side, self.side):
             return f"{self.side}x{self.side}, the one size of frames that it takes"
         return None
-
-    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
-        if frames > 1:
-            return VideoShape(frames, self.side, self.side)
-        return VideoShape(1, *self._inside(height, width))
 
     def placeholder(self, frames: int) -> str:
         return self.video_token if frames > 1 else self.image_token
@@ -135,7 +156,7 @@ class LlavaNextVideoLayout:
             return {"pixel_values_videos": self.video(pixels)}
         picture = pixels[:, 0]
         size = (picture.shape[-2], picture.shape[-1])
-        canvas, inside = self._canvas(*size), self._inside(*size)
+        canvas, inside = self._canvas(*size), self._image_size(*size, size)
         top, left = (canvas[0] - inside[0]) // 2, (canvas[1] - inside[1]) // 2
         padded = picture.new_zeros(len(picture), 3, *canvas)
         padded[..., top : top + inside[0], left : left + inside[1]] = resized(picture, *inside)
@@ -151,8 +172,8 @@ class LlavaNextVideoLayout:
     def _canvas(self, height: int, width: int) -> tuple[int, int]:
         return select_best_resolution((height, width), list(self.pinpoints))
 
-    def _inside(self, height: int, width: int) -> tuple[int, int]:
-        """The largest size of the picture's shape that its canvas holds: get_patch_output_size."""
+    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
+        """Return the largest size of the picture's shape that its canvas holds: get_patch_output_size."""
         canvas = self._canvas(height, width)
         by_height, by_width = canvas[0] / height, canvas[1] / width
         if by_width < by_height:
@@ -160,8 +181,8 @@ class LlavaNextVideoLayout:
         return canvas[0], min(math.ceil(width * by_height), canvas[1])
 
 
-@dataclass(frozen=True)
-class SmolVLMLayout:
+@dataclass(frozen=True, kw_only=True)
+class SmolVLMLayout(SquareFrames):
     """SmolVLM2: square frames, each with its time; images in square tiles and as a whole.
 
     Images are scaled so that their longer side is what data.height and data.width have room for, at most the
@@ -169,15 +190,10 @@ class SmolVLMLayout:
     Source: transformers/models/smolvlm/processing_smolvlm.py, image_processing_pil_smolvlm.py.
     """
 
-    side: int
     longest: int
     """Pixels of an image's longer side, at most."""
     features: int
     """Tokens of one tile."""
-    image_token: str
-    image: Normalisation
-    video: Normalisation
-    fit: ClassVar[Fit] = "stretch"
     timed: ClassVar[bool] = True
 
     @classmethod
@@ -195,29 +211,17 @@ class SmolVLMLayout:
             video=Normalisation.of(processor_config(path, "video"), HALF, HALF),
         )
 
-    @property
-    def native(self) -> int:
-        return self.side
-
-    def wrong(self, height: int, width: int) -> str | None:
-        return _wrong_tiles(height, width, self.side)
-
-    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
-        if frames > 1:
-            return VideoShape(frames, self.side, self.side)
+    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         longest = min(self.longest, max(budget) // self.side * self.side)
         if longest <= self.side:
-            return VideoShape(1, self.side, self.side)
+            return self.side, self.side
         # As _resize_output_size_rescale_to_max_len and resize_for_vision_encoder one after the other.
         if width >= height:
             size = (_even(int(longest / (width / height))), longest)
         else:
             size = (longest, _even(int(longest * (width / height))))
         rows, columns = (max(1, math.ceil(value / self.side)) for value in size)
-        return VideoShape(1, rows * self.side, columns * self.side)
-
-    def placeholder(self, frames: int) -> str:
-        return "<video>" if frames > 1 else self.image_token
+        return rows * self.side, columns * self.side
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         around, picture = "<fake_token_around_image>", self.image_token * self.features
@@ -247,25 +251,17 @@ class SmolVLMLayout:
         return {"pixel_values": self.image(tiled_with_whole(pixels[:, 0], self.side))}
 
 
-@dataclass(frozen=True)
-class InternVLLayout:
+@dataclass(frozen=True, kw_only=True)
+class InternVLLayout(SquareFrames):
     """InternVL3: frames of 448x448; images in as many such tiles as data.height x data.width holds, and as a whole.
 
     Source: transformers/models/internvl/processing_internvl.py, got_ocr2/image_processing_pil_got_ocr2.py.
     """
 
-    side: int
     features: int
     """Tokens of one tile."""
     most_tiles: int
     fewest_tiles: int
-    image_token: str
-    start: str
-    end: str
-    image: Normalisation
-    video: Normalisation
-    fit: ClassVar[Fit] = "stretch"
-    timed: ClassVar[bool] = False
 
     @classmethod
     def of(cls, config: Any, path: Path, tokenizer: Any) -> "InternVLLayout":
@@ -277,36 +273,22 @@ class InternVLLayout:
             most_tiles=image.get("max_patches", 12),
             fewest_tiles=image.get("min_patches", 1),
             image_token=token_text(tokenizer, config.image_token_id),
-            start="<img>",
-            end="</img>",
             image=Normalisation.of(image, IMAGENET_MEAN, IMAGENET_STD),
             video=Normalisation.of(processor_config(path, "video"), IMAGENET_MEAN, IMAGENET_STD),
         )
 
-    @property
-    def native(self) -> int:
-        return self.side
-
-    def wrong(self, height: int, width: int) -> str | None:
-        return _wrong_tiles(height, width, self.side)
-
-    def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
-        if frames > 1:
-            return VideoShape(frames, self.side, self.side)
+    def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         room = max(budget[0] * budget[1] // self.side**2, self.fewest_tiles)
         rows, columns = self._grid(height, width, min(room, self.most_tiles))
-        return VideoShape(1, rows * self.side, columns * self.side)
-
-    def placeholder(self, frames: int) -> str:
-        return "<video>" if frames > 1 else self.image_token
+        return rows * self.side, columns * self.side
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         picture = self.image_token * self.features
         if shape.frames > 1:
             frames = range(1, shape.frames + 1)
-            return "\n".join(f"Frame{frame}: {self.start}{picture}{self.end}" for frame in frames)
+            return "\n".join(f"Frame{frame}: <img>{picture}</img>" for frame in frames)
         count = shape.height * shape.width // self.side**2
-        return f"{self.start}{picture * (count if count == 1 else count + 1)}{self.end}"
+        return f"<img>{picture * (count if count == 1 else count + 1)}</img>"
 
     def inputs(
         self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
@@ -372,12 +354,6 @@ def in_words(number: int) -> str:
         unit = f"-{small[number % 10]}" if number % 10 else ""
         return f"{tens[number // 10 - 2]}{unit}"
     return small[number]
-
-
-def _wrong_tiles(height: int, width: int, side: int) -> str | None:
-    if height % side or width % side:
-        return f"multiples of {side}: frames have {side}x{side}, images that many tiles"
-    return None
 
 
 def _even(side: int) -> int:

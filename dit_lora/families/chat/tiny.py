@@ -23,13 +23,7 @@ from transformers import (
 )
 
 from dit_lora.environment.pretrained import built_from
-from dit_lora.families.chat.layouts import (
-    CLIP_MEAN,
-    CLIP_STD,
-    HALF,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-)
+from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
 _CONTEXT = 2048
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
@@ -77,31 +71,32 @@ class Variant(NamedTuple):
     """The settings that pictures are prepared with, as the published checkpoints' files say it."""
 
 
-def build_tiny_chat(variant: str, out: Path, seed: int) -> None:
+def build_tiny(name: str, out: Path) -> None:
     """Write `out`: config, weights, tokenizer, chat template and the processors' configs."""
-    made = VARIANTS[variant]
-    tokenizer = _tokenizer(made)
+    variant = VARIANTS[name]
+    tokenizer = _tokenizer(variant)
     of: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
-    ends = {"bos_token_id": None, "eos_token_id": of(made.end), "pad_token_id": of(made.special[0])}
-    config = made.config(of, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = built_from(AutoModelForImageTextToText, config).eval()
-        # A trained model's biases are not zeros, nor its norms' weights ones.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter += 0.1 * torch.randn(parameter.shape)
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": of(variant.end),
+        "pad_token_id": of(variant.special[0]),
+    }
+    config = variant.config(of, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
+    model: Any = built_from(AutoModelForImageTextToText, config).eval()
+    # A trained model's biases are not zeros, nor its norms' weights ones.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape)
     model.generation_config.update(**ends)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    for name, values in made.files.items():
-        (out / name).write_text(
-            json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+    for file, values in variant.files.items():
+        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+        (out / file).write_text(text, encoding="utf-8")
 
 
-def _tokenizer(made: Variant) -> Qwen2Tokenizer:
+def _tokenizer(variant: Variant) -> Qwen2Tokenizer:
     """Every byte, and the special tokens; nothing is trained."""
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
     none: Any = None  # an unknown token would be one more
@@ -109,14 +104,14 @@ def _tokenizer(made: Variant) -> Qwen2Tokenizer:
         vocab=vocab,
         merges=[],
         unk_token=none,
-        pad_token=made.special[0],
-        eos_token=made.end,
-        extra_special_tokens=made.named,
+        pad_token=variant.special[0],
+        eos_token=variant.end,
+        extra_special_tokens=variant.named,
         model_max_length=_CONTEXT,
     )
-    tokens = [AddedToken(token, special=True, normalized=False) for token in made.special]
+    tokens = [AddedToken(token, special=True, normalized=False) for token in variant.special]
     tokenizer.add_tokens(tokens, special_tokens=True)
-    tokenizer.chat_template = made.template
+    tokenizer.chat_template = variant.template
     return tokenizer
 
 
@@ -293,19 +288,7 @@ VARIANTS: dict[str, Variant] = {
         _llava,
         _files(
             "LlavaNextVideoProcessor",
-            (
-                "LlavaNextImageProcessor",
-                {
-                    **_SHORTEST,
-                    "image_grid_pinpoints": [
-                        [56, 112],
-                        [112, 56],
-                        [112, 112],
-                        [168, 56],
-                        [56, 168],
-                    ],
-                },
-            ),
+            ("LlavaNextImageProcessor", {**_SHORTEST, "image_grid_pinpoints": _PINPOINTS}),
             ("LlavaNextVideoVideoProcessor", _SHORTEST),
             (CLIP_MEAN, CLIP_STD),
             patch_size=14,

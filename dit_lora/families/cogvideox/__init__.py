@@ -1,31 +1,11 @@
 """CogVideoX: text-to-video and image-to-video, versions 1.0 and 1.5, whichever the checkpoint's configs say."""
 
-from typing import TYPE_CHECKING
-
 from dit_lora.families.family import DiffusionFamily, License, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.base import Checkpoint
 
 _LICENSE = License(
     "other", "cogvideox-license", "https://huggingface.co/THUDM/CogVideoX-5b/blob/main/LICENSE"
 )
 _VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
-
-
-def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
-    from dit_lora.families.cogvideox.checkpoint import open_checkpoint
-
-    return open_checkpoint(family, model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.cogvideox.tiny import build_cogvideox
-
-    build_cogvideox(variant, out, seed)
 
 
 FAMILY = DiffusionFamily(
@@ -82,6 +62,4 @@ FAMILY = DiffusionFamily(
         Site(family="cogvideox", variant="cogvideox-1.5", data=_VIDEO),
         Site(family="cogvideox", variant="cogvideox-1.5-i2v", data=_VIDEO),
     ),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import CogVideoXImageToVideoPipeline
+from diffusers import AutoencoderKLCogVideoX, CogVideoXImageToVideoPipeline
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 from torch import nn
@@ -21,9 +21,10 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Sampling, Tensors, VideoEncoder
-from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint, encode_video
+from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
+from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import Streams, generator, integers, moved, normal
+from dit_lora.numerics.streams import Streams, generator, integers, moved
 
 # Latents are cached, and this noise is on pixels: so many draws of it are encoded for each image.
 NOISED_ENCODINGS = 4
@@ -73,7 +74,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """The clip's posterior, and its first image's: (K, C, 1, H, W), a clean encoding and then noised ones."""
-        vae = memory.set(self._load_vae(dtype, device))
+        vae = memory.load(AutoencoderKLCogVideoX, self.path, dtype, device)
         processor = VideoProcessor(vae_scale_factor=self.spatial_factor)
 
         @torch.no_grad()
@@ -99,16 +100,14 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         streams: Streams,
     ) -> torch.Tensor:
         """Draws which encoding, its latent, and whether the image is left out, for each sample."""
-        mean, logvar = batch["image_latent_mean"].float(), batch["image_latent_logvar"].float()
+        mean, logvar = batch["image_latent_mean"], batch["image_latent_logvar"]
         device = mean.device
         rows = torch.arange(len(mean), device=device)
         noised = mean.shape[1] > 1
         pick = 0 * rows
         if noised:
             pick = moved(integers(1, mean.shape[1], streams("image_noise")), device)
-        mean, logvar = mean[rows, pick], logvar[rows, pick]
-        posterior_noise = moved(normal(mean.shape[1:], streams("image_posterior")), device)
-        latent = mean + torch.exp(0.5 * logvar) * posterior_noise
+        latent = drawn(mean[rows, pick], logvar[rows, pick], streams("image_posterior"))
         shares = torch.cat([torch.rand(1, generator=row) for row in streams("image_dropout")])
         kept = moved(shares >= self.image_dropout, device).view(-1, 1, 1, 1, 1)
         return self._with_image(transformer, noisy, timesteps, batch, latent * kept)

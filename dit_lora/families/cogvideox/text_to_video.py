@@ -16,7 +16,6 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransf
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import (
     Checkpoint,
     Tensors,
@@ -26,6 +25,7 @@ from dit_lora.families.base import (
     VideoEncoder,
     text_limit,
 )
+from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, VPrediction, mean_squared_error
@@ -121,18 +121,13 @@ class CogVideoXCheckpoint(Checkpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, F, H, W), so that each epoch draws afresh."""
-        vae = memory.set(self._load_vae(dtype, device))
+        vae = memory.load(AutoencoderKLCogVideoX, self.path, dtype, device)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             return encode_video(vae, pixels)
 
         return encode
-
-    def _load_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
-        return load_pretrained(
-            AutoencoderKLCogVideoX, self.path, subfolder="vae", dtype=dtype, use_safetensors=True
-        ).to(device)
 
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
@@ -142,11 +137,8 @@ class CogVideoXCheckpoint(Checkpoint):
         Where patches span two latent frames, the first one is repeated in front as CogVideo trains 1.5; the
         pipeline drops what it makes of it, and no loss is taken there (CogVideo's own trainer does take one).
         """
-        mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
-        device = mean.device
-        posterior_noise = moved(normal(mean.shape[1:], streams("posterior")), device)
-        clean_BCFHW = mean + torch.exp(0.5 * logvar) * posterior_noise
-        padding = self.padding(mean.shape[2])
+        clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], streams("posterior"))
+        device, padding = clean_BCFHW.device, self.padding(clean_BCFHW.shape[2])
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
         clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
         noise = moved(normal(clean_BCFHW.shape[1:], streams("noise")), device).transpose(1, 2)
@@ -235,10 +227,3 @@ class CogVideoXCheckpoint(Checkpoint):
         return self.pipeline_class._prepare_rotary_positional_embeddings(
             facts, height * self.spatial_factor, width * self.spatial_factor, frames, device
         )
-
-
-def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
-    """The VAE's posterior of uint8 (frames, 3, height, width), as the cache keeps it."""
-    video = (pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)
-    posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
-    return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}

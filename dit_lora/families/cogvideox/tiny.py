@@ -37,24 +37,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Changes of each variant to the transformer's config."""
 
 
-def build_cogvideox(variant: str, out: Path, seed: int) -> None:
-    """The pipeline of that variant, with the weights of that seed."""
+def build_tiny(variant: str, out: Path) -> None:
+    """Write the pipeline of that variant, with weights from torch's generator."""
     changes = VARIANTS[variant]
     rotary = "use_rotary_positional_embeddings" in changes
     kind = CogVideoXImageToVideoPipeline if variant.endswith("i2v") else CogVideoXPipeline
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = t5_tokenizer()
-        text_encoder = t5_encoder(len(tokenizer))
-        vae = _vae(scaling_factor=0.7 if rotary else 1.15258426, inverted="1.5" in variant)
-        pipeline: Any = kind(
-            tokenizer=tokenizer,
-            text_encoder=text_encoder,
-            vae=vae,
-            transformer=_transformer(changes),
-            scheduler=_scheduler(rotary),
-        )
-        pipeline.save_pretrained(out, safe_serialization=True)
+    tokenizer = t5_tokenizer()
+    pipeline: Any = kind(
+        tokenizer=tokenizer,
+        text_encoder=t5_encoder(len(tokenizer)),
+        vae=_vae(scaling_factor=0.7 if rotary else 1.15258426, inverted="1.5" in variant),
+        transformer=_transformer(changes),
+        scheduler=_scheduler(rotary),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
 
 
 def _transformer(changes: dict[str, Any]) -> CogVideoXTransformer3DModel:

@@ -1,27 +1,6 @@
 """DiT: class-conditional images, every checkpoint in Diffusers' format."""
 
-from typing import TYPE_CHECKING
-
 from dit_lora.families.family import DiffusionFamily, License, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.base import Checkpoint
-
-
-def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
-    from dit_lora.families.dit.checkpoint import open_checkpoint
-
-    return open_checkpoint(family, model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.dit.tiny import build_dit
-
-    build_dit(out, seed=seed)
-
 
 FAMILY = DiffusionFamily(
     name="dit",
@@ -54,6 +33,4 @@ FAMILY = DiffusionFamily(
             class_table="transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight",
         ),
     ),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

@@ -19,7 +19,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Tensors,
@@ -28,6 +27,7 @@ from dit_lora.families.base import (
     read_component_config,
     read_index,
     require_whole_weights,
+    stored_fields,
 )
 from dit_lora.families.dit.classes import (
     STOCK_NULL,
@@ -119,14 +119,7 @@ class DiTCheckpoint(ClassCheckpoint):
     ) -> Any:
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return load_pretrained(
-            self.pipeline_class,
-            self.path,
-            dtype=dtype,
-            use_safetensors=True,
-            transformer=transformer,
-            id2label=dict(self.classes.names),
-        )
+        return self._load_pipeline(dtype, transformer, True, id2label=dict(self.classes.names))
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label tables; the pipeline has a null class of its own."""
@@ -160,20 +153,17 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoin
     """Read the configs of a DiT in Diffusers' format; refuse another pipeline, and torn weights."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
-    scratch = model.from_scratch
+    fields = stored_fields(model, path)
     stored = read_component_config(path, "transformer")
     table = ClassTable(stored["num_embeds_ada_norm"], names_of(index))
     require_whole_weights(model, path, "vae")
-    config = {**stored, **(scratch or {})}
+    config = fields["transformer_config"]
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
     learns_variance(model.path, config)
     return DiTCheckpoint(
-        path=path,
-        transformer_config=config,
-        vae_config=read_component_config(path, "vae"),
-        objective=noise_objective(model, read_component_config(path, "scheduler")),
+        **fields,
+        objective=noise_objective(model, path),
         stored=table,
         classes=table,
-        from_scratch=scratch,
         connector=family.group_patterns["connector"],
     )

@@ -222,11 +222,8 @@ def _null_row(transformer: Any) -> Iterator[None]:
         labels = kwargs["class_labels"]
         return args, {**kwargs, "class_labels": torch.where(labels == STOCK_NULL, null, labels)}
 
-    handle = transformer.register_forward_pre_hook(own, with_kwargs=True)
-    try:
+    with transformer.register_forward_pre_hook(own, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def embedders(transformer: Any) -> list[Any]:

@@ -5,36 +5,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 
+from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.parsing import read_json
 
 # A few of ImageNet's, at their places; the others are named by number.
 _NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}
 
 
-def build_dit(out: Path, *, seed: int, classes: int = 1000) -> None:
-    """A DiT-XL-like pipeline of 32x32 pixels, with a learned variance and a name for every class."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = DiTTransformer2DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=4,
-            out_channels=8,
-            num_layers=2,
-            sample_size=4,
-            patch_size=2,
-            num_embeds_ada_norm=classes,
-        )
-        pipeline: Any = DiTPipeline(
-            transformer=transformer,
-            vae=tiny_vae(),
-            scheduler=DDIMScheduler(  # facebook/DiT-XL-2-256: scheduler/scheduler_config.json
-                beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
-            ),
-        )
-        pipeline.save_pretrained(out, safe_serialization=True)
+def build_tiny(_variant: str, out: Path, classes: int = 1000) -> None:
+    """Write a DiT-XL-like pipeline of 32x32 pixels, with a learned variance and a name for every class."""
+    transformer = DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=4,
+        patch_size=2,
+        num_embeds_ada_norm=classes,
+    )
+    pipeline: Any = DiTPipeline(
+        transformer=transformer, vae=tiny_vae(), scheduler=iddpm_scheduler()
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
     # save_pretrained forgets the names that the pipeline was given.
     index = read_json(out / "model_index.json")
     index["id2label"] = {str(row): _NAMES.get(row, f"class {row}") for row in range(classes)}

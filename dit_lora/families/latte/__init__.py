@@ -1,27 +1,6 @@
 """Latte text-to-video (Latte-1)."""
 
-from typing import TYPE_CHECKING
-
 from dit_lora.families.family import DiffusionFamily, License, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.base import Checkpoint
-
-
-def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
-    from dit_lora.families.latte.checkpoint import open_checkpoint
-
-    return open_checkpoint(family, model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.video_dit.tiny import build_latte
-
-    build_latte(out, seed=seed)
-
 
 FAMILY = DiffusionFamily(
     name="latte",
@@ -50,6 +29,4 @@ FAMILY = DiffusionFamily(
             has_buffers=True,
         ),
     ),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

@@ -24,9 +24,9 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     local_checkpoint,
-    read_component_config,
     read_index,
     require_whole_weights,
+    stored_fields,
     text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
@@ -148,9 +148,9 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpo
     """Read the configs; refuse another pipeline, torn weights, and a transformer without a variance."""
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
-    scratch = model.from_scratch
     require_whole_weights(model, path, "vae", "text_encoder")
-    config = {**read_component_config(path, "transformer"), **(scratch or {})}
+    fields = stored_fields(model, path)
+    config = fields["transformer_config"]
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
     if not learns_variance(model.path, config):
         raise DitLoraError(
@@ -159,10 +159,4 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpo
         )
     # Left out of older files: the model's own default.
     config.setdefault("video_length", 16)
-    return LatteCheckpoint(
-        path=path,
-        transformer_config=config,
-        vae_config=read_component_config(path, "vae"),
-        objective=noise_objective(model, read_component_config(path, "scheduler")),
-        from_scratch=scratch,
-    )
+    return LatteCheckpoint(**fields, objective=noise_objective(model, path))

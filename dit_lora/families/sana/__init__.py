@@ -1,14 +1,6 @@
 """Sana text-to-image: 0.6B, 1.6B, and 1.5 of 1.6B and 4.8B."""
 
-from typing import TYPE_CHECKING
-
 from dit_lora.families.family import DiffusionFamily, License, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.base import Checkpoint
 
 
 def _site(variant: str) -> Site:
@@ -22,18 +14,6 @@ def _site(variant: str) -> Site:
         time_proj="time_embed.emb.time_proj",
         posterior=False,
     )
-
-
-def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
-    from dit_lora.families.sana.checkpoint import open_checkpoint
-
-    return open_checkpoint(family, model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.sana.tiny import build_sana
-
-    build_sana(out, seed=seed, qk_norm=variant == "sana-1.5", half=variant == "sana-fp16")
 
 
 FAMILY = DiffusionFamily(
@@ -59,6 +39,4 @@ FAMILY = DiffusionFamily(
         "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it"
     ),
     sites=tuple(_site(variant) for variant in ("sana-600m", "sana-1.5", "sana-fp16")),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

@@ -27,7 +27,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import (
     Checkpoint,
@@ -40,6 +39,7 @@ from dit_lora.families.base import (
     read_component_config,
     read_index,
     require_whole_weights,
+    stored_fields,
     text_limit,
 )
 from dit_lora.families.family import DiffusionFamily
@@ -129,10 +129,7 @@ class SanaCheckpoint(Checkpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the latent, (C, H, W): DC-AE has no posterior. It encodes in fp32 whatever `dtype` is."""
-        vae: Any = load_pretrained(
-            AutoencoderDC, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
-        ).to(device)
-        memory.set(vae)
+        vae = memory.load(AutoencoderDC, self.path, torch.float32, device)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -182,15 +179,10 @@ class SanaCheckpoint(Checkpoint):
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
         """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts keep it, and fp16's limit where needed."""
-        given: dict[str, Any] = {} if text else {"text_encoder": None, "tokenizer": None}
         if transformer is None and self.saturates:
             transformer = self.load_transformer(dtype)
-        if transformer is not None:
-            given["transformer"] = transformer
         dtypes = {"vae": torch.float32, "default": dtype}
-        return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **given
-        )
+        return self._load_pipeline(dtypes, transformer, text)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
@@ -250,14 +242,7 @@ def read_sana(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
     read_index(model, path, family.pipeline_names)
     objective = flow_objective(model, read_component_config(path, "scheduler"))
     require_whole_weights(model, path, "vae", "text_encoder")
-    return {
-        "path": path,
-        "transformer_config": read_component_config(path, "transformer")
-        | dict(model.from_scratch or {}),
-        "vae_config": read_component_config(path, "vae"),
-        "objective": objective,
-        "from_scratch": model.from_scratch,
-    }
+    return {**stored_fields(model, path), "objective": objective}
 
 
 def flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:

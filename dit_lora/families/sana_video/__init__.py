@@ -1,27 +1,6 @@
 """SANA-Video text-to-video, the checkpoints with Wan's autoencoder (2B, 480p)."""
 
-from typing import TYPE_CHECKING
-
 from dit_lora.families.family import DiffusionFamily, License, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.base import Checkpoint
-
-
-def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
-    from dit_lora.families.sana_video.checkpoint import open_checkpoint
-
-    return open_checkpoint(family, model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.sana.tiny import build_sana_video
-
-    build_sana_video(out, seed=seed)
-
 
 FAMILY = DiffusionFamily(
     name="sana_video",
@@ -58,6 +37,4 @@ FAMILY = DiffusionFamily(
             has_buffers=True,
         ),
     ),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

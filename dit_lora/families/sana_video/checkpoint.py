@@ -16,14 +16,14 @@ from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import Streams, moved, normal
+from dit_lora.numerics.streams import Streams
 
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler
 # has 8, for sampling (inference_flow_shift there: 7 at 98c4a1db): at higher noise than it was trained at.
@@ -59,24 +59,17 @@ class SanaVideoCheckpoint(SanaCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Keeps the posterior's mean and logvar, (C, F, H, W). It encodes in fp32 whatever `dtype` is."""
-        vae: Any = load_pretrained(
-            AutoencoderKLWan, self.path, subfolder="vae", dtype=torch.float32, use_safetensors=True
-        ).to(device)
-        memory.set(vae)
+        vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            video = pixels.to(device).float() / 127.5 - 1
-            posterior = vae.encode(video.transpose(0, 1)[None]).latent_dist
-            return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
+            return encode_video(vae, pixels)
 
         return encode
 
     def clean_latents(self, batch: Mapping[str, torch.Tensor], streams: Streams) -> torch.Tensor:
         """Drawn, and normalised per channel: the inverse of what the pipeline does before it decodes."""
-        mean, logvar = batch["latent_mean"].float(), batch["latent_logvar"].float()
-        posterior_noise = moved(normal(mean.shape[1:], streams("posterior")), mean.device)
-        latents = mean + torch.exp(0.5 * logvar) * posterior_noise
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], streams("posterior"))
         shift, scale = (
             torch.tensor(self.vae_config[name], device=latents.device).view(1, -1, 1, 1, 1)
             for name in ("latents_mean", "latents_std")

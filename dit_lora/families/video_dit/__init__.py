@@ -1,14 +1,8 @@
 """The video DiT, of classes and of text."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_lora.families.family import DiffusionFamily, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.base import Checkpoint
 
 _SITE: dict[str, Any] = {
     "family": "video_dit",
@@ -16,18 +10,6 @@ _SITE: dict[str, Any] = {
     "attention": "transformer_blocks.1.attn",
     "modulation": "transformer_blocks.1.adaln.linear",
 }
-
-
-def _stored(family: DiffusionFamily, model: "ModelConfig") -> "Checkpoint":
-    from dit_lora.families.video_dit.checkpoint import open_checkpoint
-
-    return open_checkpoint(family, model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.video_dit.tiny import build_video_dit
-
-    build_video_dit(out, seed=seed, text=variant == "video-dit-text")
 
 
 FAMILY = DiffusionFamily(
@@ -56,6 +38,4 @@ FAMILY = DiffusionFamily(
         ),
         Site(**_SITE, variant="video-dit-text", text="pooled_projections"),
     ),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

@@ -15,7 +15,6 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import (
     Tensors,
@@ -23,9 +22,9 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
     local_checkpoint,
-    read_component_config,
     read_index,
     require_whole_weights,
+    stored_fields,
     text_limit,
 )
 from dit_lora.families.dit.classes import ClassCheckpoint, ClassTable, names_of
@@ -131,16 +130,7 @@ class VideoDiTOfClasses(VideoDiTCheckpoint, ClassCheckpoint):
     ) -> Any:
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return load_pretrained(
-            VideoDiTPipeline,
-            self.path,
-            dtype=dtype,
-            use_safetensors=True,
-            transformer=transformer,
-            text_encoder=None,
-            tokenizer=None,
-            id2label=self.classes.labels(),
-        )
+        return self._load_pipeline(dtype, transformer, False, id2label=self.classes.labels())
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label table; the pipeline has a null class of its own."""
@@ -161,19 +151,13 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> VideoDiTChec
     """Read the configs; refuse another pipeline, and torn weights."""
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
-    scratch = model.from_scratch
-    config = {**read_component_config(path, "transformer"), **(scratch or {})}
+    fields = stored_fields(model, path)
+    config = fields["transformer_config"]
     is_text = config.get("num_classes") is None
     require_whole_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))
     learns_variance(model.path, config)
-    shared: dict[str, Any] = {
-        "path": path,
-        "transformer_config": config,
-        "vae_config": read_component_config(path, "vae"),
-        "objective": noise_objective(model, read_component_config(path, "scheduler")),
-        "from_scratch": scratch,
-    }
+    fields["objective"] = noise_objective(model, path)
     if is_text:
-        return VideoDiTOfText(**shared)
+        return VideoDiTOfText(**fields)
     table = VideoClasses(config["num_classes"], names_of(index))
-    return VideoDiTOfClasses(**shared, stored=table, classes=table)
+    return VideoDiTOfClasses(**fields, stored=table, classes=table)

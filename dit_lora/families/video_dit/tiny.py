@@ -1,16 +1,15 @@
-"""Complete random video DiT and Latte pipelines, small enough for tests and demos on a CPU."""
+"""Complete random video DiT pipelines, small enough for tests and demos on a CPU."""
 
 import string
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DDIMScheduler, LattePipeline, LatteTransformer3DModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from dit_lora.families.dit.tiny import tiny_vae
-from dit_lora.families.tiny_text import TEXT_WIDTH, t5_encoder, t5_tokenizer
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
+from dit_lora.models.video_dit_base import iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
 # As `dit-lora shapes` names its clips.
@@ -18,63 +17,30 @@ CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc",
 _POOLED_WIDTH = 16
 
 
-def build_video_dit(out: Path, *, seed: int, text: bool) -> None:
-    """A VDiT-XL/1x2x2-like pipeline, native at 4 frames of 32x48, of six classes or conditioned on CLIP."""
+def build_tiny(variant: str, out: Path) -> None:
+    """Write a VDiT-XL/1x2x2-like pipeline, native at 4 frames of 32x48, of six classes or conditioned on CLIP."""
+    text = variant == "video-dit-text"
     condition = {"text_dim": _POOLED_WIDTH} if text else {"num_classes": len(CLASSES)}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer: Any = VideoDiTTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
-            sample_frames=4,
-            sample_height=4,
-            sample_width=6,
-            **condition,  # type: ignore[arg-type]
-        )
-        _as_if_trained(transformer)
-        tokenizer = clip_tokenizer() if text else None
-        pipeline: Any = VideoDiTPipeline(
-            transformer=transformer,
-            vae=tiny_vae(),
-            scheduler=_scheduler(),
-            text_encoder=clip_encoder(tokenizer) if tokenizer else None,
-            tokenizer=tokenizer,
-            id2label=None if text else {str(row): name for row, name in enumerate(CLASSES)},
-        )
-        pipeline.save_pretrained(out, safe_serialization=True)
-
-
-def build_latte(out: Path, *, seed: int) -> None:
-    """A Latte-1-like pipeline, native at 4 frames of 32x32."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = t5_tokenizer()
-        pipeline: Any = LattePipeline(
-            tokenizer=tokenizer,
-            text_encoder=t5_encoder(len(tokenizer)),
-            vae=tiny_vae(),
-            transformer=LatteTransformer3DModel(
-                num_attention_heads=2,
-                attention_head_dim=16,
-                in_channels=4,
-                out_channels=8,
-                num_layers=1,
-                cross_attention_dim=32,
-                attention_bias=True,
-                sample_size=4,
-                patch_size=2,
-                activation_fn="gelu-approximate",
-                num_embeds_ada_norm=1000,
-                norm_type="ada_norm_single",
-                norm_elementwise_affine=False,
-                norm_eps=1e-6,
-                caption_channels=TEXT_WIDTH,
-                video_length=4,
-            ),
-            scheduler=_scheduler(),
-        )
-        pipeline.save_pretrained(out, safe_serialization=True)
+    transformer: Any = VideoDiTTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        sample_frames=4,
+        sample_height=4,
+        sample_width=6,
+        **condition,  # type: ignore[arg-type]
+    )
+    _as_if_trained(transformer)
+    tokenizer = clip_tokenizer() if text else None
+    pipeline: Any = VideoDiTPipeline(
+        transformer=transformer,
+        vae=tiny_vae(),
+        scheduler=iddpm_scheduler(),
+        text_encoder=clip_encoder(tokenizer) if tokenizer else None,
+        tokenizer=tokenizer,
+        id2label=None if text else {str(row): name for row, name in enumerate(CLASSES)},
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -106,10 +72,3 @@ def _as_if_trained(transformer: VideoDiTTransformer3DModel) -> None:
         for name, parameter in transformer.named_parameters():
             if name.startswith("proj_out") or "adaln" in name:
                 parameter.normal_(std=0.1)
-
-
-def _scheduler() -> DDIMScheduler:
-    """iDDPM's schedule, as OpenDiT (create_diffusion) and Latte (configs/t2x/t2v_sample.yaml) have it."""
-    return DDIMScheduler(
-        beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
-    )

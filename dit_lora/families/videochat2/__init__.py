@@ -1,15 +1,9 @@
 """VideoChat2, Mistral, Vicuna or Phi-3, in a folder that `dit-lora convert videochat2` makes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dit_lora.families.chat_sites import chat_site, experts
 from dit_lora.families.family import ChatFamily, Site
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dit_lora.config.recipe import ModelConfig
-    from dit_lora.families.chat_base import ChatCheckpoint
 
 
 def _site(variant: str, **changes: Any) -> Site:
@@ -27,18 +21,6 @@ def _site(variant: str, **changes: Any) -> Site:
         "queries": "model.extra_query_tokens",
     }
     return chat_site("videochat2", variant, vision, language, **{**given, **changes})
-
-
-def _stored(_: ChatFamily, model: "ModelConfig") -> "ChatCheckpoint":
-    from dit_lora.families.videochat2.checkpoint import open_checkpoint
-
-    return open_checkpoint(model)
-
-
-def _build_tiny(variant: str, out: "Path", seed: int) -> None:
-    from dit_lora.families.videochat2.tiny import build_tiny
-
-    build_tiny(variant, out, seed)
 
 
 FAMILY = ChatFamily(
@@ -74,6 +56,4 @@ FAMILY = ChatFamily(
             },
         ),
     ),
-    stored=_stored,
-    build_tiny=_build_tiny,
 )

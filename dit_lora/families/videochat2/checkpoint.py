@@ -22,7 +22,7 @@ from dit_lora.data.chat.rendered import Rendered
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import local_checkpoint, read_component_config
-from dit_lora.families.chat_base import ChatCheckpoint, Viewing, greedy_answer
+from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
@@ -131,20 +131,18 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             name: batch[name] for name in ("instruction_ids", "instruction_mask") if name in batch
         }
 
+    def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
+        if not rendered.instruction:
+            return {}
+        ids = torch.tensor([rendered.instruction])
+        return {"instruction_ids": ids, "instruction_mask": torch.ones_like(ids)}
+
     def answer(
         self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
-        batch = {"input_ids": torch.tensor([rendered.ids])}
-        if pixels is not None:
-            batch["pixels"] = pixels[None]
-        if rendered.instruction:
-            batch["instruction_ids"] = torch.tensor([rendered.instruction])
-            batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
-        device = next(model.parameters()).device
-        given = self.inputs({name: tensor.to(device) for name, tensor in batch.items()})
         bare: Any = model
         with bare.model.own_bos() if self.notebook else nullcontext():
-            return greedy_answer(model, self.tokenizer, given, max_tokens, end=self.answer_end)
+            return super().answer(model, rendered, pixels, max_tokens)
 
 
 def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:

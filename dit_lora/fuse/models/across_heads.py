@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.fuse.attention import (
-    FusedProcessor,
-    Rotary,
-    attend,
-    project_output,
-    project_qkv,
-)
+from dit_lora.fuse.attention import FusedProcessor, Rotary, attend, project_output, project_qkv
 from dit_lora.fuse.patches import other_norm
 
 

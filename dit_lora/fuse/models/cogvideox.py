@@ -140,13 +140,8 @@ class CogVideoXProcessor(FusedProcessor):
         return attended[:, text:], attended[:, :text]
 
 
-FORWARDS = (
-    ForwardPatch(
-        "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXBlock",
-        "ada_norm",
-        block_forward,
-    ),
-)
+_COGVIDEOX = "diffusers.models.transformers.cogvideox_transformer_3d"
+FORWARDS = (ForwardPatch(f"{_COGVIDEOX}.CogVideoXBlock", "ada_norm", block_forward),)
 PROCESSORS = (
     ProcessorPatch(
         "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",

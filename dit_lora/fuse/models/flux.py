@@ -134,10 +134,6 @@ FORWARDS = (
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_FLUX}.FluxAttnProcessor",
-        ATTENTION,
-        FluxProcessor,
-        attention_why_not,
-        also=qk_always,
+        f"{_FLUX}.FluxAttnProcessor", ATTENTION, FluxProcessor, attention_why_not, also=qk_always
     ),
 )

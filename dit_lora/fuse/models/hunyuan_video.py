@@ -125,10 +125,7 @@ FORWARDS = (
         f"{_HUNYUAN}.HunyuanVideoTransformerBlock", "ada_norm", block_forward, block_why_not
     ),
     ForwardPatch(
-        f"{_HUNYUAN}.HunyuanVideoSingleTransformerBlock",
-        "ada_norm",
-        single_forward,
-        joined_why_not,
+        f"{_HUNYUAN}.HunyuanVideoSingleTransformerBlock", "ada_norm", single_forward, joined_why_not
     ),
 )
 PROCESSORS = (

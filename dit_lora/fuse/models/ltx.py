@@ -83,20 +83,12 @@ def _block_why_not(block: Any) -> str | None:
     return other_norm((block.norm1, block.norm2), RMSNorm)
 
 
+_LTX = "diffusers.models.transformers.transformer_ltx"
 FORWARDS = (
-    ForwardPatch(
-        "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock",
-        "ada_norm",
-        block_forward,
-        _block_why_not,
-    ),
+    ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _block_why_not),
 )
 PROCESSORS = (
     ProcessorPatch(
-        "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor",
-        ATTENTION,
-        LTXProcessor,
-        rms_why_not,
-        also=qk_always,
+        f"{_LTX}.LTXVideoAttnProcessor", ATTENTION, LTXProcessor, rms_why_not, also=qk_always
     ),
 )

@@ -140,12 +140,7 @@ class MochiProcessor(TwoStreamProcessor):
         cos, sin = (_table(angles) for angles in rotary)
         return super().normed(heads, norm, (cos, sin))
 
-    def _attended(
-        self,
-        heads: Heads,
-        text_heads: Heads,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
+    def _attended(self, heads: Heads, text_heads: Heads, mask: torch.Tensor) -> torch.Tensor:
         """Return (B, V + T, H * D), the video's tokens first, by the text's mask (B, T).
 
         Each sample attends to its own text alone, whose tokens come next; what its mask leaves out is zeros, last.

@@ -230,27 +230,14 @@ def _linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProce
     return SanaLinearProcessor(stock, fusion, attn)
 
 
+_SANA = "diffusers.models.transformers.sana_transformer"
 FORWARDS = (
-    ForwardPatch(
-        "diffusers.models.transformers.sana_transformer.SanaTransformerBlock",
-        "ada_norm",
-        block_forward,
-        wrapped_norm,
-    ),
-    ForwardPatch(
-        "diffusers.models.transformers.sana_transformer.GLUMBConv",
-        "silu_dwconv_glu",
-        feed_forward,
-        wrapped_depthwise,
-    ),
+    ForwardPatch(f"{_SANA}.SanaTransformerBlock", "ada_norm", block_forward, wrapped_norm),
+    ForwardPatch(f"{_SANA}.GLUMBConv", "silu_dwconv_glu", feed_forward, wrapped_depthwise),
 )
 PROCESSORS = (
     ProcessorPatch(
-        "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0",
-        ATTENTION,
-        SanaProcessor,
-        plain,
-        also=qk_if_normed,
+        f"{_SANA}.SanaAttnProcessor2_0", ATTENTION, SanaProcessor, plain, also=qk_if_normed
     ),
     ProcessorPatch(
         "diffusers.models.attention_processor.SanaLinearAttnProcessor2_0",

@@ -179,9 +179,7 @@ def spared(attn: Any, *normed: Recomputable) -> dict[str, tuple[Recomputable, ..
     return {"recomputable": normed} if takes else {}
 
 
-def each(
-    recomputable: tuple[Recomputable, ...],
-) -> tuple[Recomputable | None, Recomputable | None]:
+def each(recomputable: tuple[Recomputable, ...]) -> tuple[Recomputable | None, Recomputable | None]:
     """Return the image's and the text's, which are one in a joined block; None where the block runs its stock forward."""
     return (recomputable[0], recomputable[-1]) if recomputable else (None, None)
 

@@ -97,20 +97,10 @@ def _attention_why_not(attn: Any) -> str | None:
     return "it attends to an image too" if attn.add_k_proj is not None else rms_why_not(attn)
 
 
-FORWARDS = (
-    ForwardPatch(
-        "diffusers.models.transformers.transformer_wan.WanTransformerBlock",
-        "ada_norm",
-        block_forward,
-        _block_why_not,
-    ),
-)
+_WAN = "diffusers.models.transformers.transformer_wan"
+FORWARDS = (ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _block_why_not),)
 PROCESSORS = (
     ProcessorPatch(
-        "diffusers.models.transformers.transformer_wan.WanAttnProcessor",
-        ATTENTION,
-        WanProcessor,
-        _attention_why_not,
-        also=qk_always,
+        f"{_WAN}.WanAttnProcessor", ATTENTION, WanProcessor, _attention_why_not, also=qk_always
     ),
 )

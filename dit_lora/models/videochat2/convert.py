@@ -79,40 +79,6 @@ class Conversion:
         ]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Opened parts that a conversion puts together."""
-
-    llm: Path
-    files: Sequence[ReleasedFile]
-    tuned: bool
-    """True if a file of stage 3 or later is among them."""
-    kind: str
-    """Name of the language model's kind: `mistral`, `llama` or `phi`."""
-    text_config: PreTrainedConfig
-    tokenizer: Any
-    reader: Any
-    """Tokenizer of the Q-Former."""
-    notes: tuple[str, ...]
-
-    def model_config(self, overrides: Mapping[str, Any], legacy: bool | None) -> VideoChat2Config:
-        values = {
-            "prompt_format": PROMPT_FORMATS[self.kind],
-            "legacy": self.tuned if legacy is None else legacy,
-            "text_config": self.text_config,
-            **overrides,
-        }
-        qformer = {"vocab_size": len(self.reader), **overrides.get("qformer_config", {})}
-        return VideoChat2Config(**{**values, "qformer_config": qformer})
-
-    def write_rest(self, folder: Path) -> None:
-        """Write both tokenizers, and how the language model generates."""
-        self.tokenizer.save_pretrained(folder)
-        self.reader.save_pretrained(folder / QFORMER_TOKENIZER)
-        if (self.llm / GENERATION).is_file():
-            shutil.copyfile(self.llm / GENERATION, folder / GENERATION)
-
-
 def convert_videochat2(
     out: Path,
     *,
@@ -141,8 +107,14 @@ def convert_videochat2(
     does not exist.
     """
     _check_paths(out, llm, vision, stages, qformer_tokenizer)
-    parts = _open(llm, vision, stages, qformer_tokenizer)
-    ours = parts.model_config(config or {}, legacy)
+    released = [read_released(path) for path in stages]
+    files = [read_released(vision), *released] if vision else released
+    tokenizer, reader = _tokenizers(llm, qformer_tokenizer)
+    kind = _language_model(released)
+    text_config, notes = _text_config(llm, kind, tokenizer)
+    if legacy is None:
+        legacy = any(is_instruction_tuned(file.tensors) for file in released)
+    ours = _model_config(kind, legacy, text_config, len(reader), config or {})
     with torch.device("meta"):
         model = VideoChat2ForConditionalGeneration(ours)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -150,8 +122,7 @@ def convert_videochat2(
         # A tied head is the embedding, and is not stored.
         del expected["lm_head.weight"]
     blocks = len(model.model.vision_encoder.encoder.blocks)
-    use_text = ours.qformer_config["use_text"]
-    sources = collect(llm, parts.files, blocks=blocks, use_text=use_text)
+    sources = collect(llm, files, blocks=blocks, use_text=ours.qformer_config["use_text"])
     fresh = _draw_extra_queries(sources, expected, seed)
     check(sources, expected)
     adapter = _Adapter(sources, lora_alpha)
@@ -163,8 +134,8 @@ def convert_videochat2(
         _write_shards(folder, sources, list(expected), shard_bytes, progress)
         ours.architectures = [type(model).__name__]
         ours.save_pretrained(folder)
-        parts.write_rest(folder)
-    notes = (*parts.notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
+        _write_rest(folder, llm, tokenizer, reader)
+    notes = (*notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
     counts = Counter(sources.weights[name].file.name for name in expected)
     unused = {why: tuple(names) for why, names in sources.unused.items()}
     return Conversion(out, counts, unused, adapter.done, fresh, notes)
@@ -190,14 +161,13 @@ def _check_paths(
         raise DitLoraError(listed("cannot convert VideoChat2:", faults))
 
 
-def _open(llm: Path, vision: Path | None, stages: Sequence[Path], qformer: Path) -> _Parts:
-    released = [read_released(path) for path in stages]
-    files = [read_released(vision), *released] if vision else released
-    tokenizer, reader = _tokenizers(llm, qformer)
-    kind = _language_model(released)
-    text_config, notes = _text_config(llm, kind, tokenizer)
-    tuned = any(is_instruction_tuned(file.tensors) for file in released)
-    return _Parts(llm, files, tuned, kind, text_config, tokenizer, reader, notes)
+def _model_config(
+    kind: str, legacy: bool, text: PreTrainedConfig, words: int, overrides: Mapping[str, Any]
+) -> VideoChat2Config:
+    """Return the config of these parts, `words` being those of the Q-Former's tokenizer, with overrides."""
+    facts = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
+    qformer = {"vocab_size": words, **overrides.get("qformer_config", {})}
+    return VideoChat2Config(**{**facts, **overrides, "qformer_config": qformer})
 
 
 def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
@@ -318,6 +288,14 @@ class _Adapter:
             inference_mode=True,
         ).save_pretrained(str(folder))
         self.done = f"LoRA of {len(self.sources.lora)} layers kept in {ADAPTER}/ (alpha {self.alpha:g}, rank {self.rank})"
+
+
+def _write_rest(folder: Path, llm: Path, tokenizer: Any, reader: Any) -> None:
+    """Write both tokenizers, and how the language model generates."""
+    tokenizer.save_pretrained(folder)
+    reader.save_pretrained(folder / QFORMER_TOKENIZER)
+    if (llm / GENERATION).is_file():
+        shutil.copyfile(llm / GENERATION, folder / GENERATION)
 
 
 def _write_shards(

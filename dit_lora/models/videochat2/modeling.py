@@ -128,11 +128,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         whole = whole.to(pixels.dtype).unflatten(0, pixels.shape[:2])
         return torch.cat([views, whole[:, None]], dim=1)
 
-    def embed(
-        self,
-        input_ids: torch.Tensor,
-        features: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def embed(self, input_ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
         """Return embeddings (B, L, D) of tokens, with each row's features (B, V * Q, D) for its media tokens."""
         is_media = input_ids == self.config.media_token_id
         # The media token's id is outside the vocabulary, so any row is looked up in its place.

@@ -112,11 +112,7 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
     """Self-attention over queries and words, cross-attention of the queries, and a feed-forward for each of the two."""
 
     def __init__(
-        self,
-        config: dict[str, Any],
-        vision_width: int | None,
-        eps: float,
-        rate: float,
+        self, config: dict[str, Any], vision_width: int | None, eps: float, rate: float
     ) -> None:
         super().__init__()
         width, inner = config["hidden_size"], config["intermediate_size"]

@@ -54,7 +54,7 @@ def place(name: str) -> Place | None:
     """Return the place of a released tensor; None if its name is none of the model."""
     # The pattern of the language model matches LoRA's names too, so LoRA's goes first.
     if match := _LORA.fullmatch(name):
-        return Place(_within_llm(match[2]), "A" if match[3] == "A" else "B")
+        return Place(language_model_name(match[2]), "A" if match[3] == "A" else "B")
     if match := _PROJECTION.fullmatch(name):
         return Place(f"model.projection.{match[2]}")
     # PEFT 0.7 and later name an adapted weight base_layer.
@@ -69,8 +69,13 @@ def place(name: str) -> Place | None:
 
 
 def language_model_name(name: str) -> str:
-    """Return our name of a tensor of a causal language model that its own folder names so."""
-    return _within_llm(name)
+    """Return our name of a tensor of a causal language model that its own folder names so.
+
+    `model.layers.0...` is below `model.language_model` in ours; the output head stays on top.
+    """
+    if name.startswith("model."):
+        return f"model.language_model.{name.removeprefix('model.')}"
+    return name
 
 
 def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
@@ -159,13 +164,3 @@ def _refusal(path: Path) -> str:
         f"{path} holds {what}, and unpickling those may run any code, so it was not opened; where you trust it, "
         "save its weights alone: torch.save(torch.load(old, weights_only=False)['model'], new)"
     )
-
-
-def _within_llm(name: str) -> str:
-    """Return our name of a language model's tensor.
-
-    `model.layers.0...` is below `model.language_model` in ours; the output head stays on top.
-    """
-    if name.startswith("model."):
-        return f"model.language_model.{name.removeprefix('model.')}"
-    return name

@@ -11,8 +11,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, fusion_of
-from dit_lora.guard.block_parity import PASSES, Coverage, Learning, blocks_of
-from dit_lora.guard.parity import Difference, How, differences, first_difference
+from dit_lora.guard.block_parity import PASSES, Coverage, How, Learning, blocks_of
+from dit_lora.guard.parity import Difference, differences, first_difference
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.switches import COMPILE, Switch
 from dit_lora.numerics.streams import fold

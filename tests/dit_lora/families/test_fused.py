@@ -14,7 +14,8 @@ from torch import nn
 from dit_lora.adapters.diffusers_format import load_adapter, save_adapter
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.parity import How, first_difference
+from dit_lora.guard.block_parity import How
+from dit_lora.guard.parity import first_difference
 from dit_lora.guard.switches import model_switches
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.numerics.streams import Streams

@@ -14,7 +14,7 @@ from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.errors import DitLoraError
 from dit_lora.families.videochat2 import FAMILY
 from dit_lora.families.videochat2.checkpoint import VideoChat2Checkpoint
-from dit_lora.families.videochat2.tiny import VARIANTS, build_tiny
+from dit_lora.families.videochat2.tiny import VARIANTS
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
 from dit_lora.models.videochat2.vision import VideoChat2VisionEncoder, position_table
@@ -31,7 +31,7 @@ CONTROL = {
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoChat2Checkpoint]:
     root = tmp_path_factory.mktemp("videochat2")
     for variant in ("videochat2-mistral", "videochat2-vicuna", "videochat2-phi3"):
-        build_tiny(variant, root / variant, 0)
+        FAMILY.build_tiny(variant, root / variant, 0)
     paths = {VARIANTS[one.name]: one for one in root.iterdir()}
     return {
         name: FAMILY.open(ModelConfig(family="videochat2", path=str(path)))

@@ -1,0 +1,59 @@
+"""A tiny SANA-Video pipeline with random weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3DModel
+
+from dit_lora.families.sana.tiny import (
+    LATENT_CHANNELS,
+    TEXT_WIDTH,
+    flow_scheduler,
+    gemma_encoder,
+    gemma_tokenizer,
+)
+
+
+def build_tiny(_variant: str, out: Path) -> None:
+    """Write a SANA-Video-like pipeline with Wan's autoencoder, whose latents have a mean and a deviation each."""
+    tokenizer = gemma_tokenizer()
+    pipeline: Any = SanaVideoPipeline(
+        tokenizer=tokenizer,
+        text_encoder=gemma_encoder(len(tokenizer)),
+        vae=_wan_vae(),
+        transformer=SanaVideoTransformer3DModel(
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=TEXT_WIDTH,
+            sample_size=30,
+            rope_max_seq_len=64,
+        ),
+        scheduler=flow_scheduler(flow_shift=8.0),
+    )
+    pipeline.save_pretrained(out, safe_serialization=True)
+
+
+def _wan_vae() -> AutoencoderKLWan:
+    vae: Any = AutoencoderKLWan(
+        base_dim=4,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[-0.2, 0.3, 0.1, -0.4],
+        latents_std=[0.8, 1.3, 0.6, 1.1],
+    )
+    # A trained VAE's posterior is narrow and its latents are as wide as `latents_std` says.
+    head = vae.quant_conv
+    with torch.no_grad():
+        head.weight[:LATENT_CHANNELS] *= 5
+        head.weight[LATENT_CHANNELS:] *= 0.1
+        head.bias[LATENT_CHANNELS:] = -6.0
+    return vae.eval()
