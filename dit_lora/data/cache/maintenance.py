@@ -161,7 +161,7 @@ def stats(cache: TensorCache) -> Stats:
         for entry in header.entries if header else ():
             if entry.tombstone.exists():
                 total.dead += 1
-            elif header and entry.end > header.size:
+            elif not entry.is_whole:
                 total.torn += 1
             elif entry.key in seen:
                 total.duplicates += 1
@@ -251,7 +251,7 @@ class _Pruning:
             try:
                 headers[path] = read_header(path)
             except ShardError as error:
-                headers[path] = Header([], 0, 0, is_named=False)
+                headers[path] = Header([], (0, 0), is_named=False)
                 self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
             except OSError as error:
                 self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
@@ -260,7 +260,7 @@ class _Pruning:
         return headers
 
     def _stays(self, entry: Stored, header: Header) -> bool:
-        if entry.end > header.size:
+        if not entry.is_whole:
             self.done.torn += 1
         elif entry.tombstone.exists():
             self.done.dead += 1

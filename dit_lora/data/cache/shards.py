@@ -127,7 +127,7 @@ class Encoded:
         return cls(key, sample, facts, layout, parts, digest(layout, parts))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """An entry of a shard, as its header describes it."""
 
@@ -141,6 +141,8 @@ class Stored:
     """JSON of the sample and of the facts that this entry has alone."""
     shared: str
     """JSON of the facts that all entries of the shard share."""
+    is_whole: bool
+    """True if the file reached to the entry's end when the header was read."""
 
     @property
     def end(self) -> int:
@@ -165,9 +167,8 @@ class Header:
     """Contents of a shard, and the state of its file when they were read."""
 
     entries: list[Stored]
-    size: int
-    stamp: int
-    """Time of the file's last change, in nanoseconds."""
+    stamp: tuple[int, int]
+    """Size and time of the file's last change, in nanoseconds."""
     is_named: bool
     """True if the file's name is its header's digest."""
 
@@ -284,9 +285,11 @@ def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
             checksum = bytes.fromhex(line[:32])
         except (ValueError, KeyError, TypeError):
             continue
-        entries.append(Stored(path, key, 8 + length + start, layout, checksum, line[33:], shared))
+        start += 8 + length
+        is_whole = start + layout.nbytes <= state.st_size
+        entries.append(Stored(path, key, start, layout, checksum, line[33:], shared, is_whole))
     is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
-    return Header(entries, state.st_size, state.st_mtime_ns, is_named)
+    return Header(entries, (state.st_size, state.st_mtime_ns), is_named)
 
 
 def _by_entry(described: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
