@@ -18,12 +18,15 @@ import torch
 
 from dit_lora.data.cache.index import Index
 from dit_lora.data.cache.shards import (
+    DTYPE_NAMES,
     SUFFIX,
     Encoded,
+    Layout,
     OpenShard,
     ShardError,
     Spec,
     Stored,
+    digest,
     in_range,
     tombstone,
     write_shard,
@@ -56,12 +59,15 @@ def encoded(
     key: str, tensors: Mapping[str, torch.Tensor], *, sample: str, facts: Mapping[str, Any]
 ) -> Encoded:
     """Return an entry to be written, checked finite and in range; raises `CacheError` naming `sample`."""
-    entry = Encoded.of(key, tensors, sample, facts)
-    host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    # Wide types first, so that each tensor is aligned to its own width.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    host = {name: tensors[name].detach().cpu().contiguous() for name in names}
     if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
         bad = describe_all(host, MAX_ABS)
         raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
-    return entry
+    layout = Layout(tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items()))
+    parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
+    return Encoded(key, sample, facts, layout, parts, digest(layout, parts))
 
 
 class TensorCache:
@@ -223,13 +229,11 @@ class TensorCache:
                 break
             source = self._opened(entry.path)
             if source is not None:
+                data = source.read(entry)
                 # Digests are checked once a process: entries are read in every epoch.
-                if entry in self._checked:
-                    return entry.layout.split(source.view(entry.start, entry.layout)), True
-                data, checksum = source.read(entry.start, entry.layout)
-                if checksum == entry.digest:
+                if entry not in self._checked and entry.is_as_written(data):
                     self._checked.add(entry)
-                return entry.layout.split(data), checksum == entry.digest
+                return entry.layout.split(data), entry in self._checked
             entry = self._current_entry(key)
         raise ShardError("it is not there, or not all of it")
 

@@ -1,6 +1,5 @@
 """Upkeep of a cache: check every byte of it, count what is in it, and give back the space of what is not used."""
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from dit_lora.numerics.finite import describe_all, is_finite
 OnProgress = Callable[[int, int], None]
 """Callback that is given the number of shards looked at, and of all."""
 
-# Before there were shards, each entry was a file, in folders by the first two digits of its key.
-_OLD_FOLDER, _OLD_FILE = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{64}\.(safetensors|bad)")
 _GATE_SECONDS = 10.0
 _BAD = ("damaged", "non_finite", "out_of_range")
 
@@ -67,7 +64,7 @@ class Verified:
     set_aside: int = 0
     """Number of bad entries that were set aside now, so that the next start builds them anew."""
     leftovers: list[Path] = field(default_factory=list)
-    """Files of killed processes and of older versions; `prune` removes them."""
+    """Files of killed processes; `prune` removes them."""
 
 
 @dataclass
@@ -324,7 +321,7 @@ def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
 
     data = torch.empty(0, dtype=torch.uint8)
     try:
-        data, digest = OpenShard(entry.path).read(entry.start, entry.layout)
+        data = OpenShard(entry.path).read(entry)
     except OSError as error:
         return data, problem("unreadable", str(error))
     except ShardError as error:
@@ -335,7 +332,7 @@ def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
         finite = all(is_finite(tensor) for tensor in tensors.values())
         message = describe_all(tensors, MAX_ABS) or ""
         return data, problem("out_of_range" if finite else "non_finite", message)
-    if digest != entry.digest:
+    if not entry.is_as_written(data):
         return data, problem("damaged", "it is not what was written (digest differs)")
     return data, None
 
@@ -357,16 +354,9 @@ def _leftovers(cache: TensorCache) -> list[Path]:
         for path in root.glob(f"*{DEAD}")
         if not path.with_name(path.name.partition(".")[0] + SUFFIX).exists()
     ]
-    old = [
-        path
-        for folder in root.iterdir()
-        if _OLD_FOLDER.fullmatch(folder.name) and folder.is_dir()
-        for path in folder.iterdir()
-        if _OLD_FILE.fullmatch(path.name) or path.name.endswith(PARTIAL)
-    ]
     locks = unit_locks(cache)
     # Partial files and notes may belong to the units in work.
     if any(is_held(lock) for lock in locks):
-        return sorted([*orphans, *old])
+        return sorted(orphans)
     notes = (root / LOCKS).glob(f"*{FAILED}")
-    return sorted([*orphans, *old, *locks, *notes, *root.glob(f".*{PARTIAL}")])
+    return sorted([*orphans, *locks, *notes, *root.glob(f".*{PARTIAL}")])

@@ -71,7 +71,7 @@ def test_a_bad_value_is_reported_when_read(cache: TensorCache) -> None:
     spec = cache.spec(key)
     (entry,) = cache.entries()
     with entry.path.open("r+b") as file:
-        file.seek(entry.start + entry.layout.begin("mean"))
+        file.seek(entry.start + entry.layout.bounds["mean"][0])
         file.write(torch.full((2,), torch.nan).numpy().tobytes())
     back, fault = cache.read(key, spec)
     assert fault is not None
