@@ -1,7 +1,7 @@
 """Upkeep of a cache: check every byte of it, count what is in it, and give back the space of what is not used."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,10 +119,9 @@ def verify(
     """Read every entry and check digest, finiteness and range; with `set_aside`, mark those that are bad."""
     verified = Verified(leftovers=_leftovers(cache))
     paths = list(shards_in(cache.root))
-    for number, path in enumerate(paths):
+    for number, (path, header) in enumerate(_headers(paths, verified.problems)):
         on_progress(number, len(paths))
-        header = _header(path, verified.problems)
-        for entry in header.entries if header else ():
+        for entry in header.entries:
             if entry.tombstone.exists():
                 verified.dead += 1
                 continue
@@ -136,7 +135,7 @@ def verify(
             if set_aside and problem.kind in _BAD:
                 entry.tombstone.touch()
                 verified.set_aside += 1
-        if header and not header.is_named:
+        if not header.is_named:
             message = "its header is not what was written; entries may be missing from it"
             verified.problems.append(Problem("damaged", path, None, None, message))
     on_progress(len(paths), len(paths))
@@ -150,12 +149,10 @@ def stats(cache: TensorCache) -> Stats:
     total, seen = Stats(leftovers=len(_leftovers(cache))), set[str]()
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for path in shards_in(cache.root):
-        total.shards += 1
-        total.file_bytes += path.stat().st_size
-        header = _header(path, [])
-        total.unreadable += header is None
-        for entry in header.entries if header else ():
+    shards, problems = list(shards_in(cache.root)), list[Problem]()
+    total.shards, total.file_bytes = len(shards), sum(path.stat().st_size for path in shards)
+    for _, header in _headers(shards, problems):
+        for entry in header.entries:
             if entry.tombstone.exists():
                 total.dead += 1
             elif not entry.is_whole:
@@ -167,6 +164,7 @@ def stats(cache: TensorCache) -> Stats:
                 kind = _kind(entry)
                 kinds[kind] += 1
                 sizes[kind] += entry.layout.nbytes
+    total.unreadable = len(problems)
     total.entries, total.bytes = kinds.total(), sizes.total()
     total.kinds = {kind: (count, sizes[kind]) for kind, count in kinds.most_common()}
     return total
@@ -218,7 +216,9 @@ class _Pruning:
         self.written: set[Path] = set()
 
     def run(self, on_progress: OnProgress) -> Pruned:
-        headers = self._headers()
+        headers = dict(_headers(shards_in(self.cache.root), self.done.problems))
+        # Counted before any entry is judged: a copy is read only if there are others.
+        self.copies.update(entry.key for header in headers.values() for entry in header.entries)
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
             staying = [entry for entry in header.entries if self._stays(entry, header)]
@@ -240,21 +240,6 @@ class _Pruning:
             self.done.leftovers += 1
         on_progress(len(headers), len(headers))
         return self.done
-
-    def _headers(self) -> dict[Path, Header]:
-        """Read every shard's header; a damaged one has no entries, and a shard that cannot be opened is left alone."""
-        headers = {}
-        for path in shards_in(self.cache.root):
-            try:
-                headers[path] = read_header(path)
-            except ShardError as error:
-                headers[path] = Header([], (0, 0), is_named=False)
-                self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
-            except OSError as error:
-                self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
-        # Counted before any entry is judged: a copy is read only if there are others.
-        self.copies.update(entry.key for header in headers.values() for entry in header.entries)
-        return headers
 
     def _stays(self, entry: Stored, header: Header) -> bool:
         if not entry.is_whole:
@@ -305,12 +290,17 @@ class _Pruning:
         self.pending, self.sources = [], []
 
 
-def _header(path: Path, problems: list[Problem]) -> Header | None:
-    try:
-        return read_header(path)
-    except (OSError, ShardError) as error:
-        problems.append(Problem("unreadable", path, None, None, str(error)))
-        return None
+def _headers(shards: Iterable[Path], problems: list[Problem]) -> Iterator[tuple[Path, Header]]:
+    """Yield each shard's header; a damaged one has no entries, and a shard that cannot be opened is left out."""
+    for path in shards:
+        try:
+            header = read_header(path)
+        except (OSError, ShardError) as error:
+            problems.append(Problem("unreadable", path, None, None, str(error)))
+            if isinstance(error, OSError):
+                continue
+            header = Header([], (0, 0), is_named=True)
+        yield path, header
 
 
 def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
