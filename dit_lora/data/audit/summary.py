@@ -91,18 +91,12 @@ def as_json(
     return plain
 
 
-def write_json(
-    path: Path,
-    judged: Sequence[Judged],
-    *,
-    notes: Sequence[str] = (),
-    buckets: Mapping[str, Any] | None = None,
-    encoded: Mapping[str, Any] | None = None,
-) -> None:
-    """Write `as_json` in one rename, a sample a line."""
-    whole = as_json(judged, notes=notes, buckets=buckets, encoded=encoded)
-    samples = ",\n".join(_dumps(sample) for sample in whole.pop("samples"))
-    rest = "".join(f',\n"{name}": {_dumps(value)}' for name, value in whole.items())
+def write_json(path: Path, audit: Mapping[str, Any]) -> None:
+    """Write what `as_json` returned in one rename, a sample a line."""
+    samples = ",\n".join(_dumps(sample) for sample in audit["samples"])
+    rest = "".join(
+        f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples"
+    )
     write_whole(path, f'{{"samples": [\n{samples}\n]{rest}}}\n')
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from dit_lora.data.media.media import Media, MediaFile
+from dit_lora.data.media.media import Media, MediaFile, open_bytes
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
@@ -32,8 +32,7 @@ class Digests:
         entry = self._known.get(place)
         # An entry of the memo is the file's stamp and, last, the digest.
         if entry is None or entry[:-1] != stamp:
-            source = media.source()
-            with source.open("rb") if isinstance(source, Path) else source as stream:
+            with open_bytes(media) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             entry = self._known[place] = [*stamp, digest]
             self._changed = True
