@@ -6,7 +6,7 @@ strength it was trained with.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,19 @@ def save_adapter(
     if base:
         host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
         save_file(host, staged / BASE_FILE, metadata=metadata)
-    for name in (BASE_FILE, ADAPTER_FILE):
+    unstage(staged, out, (BASE_FILE, ADAPTER_FILE))
+    return out / ADAPTER_FILE
+
+
+def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
+    """Move these files from the folder `staged` to `out`; one that was not written is removed from `out`."""
+    for name in names:
         if (staged / name).exists():
             (staged / name).replace(out / name)
         else:
             # The file is an earlier run's.
             (out / name).unlink(missing_ok=True)
     staged.rmdir()
-    return out / ADAPTER_FILE
 
 
 def save_pipeline(

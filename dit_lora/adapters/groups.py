@@ -70,7 +70,7 @@ def parameter_groups(
             "name": group,
             "params": [parameters[name] for name in names],
             "param_names": names,
-            **_options(configs[group]),
+            **configs[group].model_dump(include={"lr", "weight_decay"}, exclude_none=True),
         }
         for group, names in members.items()
     ]
@@ -154,11 +154,6 @@ def _require_partition(
     left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
     if left_out:
         raise DitLoraError(listed("these trainable parameters are in no parameter group", left_out))
-
-
-def _options(group: GroupConfig) -> dict[str, Any]:
-    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-    return {"lr": group.lr, **decay}
 
 
 def _head(name: str) -> str:

@@ -5,8 +5,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dit_lora.data.audit.finding import VERDICTS, Finding, Judged
@@ -20,36 +22,28 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udff
 def merge(
     judged: Iterable[Judged],
     *parts: Mapping[str, Sequence[Finding]],
-    facts: Mapping[str, Mapping[str, Any]] | None = None,
+    facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Judged]:
     """Return each sample once, in the order given, with all parts' facts and findings, the worst ones first.
 
     A sample that only `parts` know is added at the end. What two parts say in the same words stays once.
     """
-    first: dict[str, Judged] = {}
-    findings: dict[str, list[Finding]] = {}
-    merged_facts: dict[str, dict[str, Any]] = {}
+    merged: dict[str, Judged] = {}
     for sample in judged:
-        earlier = first.setdefault(sample.file, sample)
-        if earlier.thumbnail is None and sample.thumbnail is not None:
-            first[sample.file] = sample
-        findings.setdefault(sample.file, []).extend(sample.findings)
-        merged_facts.setdefault(sample.file, {}).update(sample.facts)
+        earlier = merged.get(sample.file, Judged(sample.file))
+        merged[sample.file] = Judged(
+            sample.file,
+            (*earlier.findings, *sample.findings),
+            {**earlier.facts, **sample.facts},
+            sample.thumbnail if earlier.thumbnail is None else earlier.thumbnail,
+        )
     for part in parts:
         for file, new in part.items():
-            findings.setdefault(file, []).extend(new)
-    for file, more in (facts or {}).items():
-        if file in findings:
-            merged_facts.setdefault(file, {}).update(more)
-    return [
-        Judged(
-            file,
-            _worst_first(new),
-            merged_facts.get(file, {}),
-            first[file].thumbnail if file in first else None,
-        )
-        for file, new in findings.items()
-    ]
+            sample = merged.get(file, Judged(file))
+            merged[file] = replace(sample, findings=(*sample.findings, *new))
+    for file in merged.keys() & facts.keys():
+        merged[file] = replace(merged[file], facts={**merged[file].facts, **facts[file]})
+    return [replace(sample, findings=_worst_first(sample.findings)) for sample in merged.values()]
 
 
 def totals(judged: Sequence[Judged]) -> dict[str, Any]:

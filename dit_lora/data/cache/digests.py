@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from dit_lora.data.media.media import Media, MediaFile, open_bytes
@@ -19,12 +20,9 @@ class Digests:
         self._memo = memo
         self._known: dict[str, list] = {}
         self._changed = False
-        if memo.is_file():
-            try:
-                self._known = parse_json(memo.read_text(encoding="utf-8"))
-            except ValueError:
-                # A killed run tore the memo; digests are computed anew.
-                self._known = {}
+        # If a killed run tore the memo, digests are computed anew.
+        with suppress(FileNotFoundError, ValueError):
+            self._known = parse_json(memo.read_bytes())
 
     def media(self, media: Media) -> str:
         """Return the hex SHA-256 of the bytes of a video or image; raises `OSError`."""

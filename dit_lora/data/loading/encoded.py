@@ -173,9 +173,6 @@ class CachedClips(EncodedClips):
     videos: TensorCache
     texts: TensorCache
 
-    def token_problems(self, model: nn.Module) -> None:
-        """Return None: text reaches the model as embeddings."""
-
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         """Mark the bad entries of these samples, so that the next start encodes them anew; return the marks' paths."""
         wanted = {*samples}

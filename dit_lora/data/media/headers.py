@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,9 @@ class Headers:
     def __init__(self, memo: Path) -> None:
         self._memo = memo
         self._known: dict[str, tuple[list[int], dict[str, Any]]] = {}
-        if memo.is_file():
-            try:
-                stored = parse_json(memo.read_text(encoding="utf-8"))
-            except ValueError:
-                return  # torn by a killed run; headers are read anew
+        # If a killed run tore the memo, headers are read anew.
+        with suppress(FileNotFoundError, ValueError):
+            stored = parse_json(memo.read_bytes())
             if stored["version"] == _VERSION:
                 self._known = stored["headers"]
 
