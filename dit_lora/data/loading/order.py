@@ -74,11 +74,6 @@ class Order:
         self._lost: _Lost | None = None
         self._plan: tuple[int, np.ndarray] = (0, np.empty((0, self.group, 3), np.int64))
 
-    def at(self, position: int) -> tuple[int, int]:
-        """Return (epoch, index into `ids`) of a position; raises `DitLoraError` if no sample is left for it."""
-        draw = self.draw_at(position)
-        return draw.epoch, draw.sample
-
     def draw_at(self, position: int) -> Draw:
         """Return the draw at a position; raises `DitLoraError` if no sample is left for it."""
         step, place = divmod(position, self.group)

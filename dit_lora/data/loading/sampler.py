@@ -11,7 +11,6 @@ class OrderedDataset(Dataset):
     """Dataset that reads the sample at each position of a run."""
 
     order: Order
-    seed: int
 
 
 class PositionSampler(Sampler[list[int]]):

@@ -5,7 +5,7 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from dit_lora.errors import DitLoraError
 
@@ -153,7 +153,7 @@ def as_media(media: Media | Path) -> Media:
     return MediaFile(media) if isinstance(media, Path) else media
 
 
-def open_bytes(media: Media) -> BinaryIO:
+def open_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
     """Open a medium's bytes; raises `OSError`."""
     source = media.source()
     return source.open("rb") if isinstance(source, Path) else source
