@@ -53,7 +53,11 @@ def save_adapter(
     out.mkdir(parents=True, exist_ok=True)
     # Everything is written aside first, so that a failure leaves an earlier adapter whole.
     staged = out / ".staged"
-    config = {key: _plain(value) for key, value in adapter_config(transformer).items()}
+    # JSON has no sets, and equal adapters are to be equal files.
+    config = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in adapter_config(transformer).items()
+    }
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
     config["lora_dropout"] = 0.0
     lora_pipeline_class(pipeline_class).save_lora_weights(
@@ -198,8 +202,3 @@ def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
             # DiT's pipeline looks there for the null row.
             if "num_embeds_ada_norm" in model.config:
                 model.register_to_config(num_embeds_ada_norm=len(weight) - 1)
-
-
-def _plain(value: Any) -> Any:
-    """Return a set as a sorted list: JSON has no sets, and equal adapters are to be equal files."""
-    return sorted(value) if isinstance(value, set) else value

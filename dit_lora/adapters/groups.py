@@ -58,7 +58,7 @@ def parameter_groups(
         raise DitLoraError(
             listed(
                 f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below",
-                sorted({_head(name) for name in every}),
+                sorted({f"{name.partition('.')[0]}.*" for name in every}),
             )
         )
     parameters = dict(model.named_parameters())
@@ -154,7 +154,3 @@ def _require_partition(
     left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
     if left_out:
         raise DitLoraError(listed("these trainable parameters are in no parameter group", left_out))
-
-
-def _head(name: str) -> str:
-    return name.split(".")[0] + ".*"

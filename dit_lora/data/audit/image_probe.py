@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from dit_lora.data.audit.measure import SIDE, Pictures
 from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.opened import MOST_PIXELS, message_of, open_picture
-from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, image_size, read_image
+from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size, open_image
 
 THUMBNAIL = 320
 """Width of a thumbnail in pixels."""
@@ -38,7 +38,7 @@ def measure_image(
             return [_unopened(error)], facts, None
         try:
             facts |= _header(media)
-            pixels = read_image(media, facts["height"], facts["width"])
+            pixels = cover(open_image(media), 1.0, facts["height"], facts["width"])
         except DAMAGED as error:
             return [_undecoded(error)], facts, None
     alive()

@@ -69,7 +69,6 @@ def as_json(
 
     A number that is not finite becomes null, and what JSON does not know, such as a path, its text.
     """
-    more = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     samples = [
         {
             "file": sample.file,
@@ -80,8 +79,9 @@ def as_json(
         }
         for sample in judged
     ]
-    optional = {name: value for name, value in more.items() if value}
-    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **optional})
+    optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
+    given = {name: value for name, value in optional.items() if value}
+    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **given})
     return plain
 
 

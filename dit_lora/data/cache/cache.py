@@ -128,17 +128,6 @@ class TensorCache:
                 return self.spec(key)
         raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
 
-    def write(
-        self,
-        key: str,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        sample: str,
-        facts: Mapping[str, Any],
-    ) -> None:
-        """Check the tensors and write them as a shard of one entry; raises `CacheError` naming `sample`."""
-        self.write_all([encoded(key, tensors, sample=sample, facts=facts)])
-
     def write_all(self, entries: Sequence[Encoded]) -> None:
         """Write entries as one shard; raises a `DitLoraError` if the disk refuses."""
         try:

@@ -37,11 +37,6 @@ ORIENTATION = 0x0112
 """EXIF's tag of the orientation; values 5 to 8 turn the picture by a quarter."""
 
 
-def read_image(media: Media, height: int, width: int) -> np.ndarray:
-    """Return an image as uint8 (H, W, 3), upright, transparent parts white. Raises one of `DAMAGED`."""
-    return cover(open_image(media), 1.0, height, width)
-
-
 def open_image(media: Media) -> Image.Image:
     """Return the decoded picture in RGB, upright, transparent parts white. Raises one of `DAMAGED`."""
     with open_picture(media) as opened:

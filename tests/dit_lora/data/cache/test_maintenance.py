@@ -98,7 +98,7 @@ def test_values_that_a_digest_fits_are_checked_too(
 ) -> None:
     """As an encoder's of another version may have been, or of another program."""
     monkeypatch.setattr("dit_lora.data.cache.cache.in_range", lambda tensor, limit: True)
-    cache.write("b" * 64, {"x": torch.tensor([torch.inf])}, sample="b", facts={})
+    cache.write_all([encoded("b" * 64, {"x": torch.tensor([torch.inf])}, sample="b", facts={})])
     monkeypatch.undo()
     (problem,) = verify(cache).problems
     assert (problem.kind, problem.key) == ("non_finite", "b" * 64)
@@ -113,7 +113,7 @@ def test_a_changed_header_is_told(cache: TensorCache) -> None:
 
 def test_stats_count_what_is_there_and_what_is_dead(cache: TensorCache) -> None:
     mask = {"x": torch.zeros(2, 3, dtype=torch.bfloat16), "class": torch.tensor(1)}
-    cache.write("b" * 64, mask, sample="b", facts={})
+    cache.write_all([encoded("b" * 64, mask, sample="b", facts={})])
     write(cache, [3])  # again
     cache.set_aside(KEYS[5])
     (cache.root / "nonsense.safetensors").write_bytes(b"")

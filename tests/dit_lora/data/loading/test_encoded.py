@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dit_lora.config.data import VideoShape
-from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.cache.cache import TensorCache, encoded
 from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, collate, draw_number
 from dit_lora.data.loading.encoded import CachedClips, ClipDataset, Entry
 from dit_lora.data.loading.quarantine import LeftOut, Quarantine
@@ -23,11 +23,15 @@ from dit_lora.data.loading.sampler import PositionSampler
 @pytest.fixture
 def clips(tmp_path: Path) -> CachedClips:
     videos, texts = TensorCache(tmp_path / "v"), TensorCache(tmp_path / "t")
-    texts.write("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})
+    texts.write_all([encoded("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})])
     entries = []
     for k in range(5):
-        videos.write(f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={})
-        texts.write(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})
+        videos.write_all(
+            [encoded(f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={})]
+        )
+        texts.write_all(
+            [encoded(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})]
+        )
         entries.append(Entry(f"{k}.mp4", f"v{k}", f"t{k}"))
     return CachedClips(tuple(entries), "empty", videos, texts)
 
@@ -280,7 +284,7 @@ def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) 
 def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: CachedClips) -> None:
     for k in range(5):
         tensors = {"latent_mean": torch.full((2, 2), 100.0 + k)}
-        clips.videos.write(f"m{k}", tensors, sample="", facts={})
+        clips.videos.write_all([encoded(f"m{k}", tensors, sample="", facts={})])
     entries = tuple(replace(e, mirror_key=f"m{k}") for k, e in enumerate(clips.entries))
     dataset = of(replace(clips, entries=entries))
     shown = [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
@@ -304,7 +308,7 @@ def mixed(clips: CachedClips) -> CachedClips:
     """Three clips of one shape, and two with smaller latents of another."""
     for number in (1, 3):
         small = {"latent_mean": torch.full((1, 2), float(number))}
-        clips.videos.write(f"s{number}", small, sample="", facts={})
+        clips.videos.write_all([encoded(f"s{number}", small, sample="", facts={})])
     entries = [
         replace(entry, shape=SMALL, video_key=f"s{number}")
         if number in (1, 3)
