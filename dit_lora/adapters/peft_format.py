@@ -21,7 +21,6 @@ from dit_lora.adapters.diffusers_format import (
     PROVENANCE_KEY,
     Tensors,
     base_weights,
-    read_provenance,
     require_sound,
     unstage,
 )
@@ -85,11 +84,6 @@ def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
         for name, tensor in tensors.items():
             added[name].copy_(tensor)
     model.requires_grad_(False).eval()
-
-
-def read_chat_provenance(folder: Path) -> dict[str, Any]:
-    """Return what the run wrote into the headers; empty for an adapter that is not ours."""
-    return read_provenance(chat_adapter_file(folder))
 
 
 def chat_adapter_file(folder: Path) -> Path:

@@ -71,7 +71,12 @@ def fill(
     entries that are there or failed, whoever made them. Raises `DitLoraError` where the disk cannot be
     written; what was written stays.
     """
-    return _Filling(cache, jobs, load_encoder, launch, on_progress).run()
+    by_key: dict[str, Job] = {}
+    for job in jobs:
+        # Equal captions and equal files have equal keys.
+        by_key.setdefault(job.key, job)
+    name = xxhash.xxh3_64_hexdigest(launch.encode())
+    return _Filling(cache, by_key, functools.cache(load_encoder), name, on_progress).run()
 
 
 @contextmanager
@@ -115,28 +120,22 @@ def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
                 path.unlink(missing_ok=True)
 
 
+@dataclass
 class _Filling:
     """One call of `fill`."""
 
-    def __init__(
-        self,
-        cache: TensorCache,
-        jobs: Sequence[Job],
-        load_encoder: Callable[[], Any],
-        launch: str,
-        on_progress: Callable[[int, int], None],
-    ) -> None:
-        self.cache = cache
-        self.jobs: dict[str, Job] = {}
-        for job in jobs:
-            # Equal captions and equal files have equal keys.
-            self.jobs.setdefault(job.key, job)
-        self.load_encoder = functools.cache(load_encoder)
-        self.launch = xxhash.xxh3_64_hexdigest(launch.encode())
-        self.on_progress = on_progress
+    cache: TensorCache
+    jobs: Mapping[str, Job]
+    """Jobs by key."""
+    load_encoder: Callable[[], Any]
+    """Function that loads the encoder at its first call."""
+    launch: str
+    on_progress: Callable[[int, int], None]
+    filled: Filled = field(default_factory=Filled)
+
+    def __post_init__(self) -> None:
         self.lost = set(self.jobs)
         """Keys of entries that are neither there nor failed."""
-        self.filled = Filled()
 
     def run(self) -> Filled:
         self._look()

@@ -201,19 +201,19 @@ def prune(
     return result
 
 
+@dataclass
 class _Pruning:
     """One call of `prune`, within the gate."""
 
-    def __init__(self, cache: TensorCache, keep: set[str] | None) -> None:
-        self.cache = cache
-        self.keep = keep
-        self.done = Pruned()
-        self.copies: Counter[str] = Counter()
-        self.seen: set[str] = set()
-        self.pending: list[Encoded] = []
-        self.sources: list[Path] = []
-        """Shards that hold what is pending."""
-        self.written: set[Path] = set()
+    cache: TensorCache
+    keep: set[str] | None
+    done: Pruned = field(default_factory=Pruned)
+    copies: Counter[str] = field(default_factory=Counter)
+    seen: set[str] = field(default_factory=set)
+    pending: list[Encoded] = field(default_factory=list)
+    sources: list[Path] = field(default_factory=list)
+    """Shards that hold what is pending."""
+    written: set[Path] = field(default_factory=set)
 
     def run(self, on_progress: OnProgress) -> Pruned:
         headers = dict(_headers(shards_in(self.cache.root), self.done.problems))

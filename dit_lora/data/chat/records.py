@@ -142,20 +142,20 @@ def _read_qa(given: object, sample: Sample) -> None:
     sample.turns = tuple(turns)
 
 
+@dataclass
 class _Messages:
     """Reader of messages with roles, in order."""
 
-    def __init__(
-        self, sample: Sample, given: object, key: str, media: list[tuple[Kind, str]]
-    ) -> None:
-        self._sample, self._given, self._key = sample, given, key
-        self._media = media
-        self._places: list[int] = []
-        """Number of questions before each medium that has a place in the text."""
-        self._filled = 0
-        """Number of media that a part names itself."""
-        self._turns: list[Turn] = []
-        self._question: str | None = None
+    _sample: Sample
+    _given: object
+    _key: str
+    _media: list[tuple[Kind, str]]
+    _places: list[int] = field(default_factory=list)
+    """Number of questions before each medium that has a place in the text."""
+    _filled: int = 0
+    """Number of media that a part names itself."""
+    _turns: list[Turn] = field(default_factory=list)
+    _question: str | None = None
 
     def read(self, system: object) -> None:
         """Read the turns and the system text; a system message replaces the record's own."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -192,12 +192,10 @@ class ClipDataset(OrderedDataset):
         )
 
     def __getitem__(self, position: int) -> Batch:
-        picked = self.pick(position)
-        return self.clips.read(picked.entry, picked.text_key, picked.draw)
+        return self.clips.read(*self.pick(position))
 
 
-@dataclass(frozen=True)
-class Pick:
+class Pick(NamedTuple):
     """The sample that a run takes at one position."""
 
     entry: Entry

@@ -59,10 +59,9 @@ class Order:
         self.seed = seed
         self.quarantine = quarantine
         self.group = group
+        buckets = [None] * len(ids) if buckets is None else buckets
         numbers = {bucket: number for number, bucket in enumerate(dict.fromkeys(buckets or [None]))}
-        self._bucket = np.zeros(len(ids), np.int64)
-        if buckets is not None:
-            self._bucket[:] = [numbers[bucket] for bucket in buckets]
+        self._bucket = np.array([numbers[bucket] for bucket in buckets], np.int64)
         self.buckets = len(numbers)
         self._copies = _Copies.of(ids, times, seed)
         self._partial = np.flatnonzero(self._copies.share)

@@ -184,7 +184,7 @@ class LiveLoader:
 
     def _encode(self, sample: _Decoded) -> Batch:
         self.clips.videos.decoded[sample.video_key] = sample.pixels
-        return self.clips.read(sample.pick.entry, sample.pick.text_key, sample.pick.draw)
+        return self.clips.read(*sample.pick)
 
 
 def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:
