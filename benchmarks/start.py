@@ -19,9 +19,8 @@ from PIL import Image
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import TensorCache, encoded
-from dit_lora.data.loading.encoded import ClipDataset
 from dit_lora.data.loading.quarantine import Quarantine
-from dit_lora.data.loading.reading import build_loader
+from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
@@ -76,10 +75,18 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
         clips = precompute(session, checkpoint).clips
         planned = time.perf_counter()
         quarantine = Quarantine(Path(recipe.run.dir) / "quarantine.jsonl")
-        dataset = ClipDataset(clips, seed=0, caption_dropout=0.1, quarantine=quarantine)
         place = {"batch_size": 4, "accumulate": 1, "rank": 0, "ranks": 1}
         sampler = PositionSampler(start_step=0, steps=1, **place)
-        batch = next(iter(build_loader(dataset, sampler, workers=0, pin_memory=False)))
+        how = Reading(
+            sampler,
+            seed=0,
+            caption_dropout=0.1,
+            quarantine=quarantine,
+            workers=0,
+            prefetch=2,
+            pin_memory=False,
+        )
+        batch = next(iter(clips.loader(how)))
         done = time.perf_counter()
     assert len(batch.ids) == 4
     assert not batch.faults

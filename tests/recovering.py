@@ -114,7 +114,9 @@ class Guarded:
 
     def in_step(self, step: int) -> list[str]:
         """The samples of a step's two micro-batches."""
-        return [SAMPLES[self.recovery.order.at(p)[1]] for p in range(2 * step - 2, 2 * step)]
+        return [
+            SAMPLES[self.recovery.order.draw_at(p).sample] for p in range(2 * step - 2, 2 * step)
+        ]
 
     def trip(self, step: int, *verdicts: Verdict, kind: str = "non_finite_loss") -> int:
         """Let the step trip with these verdicts, one for each of its micro-batches."""

@@ -6,7 +6,7 @@ strength it was trained with.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,11 @@ def save_adapter(
     out.mkdir(parents=True, exist_ok=True)
     # Everything is written aside first, so that a failure leaves an earlier adapter whole.
     staged = out / ".staged"
-    config = {key: _plain(value) for key, value in adapter_config(transformer).items()}
+    # JSON has no sets, and equal adapters are to be equal files.
+    config = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in adapter_config(transformer).items()
+    }
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
     config["lora_dropout"] = 0.0
     lora_pipeline_class(pipeline_class).save_lora_weights(
@@ -68,14 +72,19 @@ def save_adapter(
     if base:
         host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
         save_file(host, staged / BASE_FILE, metadata=metadata)
-    for name in (BASE_FILE, ADAPTER_FILE):
+    unstage(staged, out, (BASE_FILE, ADAPTER_FILE))
+    return out / ADAPTER_FILE
+
+
+def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
+    """Move these files from the folder `staged` to `out`; one that was not written is removed from `out`."""
+    for name in names:
         if (staged / name).exists():
             (staged / name).replace(out / name)
         else:
             # The file is an earlier run's.
             (out / name).unlink(missing_ok=True)
     staged.rmdir()
-    return out / ADAPTER_FILE
 
 
 def save_pipeline(
@@ -193,8 +202,3 @@ def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
             # DiT's pipeline looks there for the null row.
             if "num_embeds_ada_norm" in model.config:
                 model.register_to_config(num_embeds_ada_norm=len(weight) - 1)
-
-
-def _plain(value: Any) -> Any:
-    """Return a set as a sorted list: JSON has no sets, and equal adapters are to be equal files."""
-    return sorted(value) if isinstance(value, set) else value

@@ -58,7 +58,7 @@ def parameter_groups(
         raise DitLoraError(
             listed(
                 f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below",
-                sorted({_head(name) for name in every}),
+                sorted({f"{name.partition('.')[0]}.*" for name in every}),
             )
         )
     parameters = dict(model.named_parameters())
@@ -70,7 +70,7 @@ def parameter_groups(
             "name": group,
             "params": [parameters[name] for name in names],
             "param_names": names,
-            **_options(configs[group]),
+            **configs[group].model_dump(include={"lr", "weight_decay"}, exclude_none=True),
         }
         for group, names in members.items()
     ]
@@ -154,12 +154,3 @@ def _require_partition(
     left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
     if left_out:
         raise DitLoraError(listed("these trainable parameters are in no parameter group", left_out))
-
-
-def _options(group: GroupConfig) -> dict[str, Any]:
-    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-    return {"lr": group.lr, **decay}
-
-
-def _head(name: str) -> str:
-    return name.split(".")[0] + ".*"

@@ -27,7 +27,7 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
 def adaptable(model: nn.Module) -> nn.Module:
     """Return the model, with `add_adapter`; Transformers' have one of their own."""
     if not isinstance(model, PeftAdapterMixin | PreTrainedModel):
-        model.__class__ = _adaptable_class(type(model))
+        model.__class__ = _composed(type(model), PeftAdapterMixin)
     return model
 
 
@@ -37,10 +37,6 @@ def lora_pipeline_class(pipeline_class: type) -> Any:
         return pipeline_class
     # This is the one of Diffusers' LoRA mixins that knows only of `transformer`.
     return _composed(pipeline_class, CogVideoXLoraLoaderMixin)
-
-
-def _adaptable_class(model_class: type) -> type:
-    return _composed(model_class, PeftAdapterMixin)
 
 
 def _composed(base: type, mixin: type) -> type:

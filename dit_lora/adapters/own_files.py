@@ -32,9 +32,10 @@ def own_files(folder: Path) -> list[str]:
         parts = [path for path in folder.iterdir() if _is_part(path)]
     for part in parts:
         candidates += [path for path in part.rglob("*") if _READ.fullmatch(path.name)]
-    files = sorted(path for path in candidates if path.is_file() and not _hidden(path, folder))
-    require_inside(folder, [*parts, *files])
-    return [path.relative_to(folder).as_posix() for path in files]
+    names = {path.relative_to(folder) for path in candidates if path.is_file()}
+    shown = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
+    require_inside(folder, [*parts, *(folder / name for name in shown)])
+    return [name.as_posix() for name in shown]
 
 
 def copy_own(base: Path, out: Path, wanted: Callable[[str], bool]) -> None:
@@ -79,7 +80,3 @@ def _is_part(path: Path) -> bool:
         and path.is_dir()
         and any(_READ.fullmatch(inner.name) for inner in path.iterdir())
     )
-
-
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)

@@ -21,8 +21,8 @@ from dit_lora.adapters.diffusers_format import (
     PROVENANCE_KEY,
     Tensors,
     base_weights,
-    read_provenance,
     require_sound,
+    unstage,
 )
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.numerics.dtensors import stock_class
@@ -58,13 +58,7 @@ def save_chat_adapter(
         if tensors:
             whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             save_file(whole, staged / file, metadata=metadata)
-    for file in (BASE_FILE, CHAT_ADAPTER_FILE, CONFIG_NAME):
-        if (staged / file).exists():
-            (staged / file).replace(out / file)
-        else:
-            # The file is an earlier run's.
-            (out / file).unlink(missing_ok=True)
-    staged.rmdir()
+    unstage(staged, out, (BASE_FILE, CHAT_ADAPTER_FILE, CONFIG_NAME))
     return chat_adapter_file(out)
 
 
@@ -90,11 +84,6 @@ def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
         for name, tensor in tensors.items():
             added[name].copy_(tensor)
     model.requires_grad_(False).eval()
-
-
-def read_chat_provenance(folder: Path) -> dict[str, Any]:
-    """Return what the run wrote into the headers; empty for an adapter that is not ours."""
-    return read_provenance(chat_adapter_file(folder))
 
 
 def chat_adapter_file(folder: Path) -> Path:

@@ -240,7 +240,7 @@ def audit(
 ) -> None:
     """Decode every clip and judge it, with its caption or class; exit 1 if training would refuse one."""
     from dit_lora.commands.audit import audit_target
-    from dit_lora.data.audit.summary import write_fix_list, write_json
+    from dit_lora.data.audit.summary import as_json, write_fix_list, write_json
     from dit_lora.report.audit.page import write_audit_page
 
     result = audit_target(target, overrides or [], encode=encode)
@@ -249,7 +249,8 @@ def audit(
     judged, notes, buckets, encoded = result.judged, result.notes, result.buckets, result.encoded
     try:
         if json_file:
-            write_json(json_file, judged, notes=notes, buckets=buckets, encoded=encoded)
+            whole = as_json(judged, notes=notes, buckets=buckets, encoded=encoded)
+            write_json(json_file, whole)
         if fix_list:
             write_fix_list(fix_list, judged)
     except OSError as error:

@@ -47,7 +47,7 @@ def overwrite(entry: Stored, name: str, first: int, values: torch.Tensor) -> Non
     """Put values into a tensor of an entry where it lies on the disk, from the element of number `first` on."""
     dtype = entry.layout.spec[name][1]
     with entry.path.open("r+b") as file:
-        file.seek(entry.start + entry.layout.begin(name) + first * dtype.itemsize)
+        file.seek(entry.start + entry.layout.bounds[name][0] + first * dtype.itemsize)
         file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
 
 

@@ -67,12 +67,9 @@ def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, s
         for row, alike in enumerate(differing <= most * moments):
             this = start + row
             for other in np.flatnonzero(alike[:this]).tolist():
-                difference = np.abs(colours[this] - colours[other]).max()
-                if _are_alike(differing[row, other] / moments, difference):
+                bits = differing[row, other] / moments
+                levels = np.abs(colours[this] - colours[other]).max()
+                if any(bits <= most_bits and levels <= high for most_bits, high in _ALIKE):
                     originals[files[this]] = files[other]
                     break
     return originals
-
-
-def _are_alike(bits: float, levels: float) -> bool:
-    return any(bits <= most_bits and levels <= most for most_bits, most in _ALIKE)

@@ -105,7 +105,8 @@ class Stats:
         if len(self.samples) < LEAST_SAMPLES:
             return
         rows = torch.frombuffer(self.rows, dtype=torch.float32).double()
-        top, means, stds = _split(rows.reshape(len(self.samples), -1))
+        top, channels = rows.reshape(len(self.samples), -1).tensor_split([1], dim=1)
+        means, stds = channels.chunk(2, dim=1)
         if self.kind == "logvar":
             parts = [
                 _Statistic("largest value", top, LEAST_LOGVAR),
@@ -233,12 +234,6 @@ def _by_channel(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
         return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1).T
     # C is the first of the last four dimensions: (K, C, F, H, W), (C, F, H, W) or (C, H, W).
     return tensor.movedim(max(0, tensor.ndim - 4), 0).flatten(1)
-
-
-def _split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the largest value, (samples, 1), and the means and standard deviations, each (samples, C)."""
-    channels = rows.shape[1] // 2
-    return rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
 
 
 def _median(values: torch.Tensor) -> torch.Tensor:

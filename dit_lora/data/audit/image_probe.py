@@ -3,23 +3,20 @@
 import io
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dit_lora.data.audit.measure import SIDE, Pictures
-from dit_lora.data.media.media import Media
-from dit_lora.data.media.opened import MOST_PIXELS, open_picture
-from dit_lora.data.media.pictures import DAMAGED, image_size, read_image
+from dit_lora.data.media.media import Media, open_bytes
+from dit_lora.data.media.opened import MOST_PIXELS, message_of, open_picture
+from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size, open_image
 
 THUMBNAIL = 320
 """Width of a thumbnail in pixels."""
 # Width of a thumbnail that shows one image alone.
 _EDGE = 160
-
-_ORIENTATION = 0x0112
 
 Failures = list[tuple[str, str]]
 """Codes and messages."""
@@ -41,7 +38,7 @@ def measure_image(
             return [_unopened(error)], facts, None
         try:
             facts |= _header(media)
-            pixels = read_image(media, facts["height"], facts["width"])
+            pixels = cover(open_image(media), 1.0, facts["height"], facts["width"])
         except DAMAGED as error:
             return [_undecoded(error)], facts, None
     alive()
@@ -81,7 +78,7 @@ def _header(media: Media) -> dict[str, Any]:
             "pixel_format": image.mode,
             "bits": _bits(media, image.mode),
             "pictures": int(getattr(image, "n_frames", 1)),
-            "orientation": image.getexif().get(_ORIENTATION, 1),
+            "orientation": image.getexif().get(ORIENTATION, 1),
             "alpha": image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
             or "transparency" in image.info,
         }
@@ -92,8 +89,7 @@ def _bits(media: Media, mode: str) -> int:
     """Return the bits of a level in the file; Pillow reads a PNG's 16 bits of colour as 8 (PNG, 11.2.1)."""
     if mode.startswith("I") or mode == "F":
         return 16
-    source = media.source()
-    with source.open("rb") if isinstance(source, Path) else source as stream:
+    with open_bytes(media) as stream:
         head = stream.read(25)
     # Byte 24 of a PNG is the bit depth of its IHDR.
     return head[24] if head.startswith(b"\x89PNG") else 8
@@ -104,16 +100,11 @@ def _unopened(error: Exception) -> tuple[str, str]:
         return "corrupt", f"its header promises more than {MOST_PIXELS} pixels, as a bomb does"
     if isinstance(error, UnidentifiedImageError):
         return "unreadable", "its header is damaged, or of an image format that is not known here"
-    return "unreadable", f"its header cannot be read: {_reason(error)}"
+    return "unreadable", f"its header cannot be read: {message_of(error)}"
 
 
 def _undecoded(error: Exception) -> tuple[str, str]:
-    reason = _reason(error)
+    reason = message_of(error)
     if "truncated" in reason.lower():
         return "truncated", f"the image ends early: {reason}"
     return "corrupt", f"it cannot be decoded: {reason}"
-
-
-def _reason(error: Exception) -> str:
-    strerror = error.strerror if isinstance(error, OSError) else None
-    return strerror or str(error) or type(error).__name__

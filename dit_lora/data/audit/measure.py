@@ -37,13 +37,8 @@ class Pictures:
         self._last: np.ndarray | None = None
         self._run: np.ndarray | None = None
         self._still: list[bool] = []
-        self._grey: list[np.ndarray] = []
-        self._colours: list[np.ndarray] = []
-        self._means: list[np.ndarray] = []
-        self._lit: list[np.ndarray] = []
-        self._changes: list[np.ndarray] = []
-        self._least = np.full(3, 255, np.uint8)
-        self._most = np.zeros(3, np.uint8)
+        self._batches: list[dict[str, np.ndarray]] = []
+        """Measures of some pictures at a time, by name."""
         self._levels = np.zeros(256, np.int64)
         self._contrasts: list[float] = []
 
@@ -68,19 +63,22 @@ class Pictures:
         self._waiting.clear()
         count = len(rgb)
         luma = rgb.astype(np.float32) @ _LUMA
-        self._means.append(luma.mean((1, 2)))
-        self._lit.append((luma > _BLACK_LEVEL).mean((1, 2)))
-        self._least = np.minimum(self._least, rgb.min((0, 1, 2)))
-        self._most = np.maximum(self._most, rgb.max((0, 1, 2)))
         half, cell = SIDE // 2, SIDE // GRID
-        self._grey.append(luma.reshape(count, half, 2, half, 2).mean((2, 4)).astype(np.uint8))
         blocks = rgb.reshape(count, GRID, cell, GRID, cell, 3).mean((2, 4))
-        self._colours.append(blocks.astype(np.uint8))
         # The first picture is compared with itself: its change is 0.
         before = rgb[:1] if self._last is None else self._last
         pairs = np.concatenate([before, rgb]).astype(np.int16)
-        differences = np.abs(np.diff(pairs, axis=0))
-        self._changes.append(differences.mean((1, 2, 3)))
+        self._batches.append(
+            {
+                "mean": luma.mean((1, 2)),
+                "lit": (luma > _BLACK_LEVEL).mean((1, 2)),
+                "least": rgb.min((1, 2)),
+                "most": rgb.max((1, 2)),
+                "grey": luma.reshape(count, half, 2, half, 2).mean((2, 4)).astype(np.uint8),
+                "colours": blocks.astype(np.uint8),
+                "change": np.abs(np.diff(pairs, axis=0)).mean((1, 2, 3)),
+            }
+        )
         self._last = rgb[-1:]
         self._still += [self._stands_still(picture) for picture in rgb.astype(np.int16)]
 
@@ -99,17 +97,20 @@ class Pictures:
     def facts(self, times: Sequence[float]) -> dict[str, Any]:
         """Return the measures; `times` are the pictures' seconds since the first, and the end of the last."""
         self._measure()
-        change = np.concatenate(self._changes)
-        grey = np.concatenate(self._grey)
-        black = 1 - np.concatenate(self._lit) >= _BLACK_SHARE
+        measured = {
+            name: np.concatenate([batch[name] for batch in self._batches])
+            for name in self._batches[0]
+        }
+        change, grey = measured["change"], measured["grey"]
+        black = 1 - measured["lit"] >= _BLACK_SHARE
         still = np.array(self._still)
         low, high = self._range()
-        signature = Signature.of(grey, np.concatenate(self._colours), times)
+        signature = Signature.of(grey, measured["colours"], times)
         return {
-            "luma_mean": round(float(np.concatenate(self._means).mean()), 1),
+            "luma_mean": round(float(measured["mean"].mean()), 1),
             "luma_min": low,
             "luma_max": high,
-            "levels": int(max(self._most.astype(int) - self._least)),
+            "levels": int(max(measured["most"].max(0).astype(int) - measured["least"].min(0))),
             "contrast": round(max(self._contrasts), 2),
             "motion": round(float(change[1:].mean()), 2) if len(change) > 1 else 0.0,
             "black_share": round(float(black.mean()), 4),

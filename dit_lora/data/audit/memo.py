@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,8 @@ from dit_lora.data.media.media import Media, is_image
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
+# A killed audit loses the work of so many seconds at most.
+_SAVED_EVERY = 20.0
 AUDIT_VERSION = 2
 """Version of the probes, raised when they would find or measure something else in the same bytes."""
 
@@ -24,6 +27,7 @@ class AuditMemo:
         self._path = path
         self._lines: dict[str, str] = {}
         self._changed = False
+        self._saved_at = time.monotonic()
         if path.is_file():
             # A torn last line, or one of another version, is left out.
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
@@ -40,23 +44,19 @@ class AuditMemo:
         return _probe(parse_json(line)) if line else None
 
     def put(self, media: Media, digest: str, found: Probe) -> None:
+        """Keep a probe, and write the memo now and then."""
         key = _key(media, digest)
         thumbnail = base64.b64encode(found.thumbnail).decode() if found.thumbnail else None
-        record = {
-            "key": key,
-            "faults": [asdict(fault) for fault in found.faults],
-            "facts": found.facts,
-            "thumbnail": thumbnail,
-            "broke": found.broke,
-        }
-        self._lines[key] = json.dumps(record)
+        self._lines[key] = json.dumps({"key": key, **asdict(found), "thumbnail": thumbnail})
         self._changed = True
+        if time.monotonic() - self._saved_at > _SAVED_EVERY:
+            self.save()
 
     def save(self) -> None:
         """Write the memo for the next run."""
         if self._changed:
             write_whole(self._path, "".join(f"{line}\n" for line in self._lines.values()))
-            self._changed = False
+            self._changed, self._saved_at = False, time.monotonic()
 
 
 def _key(media: Media, digest: str) -> str:

@@ -7,14 +7,13 @@ import errno
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dit_lora.data.audit.container import HEAD, foreign_kind, has_end, is_known, missing_bytes
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import measure_image
 from dit_lora.data.audit.video_probe import measure_video
-from dit_lora.data.media.media import VIDEO_SUFFIXES, Media, is_image, sniffed_suffix
+from dit_lora.data.media.media import VIDEO_SUFFIXES, Media, is_image, open_bytes, sniffed_suffix
 
 _NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 _GONE = ("there is no such file", "correct its name, or remove the entry")
@@ -40,7 +39,7 @@ def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
     try:
         if not media.exists():
             return _rejected("missing", *_GONE)
-        with _opened(media) as stream:
+        with open_bytes(media) as stream:
             size = stream.seek(0, io.SEEK_END)
             stream.seek(0)
             head = stream.read(HEAD)
@@ -75,11 +74,6 @@ def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
         remedy = f"rename it to {facts['content']}"
         faults = [Finding("unreadable", message, "reject", remedy)]
     return Probe(tuple(faults), facts, thumbnail)
-
-
-def _opened(media: Media) -> BinaryIO:
-    source = media.source()
-    return source.open("rb") if isinstance(source, Path) else source
 
 
 def _rejected(code: str, message: str, remedy: str = ANEW) -> Probe:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -21,9 +20,6 @@ from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip
-
-# A killed audit loses the work of so many seconds at most.
-_SAVED_EVERY = 20.0
 
 _Known = dict[Media, Probe]
 
@@ -45,24 +41,25 @@ def audit_media(
     on, and when it is interrupted. `workers` is the number of processes, by default one a core; `progress`
     shows a bar.
     """
-    digests = digests or _forgetful()
+    digests = digests or Digests(Path(os.devnull))
     media = list(dict.fromkeys(medium for clip in clips for medium in _media_of(clip)))
     hashed: dict[Media, str] = {}
     probes: _Known = {}
     bar = tqdm(
         total=len(media), desc="auditing", unit="file", disable=not progress, dynamic_ncols=True
     )
-    keeper = _Keeper(memo, hashed)
     try:
         with bar, closing(_probed(media, probes, hashed, memo, digests, workers)) as probed:
             for medium, probe in probed:
-                keeper.keep(medium, probe)
+                if memo is not None and medium in hashed:
+                    memo.put(medium, hashed[medium], probe)
                 probes[medium] = probe
                 # Probes that the memo had are put into `known` without being yielded.
                 bar.update(len(probes) - bar.n)
             bar.update(len(probes) - bar.n)
     finally:
-        keeper.save()
+        if memo is not None:
+            memo.save()
     return _judged(clips, probes, hashed, Wanted.of(data, shapes) if data else None)
 
 
@@ -83,26 +80,6 @@ def remembered(
             probes[medium] = probe
     known_clips = [clip for clip in clips if all(medium in probes for medium in _media_of(clip))]
     return _judged(known_clips, probes, hashed, Wanted.of(data, shapes) if data else None)
-
-
-class _Keeper:
-    """Puts new probes into the memo, and saves it now and then."""
-
-    def __init__(self, memo: AuditMemo | None, hashed: dict[Media, str]) -> None:
-        self._memo = memo
-        self._hashed = hashed
-        self._saved_at = time.monotonic()
-
-    def keep(self, media: Media, probe: Probe) -> None:
-        if self._memo is not None and media in self._hashed:
-            self._memo.put(media, self._hashed[media], probe)
-            if time.monotonic() - self._saved_at > _SAVED_EVERY:
-                self.save()
-
-    def save(self) -> None:
-        if self._memo is not None:
-            self._memo.save()
-            self._saved_at = time.monotonic()
 
 
 def _probed(
@@ -183,10 +160,6 @@ def _judge_clip(
 
 def _media_of(clip: Clip) -> list[Media]:
     return [clip.media, *([clip.image] if clip.image is not None else [])]
-
-
-def _forgetful() -> Digests:
-    return Digests(Path(os.devnull))
 
 
 def _cores() -> int:

@@ -16,13 +16,8 @@ _HASHED = 24  # pixels a side
 _BITS = 64
 
 
-def _cosines() -> np.ndarray:
-    """Return the rows 0 to 7 of a DCT-II, (8, 24)."""
-    k, x = np.arange(8)[:, None], np.arange(_HASHED)[None]
-    return np.cos(np.pi * k * (2 * x + 1) / (2 * _HASHED))
-
-
-_DCT = _cosines()
+# Rows 0 to 7 of a DCT-II, (8, 24).
+_DCT = np.cos(np.pi * np.arange(8)[:, None] * (2 * np.arange(_HASHED) + 1) / (2 * _HASHED))
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dit_lora.data.audit.finding import VERDICTS, Finding, Judged
@@ -20,36 +22,28 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udff
 def merge(
     judged: Iterable[Judged],
     *parts: Mapping[str, Sequence[Finding]],
-    facts: Mapping[str, Mapping[str, Any]] | None = None,
+    facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Judged]:
     """Return each sample once, in the order given, with all parts' facts and findings, the worst ones first.
 
     A sample that only `parts` know is added at the end. What two parts say in the same words stays once.
     """
-    first: dict[str, Judged] = {}
-    findings: dict[str, list[Finding]] = {}
-    merged_facts: dict[str, dict[str, Any]] = {}
+    merged: dict[str, Judged] = {}
     for sample in judged:
-        earlier = first.setdefault(sample.file, sample)
-        if earlier.thumbnail is None and sample.thumbnail is not None:
-            first[sample.file] = sample
-        findings.setdefault(sample.file, []).extend(sample.findings)
-        merged_facts.setdefault(sample.file, {}).update(sample.facts)
+        earlier = merged.get(sample.file, Judged(sample.file))
+        merged[sample.file] = Judged(
+            sample.file,
+            (*earlier.findings, *sample.findings),
+            {**earlier.facts, **sample.facts},
+            sample.thumbnail if earlier.thumbnail is None else earlier.thumbnail,
+        )
     for part in parts:
         for file, new in part.items():
-            findings.setdefault(file, []).extend(new)
-    for file, more in (facts or {}).items():
-        if file in findings:
-            merged_facts.setdefault(file, {}).update(more)
-    return [
-        Judged(
-            file,
-            _worst_first(new),
-            merged_facts.get(file, {}),
-            first[file].thumbnail if file in first else None,
-        )
-        for file, new in findings.items()
-    ]
+            sample = merged.get(file, Judged(file))
+            merged[file] = replace(sample, findings=(*sample.findings, *new))
+    for file in merged.keys() & facts.keys():
+        merged[file] = replace(merged[file], facts={**merged[file].facts, **facts[file]})
+    return [replace(sample, findings=_worst_first(sample.findings)) for sample in merged.values()]
 
 
 def totals(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -75,7 +69,6 @@ def as_json(
 
     A number that is not finite becomes null, and what JSON does not know, such as a path, its text.
     """
-    more = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     samples = [
         {
             "file": sample.file,
@@ -86,23 +79,18 @@ def as_json(
         }
         for sample in judged
     ]
-    optional = {name: value for name, value in more.items() if value}
-    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **optional})
+    optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
+    given = {name: value for name, value in optional.items() if value}
+    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **given})
     return plain
 
 
-def write_json(
-    path: Path,
-    judged: Sequence[Judged],
-    *,
-    notes: Sequence[str] = (),
-    buckets: Mapping[str, Any] | None = None,
-    encoded: Mapping[str, Any] | None = None,
-) -> None:
-    """Write `as_json` in one rename, a sample a line."""
-    whole = as_json(judged, notes=notes, buckets=buckets, encoded=encoded)
-    samples = ",\n".join(_dumps(sample) for sample in whole.pop("samples"))
-    rest = "".join(f',\n"{name}": {_dumps(value)}' for name, value in whole.items())
+def write_json(path: Path, audit: Mapping[str, Any]) -> None:
+    """Write what `as_json` returned in one rename, a sample a line."""
+    samples = ",\n".join(_dumps(sample) for sample in audit["samples"])
+    rest = "".join(
+        f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples"
+    )
     write_whole(path, f'{{"samples": [\n{samples}\n]{rest}}}\n')
 
 

@@ -12,7 +12,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
 from dit_lora.data.audit.measure import SIDE, Pictures
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.opened import FrameLimit, open_media, oversize
+from dit_lora.data.media.opened import FrameLimit, message_of, open_media, oversize
 
 _SAMPLES = 8
 """The most frames whose levels and thumbnails are kept: every n-th, and n doubles when there are as many."""
@@ -38,12 +38,13 @@ def measure_video(
     try:
         with open_media(media) as container:
             facts["container"] = container.format.name
-            stream = _video_stream(container)
-            if stream is None:
+            streams = _video_streams(container)
+            if not streams:
                 cover = bool(container.streams.video)
                 message = "its only picture is the sound's cover" if cover else "it has sound only"
                 fault = message if cover or container.streams.audio else "it has no video stream"
                 return [("no_video_stream", fault)], facts, None
+            stream = streams[0]
             if stream.codec_context is None:
                 return [("unreadable", "FFmpeg has no decoder for its video")], facts, None
             facts |= _header(container, stream)
@@ -55,7 +56,7 @@ def measure_video(
             )
             frames.decode(container, stream, alive)
     except _ERRORS as error:
-        return [("unreadable", f"it cannot be opened as a video: {_reason(error)}")], facts, None
+        return [("unreadable", f"it cannot be opened as a video: {message_of(error)}")], facts, None
     if not frames.times:
         failures = frames.failures or [("no_frames", "no frame comes out of it")]
         return failures, facts, None
@@ -63,10 +64,9 @@ def measure_video(
     return frames.failures, facts, frames.thumbnail()
 
 
-def _video_stream(container: av.container.InputContainer) -> av.VideoStream | None:
-    """Return the first video stream that is no cover picture."""
-    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
-    return streams[0] if streams else None
+def _video_streams(container: av.container.InputContainer) -> list[av.VideoStream]:
+    """Return the video streams that are no cover pictures."""
+    return [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
 
 
 def _header(container: av.container.InputContainer, stream: av.VideoStream) -> dict[str, Any]:
@@ -76,7 +76,6 @@ def _header(container: av.container.InputContainer, stream: av.VideoStream) -> d
     # With sound, a container's duration is that of its longest stream.
     elif container.duration and not container.streams.audio:
         seconds = container.duration / av.time_base
-    videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     return {
         "codec": stream.codec_context.name,
         "height": stream.height,
@@ -85,17 +84,11 @@ def _header(container: av.container.InputContainer, stream: av.VideoStream) -> d
         "header_seconds": seconds,
         "header_start": max(0.0, (container.start_time or 0) / av.time_base),
         "header_fps": float(stream.average_rate) if stream.average_rate else None,
-        "streams": len(videos),
+        "streams": len(_video_streams(container)),
         "pixel_aspect": float(stream.sample_aspect_ratio or 1),
         # VP8's and VP9's transparency in WebM is known from this tag only.
         "alpha": stream.metadata.get("alpha_mode") == "1",
     }
-
-
-def _reason(error: Exception) -> str:
-    """Return FFmpeg's or the system's message without its number."""
-    strerror = error.strerror if isinstance(error, av.error.FFmpegError | OSError) else None
-    return strerror or str(error) or type(error).__name__
 
 
 class _Frames:
@@ -147,7 +140,7 @@ class _Frames:
                 # A container that fails has no more packets, but a decoder may go on after an error.
                 packet = next(packets, None)
             except _ERRORS as error:
-                self._errors.append((len(self.times), _reason(error)))
+                self._errors.append((len(self.times), message_of(error)))
                 return
             alive()
             if packet is None:
@@ -155,7 +148,7 @@ class _Frames:
             try:
                 yield from packet.decode()
             except _ERRORS as error:
-                self._errors.append((len(self.times), _reason(error)))
+                self._errors.append((len(self.times), message_of(error)))
 
     def _take(self, frame: av.VideoFrame) -> None:
         number = len(self.times)

@@ -146,18 +146,13 @@ def _frames(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | Non
     asked = sorted({shape.frames for shape in buckets}, reverse=True)
     if source.is_image:
         return 1 if 1 in asked else None
-    sure = next((frames for frames in asked if _gives(source, 0.0, frames, fps)), None)
+    sure = next((frames for frames in asked if _count(source, 0.0, frames, fps) == frames), None)
     if sure is not None:
         return sure
     # Some files leave the last frame's time out of their length, so one frame more may be there:
     # decoding tells.
-    return asked[-1] if _gives(source, 0.0, asked[-1], fps, spare=1) else None
-
-
-def _gives(
-    source: VideoHeader, start: float, frames: int, fps: float | None, spare: float = 0
-) -> bool:
-    return _count(source, start, frames, fps, spare) == frames
+    least = asked[-1]
+    return least if _count(source, 0.0, least, fps, spare=1) == least else None
 
 
 def _count(
@@ -231,7 +226,7 @@ def _starts(source: VideoHeader, frames: int, data: DataConfig) -> tuple[float, 
     starts = [0.0]
     while data.windows == "all" or len(starts) < data.windows:
         start = len(starts) * stride
-        if not _gives(source, start, frames, data.fps):
+        if _count(source, start, frames, data.fps) < frames:
             break
         starts.append(start)
     return tuple(starts)

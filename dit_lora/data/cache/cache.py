@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ import torch
 
 from dit_lora.data.cache.index import Index
 from dit_lora.data.cache.shards import (
+    DTYPE_NAMES,
     SUFFIX,
     Encoded,
+    Layout,
     OpenShard,
     ShardError,
     Spec,
     Stored,
+    digest,
     in_range,
-    read_header,
-    shards_in,
     tombstone,
     write_shard,
 )
@@ -57,12 +59,15 @@ def encoded(
     key: str, tensors: Mapping[str, torch.Tensor], *, sample: str, facts: Mapping[str, Any]
 ) -> Encoded:
     """Return an entry to be written, checked finite and in range; raises `CacheError` naming `sample`."""
-    entry = Encoded.of(key, tensors, sample, facts)
-    host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    # Wide types first, so that each tensor is aligned to its own width.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    host = {name: tensors[name].detach().cpu().contiguous() for name in names}
     if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
         bad = describe_all(host, MAX_ABS)
         raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
-    return entry
+    layout = Layout(tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items()))
+    parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
+    return Encoded(key, sample, facts, layout, parts, digest(layout, parts))
 
 
 class TensorCache:
@@ -74,53 +79,47 @@ class TensorCache:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._known: Index | None = None
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._checked: set[tuple[int, int]] = set()
-        """Shard and start of entries whose digest was right; a shard that changed has a new number."""
+        self._open: OrderedDict[Path, OpenShard] = OrderedDict()
+        self._checked: set[Stored] = set()
+        """Entries whose digest was right; those of a shard that is read again are other objects."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Maps of files cannot be pickled; a worker opens its own.
         return {**self.__dict__, "_open": OrderedDict()}
 
-    @property
+    @cached_property
     def _index(self) -> Index:
-        if self._known is None:
-            self._known = Index(self.root)
-            self._known.refresh()
-        return self._known
+        index = Index(self.root)
+        index.refresh()
+        return index
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._index.entries)
 
     def refresh(self) -> None:
         """See what other processes wrote, set aside or removed."""
-        for shard in self._index.refresh():
-            self._open.pop(shard, None)
+        self._index.refresh()
 
     def path(self, key: str) -> Path:
         """Return the file that holds the entry; if none does, a path at which there is no file."""
-        row = self._row(key)
-        if row < 0:
-            return self.root / f"{key}{SUFFIX}"
-        return Path(self._index.path(self._index.row(row)[0]))
+        entry = self._entry(key)
+        return entry.path if entry else self.root / f"{key}{SUFFIX}"
 
     def is_whole(self, key: str) -> bool:
         """Return True if the entry is there with all its bytes; contents are checked by `read`."""
-        return self._current_row(key) >= 0
+        return self._current_entry(key) is not None
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Return the keys whose entry is not there, after a `refresh`."""
         self.refresh()
-        rows = self._index.find(keys)
-        return [key for key, row in zip(keys, rows, strict=True) if row < 0]
+        return [key for key in keys if key not in self._index.entries]
 
     def spec(self, key: str) -> Spec:
         """Return shapes and dtypes of an entry's tensors, from its header; raises `DitLoraError` if there is none."""
-        row = self._row(key)
-        if row < 0:
+        entry = self._entry(key)
+        if entry is None:
             raise DitLoraError(f"no entry {key} of the cache in {self.root} can be read")
-        return dict(self._index.row(row)[2].spec)
+        return dict(entry.layout.spec)
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
         """Return the spec of the first of these entries that can be read; raises `DitLoraError` if none can."""
@@ -128,17 +127,6 @@ class TensorCache:
             if self.is_whole(key):
                 return self.spec(key)
         raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
-
-    def write(
-        self,
-        key: str,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        sample: str,
-        facts: Mapping[str, Any],
-    ) -> None:
-        """Check the tensors and write them as a shard of one entry; raises `CacheError` naming `sample`."""
-        self.write_all([encoded(key, tensors, sample=sample, facts=facts)])
 
     def write_all(self, entries: Sequence[Encoded]) -> None:
         """Write entries as one shard; raises a `DitLoraError` if the disk refuses."""
@@ -150,8 +138,8 @@ class TensorCache:
                 f"cannot write the cache entry of {entries[0].sample}{others} in {self.root}: "
                 f"{error.strerror}; free space or set data.cache; entries already written are whole"
             ) from error
-        if self._known is not None:
-            self._reread(path.name)
+        if "_index" in self.__dict__:
+            self._index.refresh([path.name])
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """Return the tensors and what is wrong with them, in words, or None.
@@ -197,73 +185,56 @@ class TensorCache:
         return aside
 
     def entries(self) -> Iterator[Stored]:
-        """Yield every entry that `read` would give, with its sample and facts, from the headers."""
-        index = self._index
+        """Yield every entry that `read` would give, with its sample and facts, in the order of the shards' names."""
         self.refresh()
-        for path in shards_in(self.root):
-            try:
-                header = read_header(path)
-            except (OSError, ShardError):
-                continue
-            rows = index.find([entry.key for entry in header.entries])
-            for entry, row in zip(header.entries, rows, strict=True):
-                # Another shard may hold the copy of this key that is read.
-                if row >= 0 and index.path(index.row(row)[0]) == str(path):
-                    yield entry
+        yield from sorted(self._index.entries.values(), key=lambda entry: (entry.path, entry.start))
 
     def _place(self, key: str) -> str:
-        return f"{key[:16]} of {self.path(key)}" if self._row(key) >= 0 else f"{key} in {self.root}"
+        entry = self._entry(key)
+        return f"{key[:16]} of {entry.path}" if entry else f"{key} in {self.root}"
 
-    def _row(self, key: str) -> int:
-        """Return the entry's number in the index; -1 if it is not there."""
-        row = self._index.find_one(key)
+    def _entry(self, key: str) -> Stored | None:
+        entry = self._index.entries.get(key)
         # Another process may have written the entry since the last look.
-        if row < 0 and self._index.may_have_changed():
+        if entry is None and self._index.may_have_changed():
             self.refresh()
-            row = self._index.find_one(key)
-        return row
+            entry = self._index.entries.get(key)
+        return entry
 
-    def _current_row(self, key: str) -> int:
-        """Return the entry's number after a look at its shard's file, which may have been replaced or removed."""
-        row = self._row(key)
-        if row >= 0 and not self._index.is_as_read(self._index.row(row)[0]):
-            self._reread(self.path(key).name)
-            row = self._row(key)
-        return row
-
-    def _reread(self, name: str) -> None:
-        for number in self._index.refresh([name]):
-            self._open.pop(number, None)
+    def _current_entry(self, key: str) -> Stored | None:
+        """Return the entry after a look at its shard's file, which may have been replaced or removed."""
+        entry = self._entry(key)
+        if entry is not None and not self._index.is_as_read(entry.path):
+            self._index.refresh([entry.path.name])
+            entry = self._entry(key)
+        return entry
 
     def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
         """Return the tensors, and True if they are what was written; raises `OSError` or `ShardError`."""
-        row = self._row(key)
+        entry = self._entry(key)
         # A second try, for a shard that another process replaced or removed.
         for _ in range(2):
-            if row < 0:
+            if entry is None:
                 break
-            shard, start, layout, expected = self._index.row(row)
-            source = self._opened(shard)
+            source = self._opened(entry.path)
             if source is not None:
+                data = source.read(entry)
                 # Digests are checked once a process: entries are read in every epoch.
-                if (shard, start) in self._checked:
-                    return layout.split(source.view(start, layout)), True
-                data, digest = source.read(start, layout)
-                if digest == expected:
-                    self._checked.add((shard, start))
-                return layout.split(data), digest == expected
-            row = self._current_row(key)
+                if entry not in self._checked and entry.is_as_written(data):
+                    self._checked.add(entry)
+                return entry.layout.split(data), entry in self._checked
+            entry = self._current_entry(key)
         raise ShardError("it is not there, or not all of it")
 
-    def _opened(self, shard: int) -> OpenShard | None:
+    def _opened(self, shard: Path) -> OpenShard | None:
         """Return the shard's file; None if it is not the one of the index any more."""
         opened = self._open.pop(shard, None)
         if opened is None:
             try:
-                opened = OpenShard(self._index.path(shard))
+                opened = OpenShard(shard)
             except (FileNotFoundError, ShardError):
                 return None
-        if opened.stamp() != self._index.stamps[shard]:
+        if opened.stamp() != self._index.stamp(shard):
             return None
         self._open[shard] = opened
         # The shard just opened stays whatever its size.

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
-from dit_lora.data.media.media import Media, MediaFile
+from dit_lora.data.media.media import Media, MediaFile, open_bytes
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
@@ -19,12 +20,9 @@ class Digests:
         self._memo = memo
         self._known: dict[str, list] = {}
         self._changed = False
-        if memo.is_file():
-            try:
-                self._known = parse_json(memo.read_text(encoding="utf-8"))
-            except ValueError:
-                # A killed run tore the memo; digests are computed anew.
-                self._known = {}
+        # If a killed run tore the memo, digests are computed anew.
+        with suppress(FileNotFoundError, ValueError):
+            self._known = parse_json(memo.read_bytes())
 
     def media(self, media: Media) -> str:
         """Return the hex SHA-256 of the bytes of a video or image; raises `OSError`."""
@@ -32,8 +30,7 @@ class Digests:
         entry = self._known.get(place)
         # An entry of the memo is the file's stamp and, last, the digest.
         if entry is None or entry[:-1] != stamp:
-            source = media.source()
-            with source.open("rb") if isinstance(source, Path) else source as stream:
+            with open_bytes(media) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             entry = self._known[place] = [*stamp, digest]
             self._changed = True

@@ -5,9 +5,10 @@ is killed, looked at again under the lock, and written as a shard: whatever ends
 unit in work. A process that is done waits for the units of others and takes over what they leave.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,12 @@ def fill(
     entries that are there or failed, whoever made them. Raises `DitLoraError` where the disk cannot be
     written; what was written stays.
     """
-    return _Filling(cache, jobs, load_encoder, launch, on_progress).run()
+    by_key: dict[str, Job] = {}
+    for job in jobs:
+        # Equal captions and equal files have equal keys.
+        by_key.setdefault(job.key, job)
+    name = xxhash.xxh3_64_hexdigest(launch.encode())
+    return _Filling(cache, by_key, functools.cache(load_encoder), name, on_progress).run()
 
 
 @contextmanager
@@ -101,16 +107,12 @@ def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
     """Claim a unit until the end of the block; yields False if another process has it."""
     path = cache.root / LOCKS / f"{name}.lock"
     lock = FileLock(path, blocking=False)
-    with gate(cache):
-        try:
-            lock.acquire()
-            is_ours = True
-        except Timeout:
-            is_ours = False
+    with gate(cache), suppress(Timeout):
+        lock.acquire()
     try:
-        yield is_ours
+        yield lock.is_locked
     finally:
-        if is_ours:
+        if lock.is_locked:
             # A lock on a file that is already unlinked would keep nobody out, so nobody may open it
             # between the two.
             with gate(cache):
@@ -118,30 +120,22 @@ def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
                 path.unlink(missing_ok=True)
 
 
+@dataclass
 class _Filling:
     """One call of `fill`."""
 
-    def __init__(
-        self,
-        cache: TensorCache,
-        jobs: Sequence[Job],
-        load_encoder: Callable[[], Any],
-        launch: str,
-        on_progress: Callable[[int, int], None],
-    ) -> None:
-        self.cache = cache
-        self.jobs: dict[str, Job] = {}
-        for job in jobs:
-            # Equal captions and equal files have equal keys.
-            self.jobs.setdefault(job.key, job)
-        self.load_encoder = load_encoder
-        self.launch = xxhash.xxh3_64_hexdigest(launch.encode())
-        self.on_progress = on_progress
-        self.encoder: list[Any] = []
-        """The encoder, once it is loaded."""
+    cache: TensorCache
+    jobs: Mapping[str, Job]
+    """Jobs by key."""
+    load_encoder: Callable[[], Any]
+    """Function that loads the encoder at its first call."""
+    launch: str
+    on_progress: Callable[[int, int], None]
+    filled: Filled = field(default_factory=Filled)
+
+    def __post_init__(self) -> None:
         self.lost = set(self.jobs)
         """Keys of entries that are neither there nor failed."""
-        self.filled = Filled()
 
     def run(self) -> Filled:
         self._look()
@@ -186,7 +180,8 @@ class _Filling:
         try:
             for job in jobs:
                 try:
-                    entries.append(self._encode(job))
+                    tensors = job.make(self.load_encoder())
+                    entries.append(encoded(job.key, tensors, sample=job.sample, facts=job.facts))
                 except (ClipError, CacheError) as error:
                     # The launch's other processes read the note and do not try again.
                     note = self.cache.root / LOCKS / f"{self.launch}.{job.key}{FAILED}"
@@ -199,12 +194,6 @@ class _Filling:
         finally:
             self._write(entries)
             self._tell()
-
-    def _encode(self, job: Job) -> Encoded:
-        if not self.encoder:
-            self.encoder.append(self.load_encoder())
-        tensors = job.make(self.encoder[0])
-        return encoded(job.key, tensors, sample=job.sample, facts=job.facts)
 
     def _write(self, entries: list[Encoded]) -> None:
         """Write the entries and clear the list, also if the disk refuses."""

@@ -1,8 +1,7 @@
 """Upkeep of a cache: check every byte of it, count what is in it, and give back the space of what is not used."""
 
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,8 +30,6 @@ from dit_lora.numerics.finite import describe_all, is_finite
 OnProgress = Callable[[int, int], None]
 """Callback that is given the number of shards looked at, and of all."""
 
-# Before there were shards, each entry was a file, in folders by the first two digits of its key.
-_OLD_FOLDER, _OLD_FILE = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{64}\.(safetensors|bad)")
 _GATE_SECONDS = 10.0
 _BAD = ("damaged", "non_finite", "out_of_range")
 
@@ -67,7 +64,7 @@ class Verified:
     set_aside: int = 0
     """Number of bad entries that were set aside now, so that the next start builds them anew."""
     leftovers: list[Path] = field(default_factory=list)
-    """Files of killed processes and of older versions; `prune` removes them."""
+    """Files of killed processes; `prune` removes them."""
 
 
 @dataclass
@@ -122,10 +119,9 @@ def verify(
     """Read every entry and check digest, finiteness and range; with `set_aside`, mark those that are bad."""
     verified = Verified(leftovers=_leftovers(cache))
     paths = list(shards_in(cache.root))
-    for number, path in enumerate(paths):
+    for number, (path, header) in enumerate(_headers(paths, verified.problems)):
         on_progress(number, len(paths))
-        header = _header(path, verified.problems)
-        for entry in header.entries if header else ():
+        for entry in header.entries:
             if entry.tombstone.exists():
                 verified.dead += 1
                 continue
@@ -139,7 +135,7 @@ def verify(
             if set_aside and problem.kind in _BAD:
                 entry.tombstone.touch()
                 verified.set_aside += 1
-        if header and not header.is_named:
+        if not header.is_named:
             message = "its header is not what was written; entries may be missing from it"
             verified.problems.append(Problem("damaged", path, None, None, message))
     on_progress(len(paths), len(paths))
@@ -153,15 +149,13 @@ def stats(cache: TensorCache) -> Stats:
     total, seen = Stats(leftovers=len(_leftovers(cache))), set[str]()
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for path in shards_in(cache.root):
-        total.shards += 1
-        total.file_bytes += path.stat().st_size
-        header = _header(path, [])
-        total.unreadable += header is None
-        for entry in header.entries if header else ():
+    shards, problems = list(shards_in(cache.root)), list[Problem]()
+    total.shards, total.file_bytes = len(shards), sum(path.stat().st_size for path in shards)
+    for _, header in _headers(shards, problems):
+        for entry in header.entries:
             if entry.tombstone.exists():
                 total.dead += 1
-            elif header and entry.end > header.size:
+            elif not entry.is_whole:
                 total.torn += 1
             elif entry.key in seen:
                 total.duplicates += 1
@@ -170,6 +164,7 @@ def stats(cache: TensorCache) -> Stats:
                 kind = _kind(entry)
                 kinds[kind] += 1
                 sizes[kind] += entry.layout.nbytes
+    total.unreadable = len(problems)
     total.entries, total.bytes = kinds.total(), sizes.total()
     total.kinds = {kind: (count, sizes[kind]) for kind, count in kinds.most_common()}
     return total
@@ -206,22 +201,24 @@ def prune(
     return result
 
 
+@dataclass
 class _Pruning:
     """One call of `prune`, within the gate."""
 
-    def __init__(self, cache: TensorCache, keep: set[str] | None) -> None:
-        self.cache = cache
-        self.keep = keep
-        self.done = Pruned()
-        self.copies: Counter[str] = Counter()
-        self.seen: set[str] = set()
-        self.pending: list[Encoded] = []
-        self.sources: list[Path] = []
-        """Shards that hold what is pending."""
-        self.written: set[Path] = set()
+    cache: TensorCache
+    keep: set[str] | None
+    done: Pruned = field(default_factory=Pruned)
+    copies: Counter[str] = field(default_factory=Counter)
+    seen: set[str] = field(default_factory=set)
+    pending: list[Encoded] = field(default_factory=list)
+    sources: list[Path] = field(default_factory=list)
+    """Shards that hold what is pending."""
+    written: set[Path] = field(default_factory=set)
 
     def run(self, on_progress: OnProgress) -> Pruned:
-        headers = self._headers()
+        headers = dict(_headers(shards_in(self.cache.root), self.done.problems))
+        # Counted before any entry is judged: a copy is read only if there are others.
+        self.copies.update(entry.key for header in headers.values() for entry in header.entries)
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
             staying = [entry for entry in header.entries if self._stays(entry, header)]
@@ -244,23 +241,8 @@ class _Pruning:
         on_progress(len(headers), len(headers))
         return self.done
 
-    def _headers(self) -> dict[Path, Header]:
-        """Read every shard's header; a damaged one has no entries, and a shard that cannot be opened is left alone."""
-        headers = {}
-        for path in shards_in(self.cache.root):
-            try:
-                headers[path] = read_header(path)
-            except ShardError as error:
-                headers[path] = Header([], 0, 0, is_named=False)
-                self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
-            except OSError as error:
-                self.done.problems.append(Problem("unreadable", path, None, None, str(error)))
-        # Counted before any entry is judged: a copy is read only if there are others.
-        self.copies.update(entry.key for header in headers.values() for entry in header.entries)
-        return headers
-
     def _stays(self, entry: Stored, header: Header) -> bool:
-        if entry.end > header.size:
+        if not entry.is_whole:
             self.done.torn += 1
         elif entry.tombstone.exists():
             self.done.dead += 1
@@ -308,12 +290,17 @@ class _Pruning:
         self.pending, self.sources = [], []
 
 
-def _header(path: Path, problems: list[Problem]) -> Header | None:
-    try:
-        return read_header(path)
-    except (OSError, ShardError) as error:
-        problems.append(Problem("unreadable", path, None, None, str(error)))
-        return None
+def _headers(shards: Iterable[Path], problems: list[Problem]) -> Iterator[tuple[Path, Header]]:
+    """Yield each shard's header; a damaged one has no entries, and a shard that cannot be opened is left out."""
+    for path in shards:
+        try:
+            header = read_header(path)
+        except (OSError, ShardError) as error:
+            problems.append(Problem("unreadable", path, None, None, str(error)))
+            if isinstance(error, OSError):
+                continue
+            header = Header([], (0, 0), is_named=True)
+        yield path, header
 
 
 def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
@@ -324,7 +311,7 @@ def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
 
     data = torch.empty(0, dtype=torch.uint8)
     try:
-        data, digest = OpenShard(entry.path).read(entry.start, entry.layout)
+        data = OpenShard(entry.path).read(entry)
     except OSError as error:
         return data, problem("unreadable", str(error))
     except ShardError as error:
@@ -335,7 +322,7 @@ def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
         finite = all(is_finite(tensor) for tensor in tensors.values())
         message = describe_all(tensors, MAX_ABS) or ""
         return data, problem("out_of_range" if finite else "non_finite", message)
-    if digest != entry.digest:
+    if not entry.is_as_written(data):
         return data, problem("damaged", "it is not what was written (digest differs)")
     return data, None
 
@@ -357,16 +344,9 @@ def _leftovers(cache: TensorCache) -> list[Path]:
         for path in root.glob(f"*{DEAD}")
         if not path.with_name(path.name.partition(".")[0] + SUFFIX).exists()
     ]
-    old = [
-        path
-        for folder in root.iterdir()
-        if _OLD_FOLDER.fullmatch(folder.name) and folder.is_dir()
-        for path in folder.iterdir()
-        if _OLD_FILE.fullmatch(path.name) or path.name.endswith(PARTIAL)
-    ]
     locks = unit_locks(cache)
     # Partial files and notes may belong to the units in work.
     if any(is_held(lock) for lock in locks):
-        return sorted([*orphans, *old])
+        return sorted(orphans)
     notes = (root / LOCKS).glob(f"*{FAILED}")
-    return sorted([*orphans, *old, *locks, *notes, *root.glob(f".*{PARTIAL}")])
+    return sorted([*orphans, *locks, *notes, *root.glob(f".*{PARTIAL}")])

@@ -4,6 +4,7 @@ A PNG's compressed stream may end after some rows, and a JPEG's coded data befor
 For every other format that is read, Pillow itself raises.
 """
 
+import io
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -50,33 +51,29 @@ def _png_lacks(stream: BinaryIO) -> int:
     width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
     bits = header[8] * _SAMPLES[header[9]]
     passes = _ADAM7 if header[12] else ((0, 0, 1, 1),)
-    left = 0
+    size = 0
     for column, row, across, down in passes:
         # -(-a // b) rounds up; each row that has pixels begins with a byte for its filter.
         columns, rows = -(-max(0, width - column) // across), -(-max(0, height - row) // down)
-        left += rows * (1 + -(-columns * bits // 8)) if columns else 0
-    for size in _decompressed(stream):
-        left -= size
-        if left <= 0:
-            return 0
-    return left
-
-
-def _decompressed(stream: BinaryIO) -> Iterator[int]:
-    """Yield the lengths of the pieces that the IDAT chunks decompress to."""
+        size += rows * (1 + -(-columns * bits // 8)) if columns else 0
     inflate = zlib.decompressobj()
+    for data in _image_data(stream):
+        while data and size > 0 and not inflate.eof:
+            size -= len(inflate.decompress(data, _PIECE))
+            data = inflate.unconsumed_tail
+    return max(0, size)
+
+
+def _image_data(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the contents of the IDAT chunks."""
     stream.seek(_PNG_START)
     while len(head := stream.read(8)) == 8 and head[4:] != b"IEND":
-        length, name = int.from_bytes(head[:4]), head[4:]
-        # A chunk is length, name, data and a CRC of 4 bytes; the length counts the data alone.
-        end = stream.tell() + length + 4
-        while name == b"IDAT" and length and not inflate.eof:
-            data = stream.read(min(length, _PIECE))
-            length = length - len(data) if data else 0
-            while data and not inflate.eof:
-                yield len(inflate.decompress(data, _PIECE))
-                data = inflate.unconsumed_tail
-        stream.seek(end)
+        length = int.from_bytes(head[:4])
+        if head[4:] == b"IDAT":
+            yield stream.read(length)
+        else:
+            stream.seek(length, io.SEEK_CUR)
+        stream.seek(4, io.SEEK_CUR)  # the CRC
 
 
 def _may_lack(image: Image.Image) -> bool:

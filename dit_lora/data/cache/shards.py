@@ -39,10 +39,8 @@ _DTYPES = {  # by safetensors' names
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FACTS = "facts"
-# Number of values that are checked at a time: they stay in a core's cache.
-_PIECE = 2**18
 # Target of reads whose bytes are not looked at.
 _SPARE = memoryview(bytearray(2**20))
 # Entries that start at multiples of the widest type are used where they are.
@@ -63,17 +61,18 @@ class Layout:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """End of each tensor, in bytes from the entry's start."""
-        ends, end = [], 0
-        for _, dtype, shape in self.tensors:
-            end += prod(shape) * _DTYPES[dtype].itemsize
-            ends.append(end)
-        return tuple(ends)
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """Begin and end of each tensor by name, in bytes from the entry's start."""
+        bounds, begin = {}, 0
+        for name, dtype, shape in self.tensors:
+            end = begin + prod(shape) * _DTYPES[dtype].itemsize
+            bounds[name] = (begin, end)
+            begin = end
+        return bounds
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return max((end for _, end in self.bounds.values()), default=0)
 
     @cached_property
     def text(self) -> bytes:
@@ -84,18 +83,12 @@ class Layout:
     def spec(self) -> Spec:
         return {name: (torch.Size(shape), _DTYPES[dtype]) for name, dtype, shape in self.tensors}
 
-    def begin(self, name: str) -> int:
-        """Return where a tensor begins, in bytes from the entry's start."""
-        number = [tensor for tensor, _, _ in self.tensors].index(name)
-        return self.ends[number - 1] if number else 0
-
     def split(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors as views of an entry's bytes."""
-        tensors, begin = {}, 0
-        for (name, (shape, dtype)), end in zip(self.spec.items(), self.ends, strict=True):
-            tensors[name] = data[begin:end].view(dtype).view(shape)
-            begin = end
-        return tensors
+        return {
+            name: data[slice(*self.bounds[name])].view(dtype).view(shape)
+            for name, (shape, dtype) in self.spec.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -110,24 +103,8 @@ class Encoded:
     """Bytes of the tensors, in the layout's order."""
     digest: bytes
 
-    @classmethod
-    def of(
-        cls, key: str, tensors: Mapping[str, torch.Tensor], sample: str, facts: Mapping[str, Any]
-    ) -> "Encoded":
-        # Wide types first, so that each tensor is aligned to its own width.
-        names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-        host = [tensors[name].detach().cpu().contiguous() for name in names]
-        layout = Layout(
-            tuple(
-                (name, _NAMES[tensor.dtype], tuple(tensor.shape))
-                for name, tensor in zip(names, host, strict=True)
-            )
-        )
-        parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host]
-        return cls(key, sample, facts, layout, parts, digest(layout, parts))
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """An entry of a shard, as its header describes it."""
 
@@ -141,6 +118,8 @@ class Stored:
     """JSON of the sample and of the facts that this entry has alone."""
     shared: str
     """JSON of the facts that all entries of the shard share."""
+    is_whole: bool
+    """True if the file reached to the entry's end when the header was read."""
 
     @property
     def end(self) -> int:
@@ -154,6 +133,10 @@ class Stored:
     def facts(self) -> dict[str, Any]:
         return parse_json(self.shared) | parse_json(self.line)[1]
 
+    def is_as_written(self, data: torch.Tensor) -> bool:
+        """Return True if the digest of the entry's bytes is that of when they were written."""
+        return digest(self.layout, [data.numpy()]) == self.digest
+
     @property
     def tombstone(self) -> Path:
         """Path of the empty file that says that this entry is not to be used."""
@@ -165,9 +148,8 @@ class Header:
     """Contents of a shard, and the state of its file when they were read."""
 
     entries: list[Stored]
-    size: int
-    stamp: int
-    """Time of the file's last change, in nanoseconds."""
+    stamp: tuple[int, int]
+    """Size and time of the file's last change, in nanoseconds."""
     is_named: bool
     """True if the file's name is its header's digest."""
 
@@ -217,8 +199,6 @@ def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
 
 def _sync_folder(folder: Path) -> None:
     """Put the folder's names on the disk; fsync of a file writes its contents only."""
-    if os.name != "posix":
-        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -241,15 +221,13 @@ def _header(entries: Sequence[Encoded]) -> bytes:
         unshared = {name: value for name, value in entry.facts.items() if name not in shared}
         line = json.dumps([entry.sample, unshared], sort_keys=True)
         metadata[entry.key] = f"{entry.digest.hex()} {line}"
-        begin = start
-        for (name, dtype, shape), end in zip(entry.layout.tensors, entry.layout.ends, strict=True):
-            offsets = [begin, start + end]
+        for name, dtype, shape in entry.layout.tensors:
+            begin, end = entry.layout.bounds[name]
             described[f"{entry.key}/{name}"] = {
                 "dtype": dtype,
                 "shape": shape,
-                "data_offsets": offsets,
+                "data_offsets": [start + begin, start + end],
             }
-            begin = start + end
         start += entry.layout.nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
     # Padded to 8 bytes, as safetensors does.
@@ -272,7 +250,11 @@ def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
     try:
         described = parse_json(text)
         metadata = described.pop("__metadata__")
-        shared, groups = metadata.pop(_FACTS), _by_entry(described)
+        shared = metadata.pop(_FACTS)
+        groups: dict[str, list[tuple[str, Any]]] = {}
+        for full_name, tensor in described.items():
+            key, _, name = full_name.partition("/")
+            groups.setdefault(key, []).append((name, tensor))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardError(f"{path} has a damaged header; its entries are lost") from error
     entries = []
@@ -284,17 +266,11 @@ def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
             checksum = bytes.fromhex(line[:32])
         except (ValueError, KeyError, TypeError):
             continue
-        entries.append(Stored(path, key, 8 + length + start, layout, checksum, line[33:], shared))
+        start += 8 + length
+        is_whole = start + layout.nbytes <= state.st_size
+        entries.append(Stored(path, key, start, layout, checksum, line[33:], shared, is_whole))
     is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
-    return Header(entries, state.st_size, state.st_mtime_ns, is_named)
-
-
-def _by_entry(described: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
-    groups: dict[str, list[tuple[str, Any]]] = {}
-    for full_name, tensor in described.items():
-        key, _, name = full_name.partition("/")
-        groups.setdefault(key, []).append((name, tensor))
-    return groups
+    return Header(entries, (state.st_size, state.st_mtime_ns), is_named)
 
 
 def _placed(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, Layout]) -> tuple[int, Layout]:
@@ -306,13 +282,11 @@ def _placed(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, Layout]) -> t
         if any(type(side) is not int or side < 0 for _, _, shape in described for side in shape):
             raise ValueError
         layout = layouts[described] = Layout(described)
-    start = begin = tensors[0][1]["data_offsets"][0]
-    if type(start) is not int or start < 0:
+    start = tensors[0][1]["data_offsets"][0]
+    expected = [[start + begin, start + end] for begin, end in layout.bounds.values()]
+    offsets = [tensor["data_offsets"] for _, tensor in tensors]
+    if type(start) is not int or start < 0 or offsets != expected:
         raise ValueError
-    for (_, tensor), end in zip(tensors, layout.ends, strict=True):
-        if tensor["data_offsets"] != [begin, start + end]:
-            raise ValueError
-        begin = start + end
     return start, layout
 
 
@@ -339,50 +313,28 @@ class OpenShard:
     def __len__(self) -> int:
         return len(self._map)
 
-    def read(self, start: int, layout: Layout) -> tuple[torch.Tensor, bytes]:
-        """Return an entry's bytes, which keep the map alive, and their digest; raise `ShardError` if any is missing."""
-        data = self.view(start, layout)
-        return data, digest(layout, [data.numpy()] if len(data) else [])
-
-    def view(self, start: int, layout: Layout) -> torch.Tensor:
+    def read(self, entry: Stored) -> torch.Tensor:
         """Return an entry's bytes, which keep the map alive; raise `ShardError` if some are missing."""
-        size = layout.nbytes
+        start, size = entry.start, entry.layout.nbytes
         # The size is asked each time: touching a page beyond the end of a file that was cut kills the process.
-        if start + size > min(len(self._map), os.fstat(self._handle).st_size):
+        if entry.end > min(len(self._map), os.fstat(self._handle).st_size):
             raise ShardError("the file ends before the entry does")
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
-        self._touch(start, size)
+        # Where a mapped page cannot be read, using it would kill; reading raises an `OSError`.
+        for begin in range(start, entry.end, len(_SPARE)):
+            os.preadv(self._handle, [_SPARE[: entry.end - begin]], begin)
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
         return data if start % _ALIGNED == 0 else data.clone()
 
-    def _touch(self, start: int, size: int) -> None:
-        """Read the bytes that are about to be used; raises `OSError` where an unreadable mapped page would kill."""
-        end = start + size
-        for begin in range(start, end, len(_SPARE)):
-            os.preadv(self._handle, [_SPARE[: end - begin]], begin)
-
 
 def in_range(tensor: torch.Tensor, limit: float) -> bool:
-    """Return True if every value of a tensor in host memory is finite and within +-limit.
-
-    Without its sign, a float's bits are ordered as its magnitude, NaN and Inf last: one pass over integers.
-    """
+    """Return True if every value of a tensor in host memory is finite and within +-limit."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    width = tensor.itemsize
-    unsigned = np.dtype(f"u{width}")
-    edge = torch.tensor(limit, dtype=tensor.dtype)
-    allowed = int(edge.view(-1).view(torch.uint8).numpy().view(unsigned)[0])
-    # The limit may have been rounded up to the dtype; the next smaller value is within it.
-    if edge.double() > limit:
-        allowed -= 1
-    bits = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().view(unsigned)
-    magnitude = unsigned.type(2 ** (8 * width - 1) - 1)
-    return all(
-        int((bits[begin : begin + _PIECE] & magnitude).max()) <= allowed
-        for begin in range(0, bits.size, _PIECE)
-    )
+    # In fp64, which holds every value of the narrower dtypes; of NaN, both ends are NaN.
+    least, most = (end.double() for end in tensor.detach().aminmax())
+    return bool((least >= -limit) & (most <= limit))
 
 
 def shards_in(folder: Path) -> Iterator[Path]:

@@ -2,17 +2,18 @@
 
 import os
 import re
-from dataclasses import replace
+import sys
+from collections import Counter
 from pathlib import Path
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
-from dit_lora.data.chat.conversation import Conversation, Conversations, Turn
+from dit_lora.data.chat.conversation import Conversation, Conversations
 from dit_lora.data.chat.json_records import Record, read_records
 from dit_lora.data.chat.records import Sample, parse_record
 from dit_lora.data.media.media import IMAGE_SUFFIXES, MediaFile, below
 from dit_lora.data.sources.clips import Problem
-from dit_lora.data.sources.scan import names_of, read_sources, times_of
+from dit_lora.data.sources.scan import read_all
 from dit_lora.errors import DitLoraError
 
 _REMOTE = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
@@ -27,23 +28,7 @@ def read_conversations(data: DataConfig) -> Conversations:
     problem's words end with the record's number. Raises `DitLoraError` if a file is no JSON or holds no
     record that can be used.
     """
-    sources = data.all_sources
-    files = read_sources(data, lambda source: _File(source).read())
-    if not data.sources:
-        return files[0]
-    merged = Conversations([], [])
-    times = times_of(sources, [len(conversations.all) for conversations in files])
-    for source, conversations, name, often in zip(
-        sources, files, names_of(sources), times, strict=True
-    ):
-        merged.all.extend(
-            replace(sample, id=name + sample.id, times=often, loss_weight=source.loss_weight)
-            for sample in conversations.all
-        )
-        merged.problems.extend(
-            Problem(name + p.file, p.code, p.words) for p in conversations.problems
-        )
-    return merged
+    return Conversations(*read_all(data, lambda source: _File(source).read()))
 
 
 class _File:
@@ -59,13 +44,10 @@ class _File:
         self._media: dict[str, MediaFile] = {}
         """Media by their path below the root."""
         self._absent: dict[str, tuple[str, str]] = {}
-        self._named: dict[str, int] = {}
+        self._named: Counter[str] = Counter()
         """Number of records about each medium."""
-        self._by_content: dict[int, Conversation] = {}
-        """Conversations by the hash of their contents, to find doubles."""
-        self._texts: dict[str, str] = {}
-        """Instructions and systems, which come again and again and are kept once."""
-        self._unit = "record"
+        self._by_content: dict[object, str] = {}
+        """Ids by the contents of conversations, to find doubles."""
 
     def read(self) -> Conversations:
         """Read the file; raises `DitLoraError` if nothing in it can be used."""
@@ -100,8 +82,8 @@ class _File:
         if sample.file is not None:
             name = self._below_root(sample)
         if name is not None:
-            many = self._named[name] = self._named.get(name, 0) + 1
-            sample_id = name if many == 1 else f"{name}#{many}"
+            self._named[name] += 1
+            sample_id = name if self._named[name] == 1 else f"{name}#{self._named[name]}"
         for code, message in sample.faults:
             self._problem(sample_id, record, code, message)
         if not sample.faults:
@@ -110,39 +92,23 @@ class _File:
     def _keep(
         self, sample_id: str, record: Record, sample: Sample, media: MediaFile | None
     ) -> None:
-        conversation = Conversation(
-            sample_id,
-            sample.kind,
-            media,
-            tuple(self._shared(turn) for turn in sample.turns),
-            sample.independent,
-            self._once(sample.system),
-            sample.start,
-            sample.end,
-        )
         content = (media, sample.turns, sample.system, sample.start, sample.end)
-        earlier = self._by_content.setdefault(hash(content), conversation)
-        # Equal hashes may be a coincidence, so the contents are compared.
-        if earlier is not conversation and content == (
-            earlier.media,
-            earlier.turns,
-            earlier.system,
-            earlier.start,
-            earlier.end,
-        ):
-            self._problem(
-                sample_id, record, "duplicate_record", f"it says the same as {earlier.id}"
-            )
+        earlier = self._by_content.setdefault(content, sample_id)
+        if earlier != sample_id:
+            self._problem(sample_id, record, "duplicate_record", f"it says the same as {earlier}")
             return
-        self._conversations.all.append(conversation)
-
-    def _shared(self, turn: Turn) -> Turn:
-        if not turn.instruction:
-            return turn
-        return Turn(turn.question, turn.answer, self._once(turn.instruction))
-
-    def _once(self, text: str) -> str:
-        return self._texts.setdefault(text, text)
+        self._conversations.all.append(
+            Conversation(
+                sample_id,
+                sample.kind,
+                media,
+                sample.turns,
+                sample.independent,
+                sys.intern(sample.system),
+                sample.start,
+                sample.end,
+            )
+        )
 
     def _problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
         self._conversations.problems.append(

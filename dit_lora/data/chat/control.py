@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from dit_lora.data.chat.conversation import Conversation
+from dit_lora.data.chat.conversation import Conversation, whole_text
 from dit_lora.errors import DitLoraError
 
 
@@ -29,10 +29,8 @@ def refuse_control(conversation: Conversation, pattern: re.Pattern[str]) -> None
     """
     if not pattern.pattern:
         return
-    texts = [conversation.system]
-    for turn in conversation.turns:
-        texts += [turn.instruction, turn.question, turn.answer]
-    held = list(dict.fromkeys(pattern.findall("\n".join(texts))))
+    text = whole_text(conversation.system, conversation.turns)
+    held = list(dict.fromkeys(pattern.findall(text)))
     if held:
         raise DitLoraError(
             f"its text holds {', '.join(held)}, which this model's prompts use for turns and ends; write it otherwise, "

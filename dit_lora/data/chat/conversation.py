@@ -1,7 +1,8 @@
 """A conversation about an image, a video or nothing, as an annotation file has it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Problem
@@ -18,6 +19,12 @@ class Turn:
     answer: str
     instruction: str = ""
     """VideoChat2's `i`, which describes the task; the Q-Former reads the first turn's."""
+
+
+def whole_text(system: str, turns: Iterable[Turn]) -> str:
+    """Return the system text and all texts of the turns, a line each."""
+    texts = [text for turn in turns for text in (turn.question, turn.answer, turn.instruction)]
+    return "\n".join([system, *texts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +48,7 @@ class Conversation:
     """Factor of the sample's loss."""
 
 
-@dataclass(frozen=True)
-class Conversations:
+class Conversations(NamedTuple):
     """Contents of the annotation files."""
 
     all: list[Conversation]

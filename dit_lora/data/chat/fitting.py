@@ -43,17 +43,15 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
         )
     if len(rendered) <= max_tokens:
         return rendered
-    counts = {
-        part: sum(len(piece.ids) for piece in rendered.pieces if piece.part == part)
-        for part in ("media", "answer", "fixed")
-    }
+    media, answers, fixed = (rendered.count(part) for part in ("media", "answer", "fixed"))
+    whole = media + answers + fixed
     questions = [len(piece.ids) for piece in rendered.pieces if piece.part == "question"]
-    room = max_tokens - sum(counts.values())
+    room = max_tokens - whole
     least = sum(min(length, KEPT) for length in questions)
     if room < least:
         raise TooLongError(
-            f"its media ({counts['media']}), answers ({counts['answer']}), fixed text ({counts['fixed']}) and at "
-            f"least {KEPT} tokens of each question ({least}) need {sum(counts.values()) + least} tokens; "
+            f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at "
+            f"least {KEPT} tokens of each question ({least}) need {whole + least} tokens; "
             f"chat.max_tokens is {max_tokens}: raise it, or split the sample"
         )
     lengths = iter(_levelled(questions, room))

@@ -7,15 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import av
 import numpy as np
 import torch
 from PIL import Image
 
-from dit_lora.data.media.decode import Instants, nearest_frames
-from dit_lora.data.media.media import Media, as_media, is_image, require_readable
-from dit_lora.data.media.pictures import DAMAGED, cover, open_image, planes, upright
-from dit_lora.data.media.video import ClipError, reason
+from dit_lora.data.media.decode import Instants
+from dit_lora.data.media.media import Media, as_media, is_image
+from dit_lora.data.media.pictures import cover, planes
+from dit_lora.data.media.video import ClipError, pictures_at
 
 _RATIOS = (3 / 4, 4 / 3)
 _TRIES = 10
@@ -112,66 +111,21 @@ def read_at(
     media, times = as_media(media), tuple(seconds)
     if list(times) != sorted(times) or not (times or is_image(media)):
         raise ValueError(f"a video needs times, in order; got {times}")
-    try:
-        if is_image(media):
-            chosen = [_fitted(_open(media), 1.0, height, width, fit, box)]
-        else:
-            chosen = _read_clip(media, Instants(times), height, width, fit, box)
-    except (av.error.FFmpegError, OSError, ValueError) as error:
-        # The disk may be at fault, and not the clip.
-        require_readable(media)
-        raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
+
+    def fitted(image: Image.Image, stretch: float) -> np.ndarray:
+        if box is not None:
+            image = image.crop(_pixels(box, image.width, image.height))
+        if fit == "cover":
+            return cover(image, stretch, height, width)
+        return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+
+    chosen = pictures_at(media, Instants(times), fitted)
     if len(chosen) < len(times) and not is_image(media):
         raise ClipError(
             f"{media.name}: it ends before {times[len(chosen)]:.2f} s, where a frame is asked for, though it says "
             "that it is longer; encode it anew or remove it"
         )
     return torch.from_numpy(planes(chosen))
-
-
-def _open(media: Media) -> Image.Image:
-    try:
-        return open_image(media)
-    except DAMAGED as error:
-        raise ValueError(str(error) or type(error).__name__) from error
-
-
-def _read_clip(
-    media: Media,
-    wanted: Instants,
-    height: int,
-    width: int,
-    fit: Literal["stretch", "cover"],
-    box: Box | None,
-) -> list[np.ndarray]:
-    def read(quick: bool) -> list[np.ndarray]:
-        chosen: list[np.ndarray] = []
-        for near in nearest_frames(media, wanted, quick=quick):
-            image, stretch = upright(near.frame, near.stretch)
-            chosen += [_fitted(image, stretch, height, width, fit, box)] * near.times
-        return chosen
-
-    try:
-        return read(quick=True)
-    except (av.error.FFmpegError, ValueError):
-        # Seeking failed or cannot be trusted in this file: decode from the beginning.
-        return read(quick=False)
-
-
-def _fitted(
-    image: Image.Image,
-    stretch: float,
-    height: int,
-    width: int,
-    fit: Literal["stretch", "cover"],
-    box: Box | None,
-) -> np.ndarray:
-    """Return the picture, cut to `box` and resized, as uint8 (H, W, 3)."""
-    if box is not None:
-        image = image.crop(_pixels(box, image.width, image.height))
-    if fit == "cover":
-        return cover(image, stretch, height, width)
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:

@@ -61,18 +61,16 @@ class _ListReader:
         """Position in the text up to which it is done with."""
         self._line, self._column = 1, 1
         """Line and column in the file at which the text begins."""
-        self._ended = False
 
     def __iter__(self) -> Iterator[Record]:
         self._take("[", "a list")
+        number, separator = 0, ","
         if self._next() == "]":
-            self._at += 1
-        else:
-            number, more = 0, True
-            while more:
-                number += 1
-                yield Record(number, self._value())
-                more = self._take(",]", "a comma or the end of the list") == ","
+            separator = self._take("]", "the end of the list")
+        while separator == ",":
+            number += 1
+            yield Record(number, self._value())
+            separator = self._take(",]", "a comma or the end of the list")
         if self._next():
             self._fail("nothing more is expected after the list", self._at)
 
@@ -110,8 +108,7 @@ class _ListReader:
 
     def _read(self, size: int) -> bool:
         """Read more of the file in place of the text that is done with; return False at the file's end."""
-        more = "" if self._ended else self._file.read(size)
-        self._ended = not more
+        more = self._file.read(size)
         if more:
             # The lines of the text that goes are counted, for messages.
             self._line, self._column = self._place(self._at)

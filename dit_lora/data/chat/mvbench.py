@@ -7,7 +7,8 @@ unpacked in place.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeGuard
@@ -130,20 +131,17 @@ def read_questions(path: Path, media: Path | None = None) -> Questions:
     """
     if path.is_dir():
         return _read_mvbench(path, media or path / "video")
-    records = _records(path)
-    folder = media or path.parent
-    return _gathered(
-        _question(record, f"{path.stem}/{at}", path.stem, TaskFolder("", bounded=True), [folder])
-        for at, record in enumerate(records)
-    )
+    questions, own = Questions([], []), TaskFolder("", bounded=True)
+    _add(questions, _records(path), path.stem, path.stem, own, [media or path.parent])
+    return questions
 
 
 def at_most(questions: Sequence[Question], each: int | None) -> list[Question]:
     """Return the first `each` questions of every task; all of them for None."""
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     chosen = []
     for question in questions:
-        taken[question.task] = taken.get(question.task, 0) + 1
+        taken[question.task] += 1
         if each is None or taken[question.task] <= each:
             chosen.append(question)
     return chosen
@@ -248,30 +246,20 @@ def _read_mvbench(path: Path, videos: Path) -> Questions:
     roots = [videos, videos / "data0613"]
     names = {name.lower().replace(" ", "_").replace("-", "_"): name for name in TASKS}
     places = {name: at for at, name in enumerate(names)}
-    results: list[Question | Problem] = []
+    questions = Questions([], [])
     for file in sorted(files, key=lambda task_file: places.get(task_file.stem, len(places))):
         task = names.get(file.stem)
         if task is None:
             message = f"no task of MVBench has this file; its tasks are {', '.join(TASKS)}"
-            results.append(Problem(f"json/{file.name}", "unknown_task", message))
+            questions.problems.append(Problem(f"json/{file.name}", "unknown_task", message))
             continue
-        results += _of_task(_records(file), file.stem, task, roots)
-    return _gathered(results)
-
-
-def _of_task(
-    records: Sequence[Any], stem: str, task: str, roots: Sequence[Path]
-) -> Iterator[Question | Problem]:
-    place = TASKS[task]
-    if not any((root / place.folder).is_dir() for root in roots):
-        message = (
-            f"{task}: {len(records):,} questions, but there is no folder {roots[0] / place.folder}"
-        )
-        yield Problem(f"json/{stem}.json", "missing", message)
-        return
-    folders = [root / place.folder for root in roots]
-    for at, record in enumerate(records):
-        yield _question(record, f"{stem}/{at}", task, place, folders)
+        records, folders = _records(file), [root / TASKS[task].folder for root in roots]
+        if any(folder.is_dir() for folder in folders):
+            _add(questions, records, file.stem, task, TASKS[task], folders)
+            continue
+        message = f"{task}: {len(records):,} questions, but there is no folder {folders[0]}"
+        questions.problems.append(Problem(f"json/{file.name}", "missing", message))
+    return questions
 
 
 def _records(path: Path) -> list[Any]:
@@ -290,11 +278,21 @@ def _records(path: Path) -> list[Any]:
     return records
 
 
-def _gathered(outcomes: Iterable[Question | Problem]) -> Questions:
-    results = list(outcomes)
-    questions = [result for result in results if isinstance(result, Question)]
-    problems = [result for result in results if isinstance(result, Problem)]
-    return Questions(questions, problems)
+def _add(
+    questions: Questions,
+    records: Iterable[Any],
+    stem: str,
+    task: str,
+    place: TaskFolder,
+    folders: Sequence[Path],
+) -> None:
+    """Add one file's questions, each by the file's name and its place there."""
+    for at, record in enumerate(records):
+        result = _question(record, f"{stem}/{at}", task, place, folders)
+        if isinstance(result, Question):
+            questions.all.append(result)
+        else:
+            questions.problems.append(result)
 
 
 def _question(

@@ -6,11 +6,12 @@ LLaVA's (`conversations`). Each of them may be text without media.
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.data.chat.conversation import Kind, Turn
+from dit_lora.data.chat.conversation import Kind, Turn, whole_text
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from dit_lora.data.sources.caption_text import MOST_CHARACTERS, has_lone_surrogate, is_blank
 
@@ -134,28 +135,27 @@ def _read_qa(given: object, sample: Sample) -> None:
                 sample.wrong("record_type", message)
         if not lacks and all(isinstance(text, str) for text in texts.values()):
             # White space stays: the original tokenises these texts as they are.
-            turns.append(Turn(*(texts.get(key, "") for key in ("q", "a", "i"))))
+            # Instructions come again and again, and are kept once.
+            turns.append(Turn(turn["q"], turn["a"], sys.intern(texts.get("i", ""))))
             if is_blank(turns[-1].answer):
                 sample.wrong("answer_empty", f"the answer of {where} is empty")
     sample.turns = tuple(turns)
 
 
+@dataclass
 class _Messages:
     """Reader of messages with roles, in order."""
 
-    def __init__(
-        self, sample: Sample, given: object, key: str, media: list[tuple[Kind, str]]
-    ) -> None:
-        self._sample, self._given, self._key = sample, given, key
-        self._media = media
-        self._named = len(media)
-        """Number of media under the record's own keys."""
-        self._places: list[int] = []
-        """Number of questions before each medium that has a place in the text."""
-        self._filled = 0
-        """Number of media that a part names itself."""
-        self._turns: list[Turn] = []
-        self._question: str | None = None
+    _sample: Sample
+    _given: object
+    _key: str
+    _media: list[tuple[Kind, str]]
+    _places: list[int] = field(default_factory=list)
+    """Number of questions before each medium that has a place in the text."""
+    _filled: int = 0
+    """Number of media that a part names itself."""
+    _turns: list[Turn] = field(default_factory=list)
+    _question: str | None = None
 
     def read(self, system: object) -> None:
         """Read the turns and the system text; a system message replaces the record's own."""
@@ -254,11 +254,12 @@ class _Messages:
             self._sample.wrong("record_type", message)
 
     def _check_places(self) -> None:
-        unfilled = len(self._places) - self._filled
-        if unfilled > self._named and len(self._media) <= 1:
+        # Media that no part names are under the record's own keys.
+        unfilled, named = len(self._places) - self._filled, len(self._media) - self._filled
+        if unfilled > named and len(self._media) <= 1:
             message = (
                 f"its text has {unfilled} places for media such as <image> or <video>, and its "
-                f"keys name {self._named}"
+                f"keys name {named}"
             )
             self._sample.wrong("placeholder", message)
         if any(self._places):
@@ -286,10 +287,7 @@ def _read_part(record: Mapping[Any, Any], sample: Sample) -> None:
 
 
 def _check_texts(sample: Sample) -> None:
-    texts = [sample.system]
-    for turn in sample.turns:
-        texts += [turn.question, turn.answer, turn.instruction]
-    text = "\n".join(texts)
+    text = whole_text(sample.system, sample.turns)
     if len(text) > _MOST_CHARACTERS:
         message = (
             f"its text has {len(text):,} characters, and {_MOST_CHARACTERS:,} are read at most"

@@ -43,7 +43,11 @@ class Rendered:
     @property
     def answers(self) -> int:
         """Number of tokens that are learned."""
-        return sum(len(piece.ids) for piece in self.pieces if piece.part == "answer")
+        return self.count("answer")
+
+    def count(self, part: Part) -> int:
+        """Return the number of tokens of one part."""
+        return sum(len(piece.ids) for piece in self.pieces if piece.part == part)
 
     def __len__(self) -> int:
         return sum(len(piece.ids) for piece in self.pieces)

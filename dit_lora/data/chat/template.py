@@ -55,7 +55,7 @@ def render_template(
     changes what it wrote of earlier turns, does not write the placeholder exactly once, or if the text
     holds the placeholder or its tokens elsewhere.
     """
-    spans = _Writer(template, conversation, _ends(tokenizer)).spans(answered)
+    spans = _spans(template, conversation, _ends(tokenizer), answered)
     spans = _expanded(spans, media)
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
@@ -67,84 +67,81 @@ def render_template(
     return rendered
 
 
-class _Writer:
-    """Writes a conversation turn by turn, each text a beginning of the next."""
-
-    def __init__(
-        self, template: Templated, conversation: Conversation, ends: tuple[str, list[str]]
-    ) -> None:
-        self._template = template
-        self._conversation = conversation
-        self._eos, self._ends = ends
-        self._system = [_message("system", conversation.system)] if conversation.system else []
-
-    def spans(self, answered: bool) -> list[Span]:
-        messages, spans, written = list(self._system), list[Span](), ""
-        turns = self._conversation.turns
-        for index, turn in enumerate(turns):
-            question, answer = turn.question.strip(), turn.answer.strip()
-            last = index == len(turns) - 1
-            kind = self._conversation.kind if index == 0 else "text"
-            messages.append(_message("user", question, kind))
-            # Inference sees this text before an answer, so the answer is what is written beyond it.
-            prompt = self._write(messages, generation=True)
-            spans += _asked(self._beyond(written, prompt, "an earlier turn"), question)
-            if not index and self._conversation.system.strip() not in prompt:
-                raise DitLoraError(
-                    "the chat template leaves out the system text; set chat.system and `system` of the samples to "
-                    f"nothing, or put it into the questions; got {self._conversation.system[:80]!r}"
-                )
-            if last and not answered:
-                break
-            messages.append(_message("assistant", answer))
-            written = self._write(messages, generation=False)
-            reply = self._beyond(prompt, written, "the prompt of an answer")
-            spans += self._answered(reply, answer, last=last)
-        return spans
-
-    def _write(self, messages: Sequence[Message], *, generation: bool) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return str(
-                self._template.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=generation
-                )
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise DitLoraError(f"the chat template refuses messages of {roles}: {error}") from error
-
-    def _beyond(self, before: str, text: str, what: str) -> str:
-        if not text.startswith(before):
-            same = next(
-                (i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
-            )
+def _spans(
+    template: Templated, conversation: Conversation, ends: tuple[str, list[str]], answered: bool
+) -> list[Span]:
+    """Write a conversation turn by turn, each text a beginning of the next."""
+    system = conversation.system
+    messages = [_message("system", system)] if system else []
+    spans, written = list[Span](), ""
+    for index, turn in enumerate(conversation.turns):
+        question, answer = turn.question.strip(), turn.answer.strip()
+        last = index == len(conversation.turns) - 1
+        kind = conversation.kind if index == 0 else "text"
+        messages.append(_message("user", question, kind))
+        # Inference sees this text before an answer, so the answer is what is written beyond it.
+        prompt = _written(template, messages, generation=True)
+        spans += _asked(_beyond(written, prompt, "an earlier turn"), question)
+        if not index and system.strip() not in prompt:
             raise DitLoraError(
-                f"the chat template changes {what} once more is said, so training would not see what inference "
-                f"does: {before[same : same + 60]!r} became {text[same : same + 60]!r}; use a template that only "
-                "appends, or samples of one turn"
+                "the chat template leaves out the system text; set chat.system and `system` of the samples to "
+                f"nothing, or put it into the questions; got {system[:80]!r}"
             )
-        return text[len(before) :]
+        if last and not answered:
+            break
+        messages.append(_message("assistant", answer))
+        written = _written(template, messages, generation=False)
+        reply = _beyond(prompt, written, "the prompt of an answer")
+        spans += _answered(reply, answer, ends, last=last)
+    return spans
 
-    def _answered(self, reply: str, answer: str, *, last: bool) -> list[Span]:
-        if answer not in reply:
-            raise DitLoraError(
-                f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
+
+def _written(template: Templated, messages: Sequence[Message], *, generation: bool) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(
+            template.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generation
             )
-        stop = reply.index(answer) + len(answer)
-        after_ends = []
-        for end in self._ends:
-            at = reply.find(end, stop)
-            if at >= 0:
-                after_ends.append(at + len(end))
-        if after_ends:
-            stop = min(after_ends)
-        elif last:
-            reply = reply[:stop] + self._eos
-            stop = len(reply)
-        rest = "" if last else reply[stop:]
-        return [Span(reply[:stop], "answer"), Span(rest, "fixed")]
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DitLoraError(f"the chat template refuses messages of {roles}: {error}") from error
+
+
+def _beyond(before: str, text: str, what: str) -> str:
+    if not text.startswith(before):
+        same = next(
+            (i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
+        )
+        raise DitLoraError(
+            f"the chat template changes {what} once more is said, so training would not see what inference "
+            f"does: {before[same : same + 60]!r} became {text[same : same + 60]!r}; use a template that only "
+            "appends, or samples of one turn"
+        )
+    return text[len(before) :]
+
+
+def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: bool) -> list[Span]:
+    if answer not in reply:
+        raise DitLoraError(
+            f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
+        )
+    stop = reply.index(answer) + len(answer)
+    end_of_text, special = ends
+    after_ends = []
+    for end in special:
+        at = reply.find(end, stop)
+        if at >= 0:
+            after_ends.append(at + len(end))
+    if after_ends:
+        stop = min(after_ends)
+    elif last:
+        reply = reply[:stop] + end_of_text
+        stop = len(reply)
+    rest = "" if last else reply[stop:]
+    return [Span(reply[:stop], "answer"), Span(rest, "fixed")]
 
 
 def _message(role: str, text: str, kind: str = "text") -> Message:

@@ -72,10 +72,7 @@ def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list
 
 def counts(rendered: Rendered) -> dict[str, int]:
     """Return the numbers of tokens by what becomes of them, in the order of `NAMES`."""
-    return {
-        name: sum(len(piece.ids) for piece in rendered.pieces if piece.part == part)
-        for part, name in NAMES.items()
-    }
+    return {name: rendered.count(part) for part, name in NAMES.items()}
 
 
 def facts(rendered: Rendered, *, kind: str, seconds: Sequence[float]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -139,24 +139,9 @@ class EncodedClips:
         """Return one sample with its own caption, as a batch of one; `faults` says what is wrong with it."""
         return self.read(entry, entry.text_key, draw)
 
-    def dataset(self, how: Reading) -> "ClipDataset":
-        return ClipDataset(
-            self,
-            seed=how.seed,
-            caption_dropout=how.caption_dropout,
-            quarantine=how.quarantine,
-            group=how.sampler.group,
-        )
-
     def loader(self, how: Reading) -> Iterable["Batch"]:
         """Return the micro-batches of the sampler's positions, in its order."""
-        return build_loader(
-            self.dataset(how),
-            how.sampler,
-            workers=how.workers,
-            pin_memory=how.pin_memory,
-            prefetch=how.prefetch,
-        )
+        return build_loader(ClipDataset(self, how), how)
 
     def token_problems(self, model: nn.Module) -> None:
         """Return None: text reaches the model as embeddings."""
@@ -172,9 +157,6 @@ class CachedClips(EncodedClips):
 
     videos: TensorCache
     texts: TensorCache
-
-    def token_problems(self, model: nn.Module) -> None:
-        """Return None: text reaches the model as embeddings."""
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
         """Mark the bad entries of these samples, so that the next start encodes them anew; return the marks' paths."""
@@ -198,39 +180,22 @@ class CachedClips(EncodedClips):
 
 
 class ClipDataset(OrderedDataset):
-    """Reads the sample at each position of a run: which clip, and whether its caption is dropped.
+    """Reads the sample at each position of a run: which clip, and whether its caption is dropped."""
 
-    `group` is the number of samples of one optimizer step, which share a bucket.
-    """
-
-    def __init__(
-        self,
-        clips: EncodedClips,
-        *,
-        seed: int,
-        caption_dropout: float,
-        quarantine: Quarantine,
-        group: int = 1,
-    ) -> None:
+    def __init__(self, clips: EncodedClips, how: Reading) -> None:
         self.clips = clips
-        self.seed = seed
         # Read now: an error in a worker process would reach nobody.
         _ = clips.largest, clips.empty_text, clips.has_loss_weights
-        self.order = clips.order(seed=seed, quarantine=quarantine, group=group)
-        self.pick = Picker(clips.entries, self.order, seed, caption_dropout, clips.empty_text_key)
-
-    def clip_at(self, position: int) -> tuple[int, Entry]:
-        """Return the epoch and the clip at a position; a batch may span two epochs."""
-        epoch, index = self.order.at(position)
-        return epoch, self.clips.entries[index]
+        self.order = clips.order(seed=how.seed, quarantine=how.quarantine, group=how.sampler.group)
+        self.pick = Picker(
+            clips.entries, self.order, how.seed, how.caption_dropout, clips.empty_text_key
+        )
 
     def __getitem__(self, position: int) -> Batch:
-        picked = self.pick(position)
-        return self.clips.read(picked.entry, picked.text_key, picked.draw)
+        return self.clips.read(*self.pick(position))
 
 
-@dataclass(frozen=True)
-class Pick:
+class Pick(NamedTuple):
     """The sample that a run takes at one position."""
 
     entry: Entry

@@ -59,10 +59,9 @@ class Order:
         self.seed = seed
         self.quarantine = quarantine
         self.group = group
+        buckets = [None] * len(ids) if buckets is None else buckets
         numbers = {bucket: number for number, bucket in enumerate(dict.fromkeys(buckets or [None]))}
-        self._bucket = np.zeros(len(ids), np.int64)
-        if buckets is not None:
-            self._bucket[:] = [numbers[bucket] for bucket in buckets]
+        self._bucket = np.array([numbers[bucket] for bucket in buckets], np.int64)
         self.buckets = len(numbers)
         self._copies = _Copies.of(ids, times, seed)
         self._partial = np.flatnonzero(self._copies.share)
@@ -73,11 +72,6 @@ class Order:
         """Compute the steps anew, because the quarantine grew."""
         self._lost: _Lost | None = None
         self._plan: tuple[int, np.ndarray] = (0, np.empty((0, self.group, 3), np.int64))
-
-    def at(self, position: int) -> tuple[int, int]:
-        """Return (epoch, index into `ids`) of a position; raises `DitLoraError` if no sample is left for it."""
-        draw = self.draw_at(position)
-        return draw.epoch, draw.sample
 
     def draw_at(self, position: int) -> Draw:
         """Return the draw at a position; raises `DitLoraError` if no sample is left for it."""

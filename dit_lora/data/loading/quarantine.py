@@ -45,10 +45,9 @@ class LeftOut:
         return "\n".join([line, f"  {self.cause}: {self.reason}", *(f"  {fact}" for fact in facts)])
 
 
-def _record(line: str) -> LeftOut:
-    values = parse_json(line)
+def _record(values: object) -> LeftOut:
     if not isinstance(values, dict):
-        raise TypeError(f"a line is an object; got {line!r}")
+        raise TypeError(f"a line is an object; got {values!r}")
     record = LeftOut(**values)
     if not isinstance(record.sample_id, str):
         raise TypeError(f"sample_id is a name; got {record.sample_id!r}")
@@ -59,15 +58,6 @@ def _record(line: str) -> LeftOut:
     if not isinstance(record.from_copy, int):
         raise TypeError(f"from_copy is a number; got {record.from_copy!r}")
     return record
-
-
-def _is_torn(line: str) -> bool:
-    """Return True if a line begins as a record without being one: its end is missing, or the next is joined to it."""
-    try:
-        parse_json(line)
-    except ValueError:
-        return line.startswith("{")
-    return False
 
 
 class Quarantine:
@@ -90,9 +80,17 @@ class Quarantine:
             # A write may end in the middle of a character; its line is then torn, and the other
             # lines still count.
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            whole = [line for line in lines if not _is_torn(line)]
-            quarantine = cls(path, [_record(line) for line in whole])
-            quarantine.torn = len(lines) - len(whole)
+            quarantine = cls(path)
+            for line in lines:
+                try:
+                    values = parse_json(line)
+                except ValueError:
+                    # It begins as a record: its end is missing, or the next is joined to it.
+                    if not line.startswith("{"):
+                        raise
+                    quarantine.torn += 1
+                    continue
+                quarantine.add([_record(values)])
             return quarantine
         except (OSError, ValueError, TypeError) as error:
             raise DitLoraError(f"{path} is not a quarantine list: {error}") from error

@@ -118,32 +118,30 @@ class Reading:
 
 def build_loader(
     dataset: OrderedDataset,
-    sampler: PositionSampler,
+    how: Reading,
     *,
-    workers: int,
-    pin_memory: bool,
-    prefetch: int = 2,
     source: Dataset | None = None,
     collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
-    """Return a loader of the sampler's micro-batches in its order, each worker reading `prefetch` of them ahead.
+    """Return a loader of the sampler's micro-batches in its order, each worker reading `how.prefetch` of them ahead.
 
     Workers read `source` where that is not the dataset itself. Raises `ValueError` if the steps of the
     order and of the sampler differ in size.
     """
-    if dataset.order.buckets > 1 and dataset.order.group != sampler.group:
+    group = dataset.order.group
+    if dataset.order.buckets > 1 and group != how.sampler.group:
         raise ValueError(
-            f"a step of the order has {dataset.order.group} samples, one of the sampler {sampler.group}"
+            f"a step of the order has {group} samples, one of the sampler {how.sampler.group}"
         )
     return WatchedLoader(
         source or dataset,
-        batch_sampler=sampler,
+        batch_sampler=how.sampler,
         collate_fn=collate_fn,
-        num_workers=workers,
+        num_workers=how.workers,
         # DataLoader refuses a prefetch factor without workers.
-        prefetch_factor=prefetch if workers else None,
-        pin_memory=pin_memory,
+        prefetch_factor=how.prefetch if how.workers else None,
+        pin_memory=how.pin_memory,
         # A loader without a generator draws its base seed from the global one, which would change
         # the run's draws.
-        generator=generator(dataset.seed, "workers"),
+        generator=generator(how.seed, "workers"),
     )

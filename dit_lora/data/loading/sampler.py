@@ -1,6 +1,7 @@
 """Sampler of a rank's positions in a run; reading can start at any step."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch.utils.data import Dataset, Sampler
 
@@ -11,9 +12,9 @@ class OrderedDataset(Dataset):
     """Dataset that reads the sample at each position of a run."""
 
     order: Order
-    seed: int
 
 
+@dataclass(kw_only=True, eq=False)
 class PositionSampler(Sampler[list[int]]):
     """Sampler of the positions of each micro-batch of one rank, from the step after `start_step` on.
 
@@ -22,28 +23,22 @@ class PositionSampler(Sampler[list[int]]):
     split.
     """
 
-    def __init__(
-        self,
-        *,
-        start_step: int,
-        steps: int,
-        batch_size: int,
-        accumulate: int,
-        rank: int,
-        ranks: int,
-    ) -> None:
-        self.steps = range(start_step, steps)
-        self.batch_size = batch_size
-        self.accumulate = accumulate
-        self.rank = rank
-        self.ranks = ranks
-        self.group = accumulate * ranks * batch_size
+    start_step: int
+    steps: int
+    batch_size: int
+    accumulate: int
+    rank: int
+    ranks: int
+
+    @property
+    def group(self) -> int:
+        return self.accumulate * self.ranks * self.batch_size
 
     def __len__(self) -> int:
-        return len(self.steps) * self.accumulate
+        return (self.steps - self.start_step) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps:
+        for step in range(self.start_step, self.steps):
             for micro in range(self.accumulate):
                 first = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
                 yield list(range(first, first + self.batch_size))

@@ -34,10 +34,6 @@ Its sound may be longer than its pictures.
 _Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 
-class _DoubtError(ValueError):
-    """Error of a quick search whose result might differ from that of decoding from the beginning."""
-
-
 @dataclass(frozen=True)
 class Wanted:
     """The times start, start + 1/fps, start + 2/fps ..., in seconds since the first frame."""
@@ -209,7 +205,7 @@ def _forwards(
     previous = -math.inf
     for seconds, frame in frames:
         if seconds < previous:
-            raise _DoubtError("time runs backwards")
+            raise ValueError("time runs backwards")
         yield seconds, frame
         previous = seconds
 
@@ -226,14 +222,14 @@ def _origin(container: av.container.InputContainer, stream: av.VideoStream) -> f
     """Return the time of the first frame, in seconds of the stream."""
     first = next(container.decode(stream), None)
     if first is None:
-        raise _DoubtError("no first frame")
+        raise ValueError("no first frame")
     return _seconds(first)
 
 
 def _tick(stream: av.VideoStream, seconds: float) -> int:
     """Return a time in ticks of the stream."""
     if stream.time_base is None:
-        raise _DoubtError("no time base")
+        raise ValueError("no time base")
     # Rounding must not put the time just before a key frame that is at it.
     return math.floor(seconds / stream.time_base + 1e-3)
 
@@ -248,11 +244,11 @@ def _from_key_frame(
         if count == 0 and not (
             frame.pts == head and frame.key_frame and frame.pict_type == PictureType.I
         ):
-            raise _DoubtError("the key frame is none that decoding can start at")
+            raise ValueError("the key frame is none that decoding can start at")
         yield _seconds(frame) - origin, frame
         count += 1
     if count < 2:
-        raise _DoubtError("how long the last frame is shown depends on the one before it")
+        raise ValueError("how long the last frame is shown depends on the one before it")
 
 
 def _search(
@@ -270,4 +266,4 @@ def _search(
             return head.pts, chain([head], packets)
         # MP4 is searched by times of decoding, which are before the times of showing.
         aim = (head.pts if head.dts is None else head.dts) - 1
-    raise _DoubtError("the search for the key frame failed")
+    raise ValueError("the search for the key frame failed")

@@ -1,8 +1,9 @@
 """Headers of media files, remembered by size and time of change."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,32 @@ class Headers:
     def __init__(self, memo: Path) -> None:
         self._memo = memo
         self._known: dict[str, tuple[list[int], dict[str, Any]]] = {}
-        if memo.is_file():
-            try:
-                stored = parse_json(memo.read_text(encoding="utf-8"))
-            except ValueError:
-                return  # torn by a killed run; headers are read anew
+        # If a killed run tore the memo, headers are read anew.
+        with suppress(FileNotFoundError, ValueError):
+            stored = parse_json(memo.read_bytes())
             if stored["version"] == _VERSION:
                 self._known = stored["headers"]
 
     def read(self, media: Sequence[Media], progress: Progress) -> list[VideoHeader | ClipError]:
         """Return the header of each medium, or the error that says why it has none."""
-        headers: list[VideoHeader | ClipError | None] = [
-            self._remembered(medium) for medium in media
-        ]
-        unread = [index for index, header in enumerate(headers) if header is None]
+        headers: dict[int, VideoHeader | ClipError] = {}
+        for index, medium in enumerate(media):
+            stored = self._known.get(medium.place)
+            if stored is not None and stored[0] == _stamp(medium):
+                headers[index] = VideoHeader(**stored[1])
+        unread = [index for index in range(len(media)) if index not in headers]
         with ThreadPoolExecutor(_THREADS) as pool:
-            freshly_read: Iterator[VideoHeader | ClipError] = pool.map(
-                lambda index: _read(media[index]), unread
-            )
+            fresh = pool.map(lambda index: _read(media[index]), unread)
             # `map` keeps the order of `unread`, so the bar and the results advance together.
-            for index in progress(unread) if unread else ():
-                headers[index] = self._keep(media[index], next(freshly_read))
-        return [header for header in headers if header is not None]
+            for index, header in zip(progress(unread) if unread else (), fresh, strict=False):
+                headers[index] = header
+                if isinstance(header, VideoHeader):
+                    self._known[media[index].place] = (_stamp(media[index]), asdict(header))
+        return [headers[index] for index in range(len(media))]
 
     def save(self) -> None:
         """Write the memo for the next run."""
         write_whole(self._memo, json.dumps({"version": _VERSION, "headers": self._known}))
-
-    def _remembered(self, media: Media) -> VideoHeader | None:
-        stored = self._known.get(media.place)
-        if stored is None or stored[0] != _stamp(media):
-            return None
-        return VideoHeader(**stored[1])
-
-    def _keep(self, media: Media, header: VideoHeader | ClipError) -> VideoHeader | ClipError:
-        if isinstance(header, VideoHeader):
-            self._known[media.place] = (_stamp(media), asdict(header))
-        return header
 
 
 def _stamp(media: Media) -> list[int]:

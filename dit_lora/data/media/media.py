@@ -153,14 +153,17 @@ def as_media(media: Media | Path) -> Media:
     return MediaFile(media) if isinstance(media, Path) else media
 
 
+def open_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
+    """Open a medium's bytes; raises `OSError`."""
+    source = media.source()
+    return source.open("rb") if isinstance(source, Path) else source
+
+
 def read_bytes(media: Media) -> bytes:
     """Return all bytes of a medium; raises `DitLoraError` if they cannot be read."""
     try:
-        source = media.source()
-        if isinstance(source, Path):
-            return source.read_bytes()
-        with source:
-            return source.read()
+        with open_bytes(media) as stream:
+            return stream.read()
     except OSError as error:
         raise DitLoraError(f"cannot read {media.name}: {error.strerror or error}") from error
 
@@ -168,11 +171,9 @@ def read_bytes(media: Media) -> bytes:
 def require_readable(media: Media) -> None:
     """Raise `UnreadableError` if a medium's bytes cannot be had: decoders call a file damaged where the disk is."""
     try:
-        source = media.source()
-        if isinstance(source, Path):
-            with source.open("rb", buffering=0) as file:
-                while file.read(_AT_A_TIME):
-                    pass
+        with open_bytes(media) as stream:
+            while stream.read(_AT_A_TIME):
+                pass
     except OSError as error:
         blame_machine(error, media.name)
 

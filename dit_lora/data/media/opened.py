@@ -62,6 +62,11 @@ def oversize(height: int, width: int) -> str | None:
     return f"its header promises pictures of {width} x {height}, and {MOST_PIXELS:,} pixels are decoded at most"
 
 
+def message_of(error: Exception) -> str:
+    """Return FFmpeg's, Pillow's or the system's message without its number."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class FrameLimit:
     """Counter of the frames that come out of a video, up to `MOST_FRAMES`."""
 

@@ -6,14 +6,13 @@ Shapes: H and W pixels.
 import struct
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import av
 import numpy as np
 from PIL import Image, ImageOps
 
 from dit_lora.data.cache.missing_rows import missing_rows
-from dit_lora.data.media.media import Media
+from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.opened import open_picture
 
 # What Pillow's readers raise at damaged files.
@@ -34,13 +33,8 @@ DAMAGED = (
     Image.DecompressionBombError,
 )
 
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112
 """EXIF's tag of the orientation; values 5 to 8 turn the picture by a quarter."""
-
-
-def read_image(media: Media, height: int, width: int) -> np.ndarray:
-    """Return an image as uint8 (H, W, 3), upright, transparent parts white. Raises one of `DAMAGED`."""
-    return cover(open_image(media), 1.0, height, width)
 
 
 def open_image(media: Media) -> Image.Image:
@@ -60,8 +54,7 @@ def open_image(media: Media) -> Image.Image:
 
 
 def _require_whole(media: Media, image: Image.Image) -> None:
-    source = media.source()
-    with source.open("rb") if isinstance(source, Path) else source as stream:
+    with open_bytes(media) as stream:
         lacks = missing_rows(stream, image)
     if lacks:
         raise ValueError(lacks)
@@ -72,13 +65,8 @@ def image_size(media: Media) -> tuple[int, int]:
     with open_picture(media) as image:
         # A PNG's EXIF chunk may come after its pixels, and Pillow would decode them all to look for it.
         has_exif_read = image.format != "PNG" or "exif" in image.info
-        turned = has_exif_read and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+        turned = has_exif_read and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
         return (image.width, image.height) if turned else (image.height, image.width)
-
-
-def resize(frame: av.VideoFrame, stretch: float, height: int, width: int) -> np.ndarray:
-    """Return uint8 (H, W, 3) of a frame whose stored pixels are shown `stretch` times as wide as high."""
-    return cover(*upright(frame, stretch), height, width)
 
 
 def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:

@@ -4,8 +4,10 @@ Shapes: F frames, H and W pixels.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import av
@@ -14,14 +16,15 @@ import torch
 from PIL import Image
 
 from dit_lora.data.media.decode import (
+    Instants,
     Wanted,
     first_rotation,
     nearest_frames,
     video_stream,
 )
 from dit_lora.data.media.media import Media, as_media, is_image, require_readable
-from dit_lora.data.media.opened import open_media
-from dit_lora.data.media.pictures import DAMAGED, image_size, planes, read_image, resize
+from dit_lora.data.media.opened import message_of, open_media
+from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
 from dit_lora.errors import DitLoraError
 
 # Changes whenever the same file and arguments would give other pixels; part of each clip's cache key.
@@ -53,38 +56,49 @@ def read_frames(
     `UnreadableError` where that is the disk's fault.
     """
     media, wanted = as_media(media), Wanted(frames, fps or 1.0, start)
-    try:
-        if is_image(media):
-            chosen = [_read_image(media, height, width)]
-        else:
-            chosen = _read_clip(media, wanted, height, width)
-    except (av.error.FFmpegError, OSError, ValueError) as error:
-        require_readable(media)
-        raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
+    chosen = pictures_at(media, wanted, partial(cover, height=height, width=width))
     if len(chosen) < frames:
         raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
     return torch.from_numpy(planes(chosen))
 
 
-def _read_image(media: Media, height: int, width: int) -> np.ndarray:
-    try:
-        return read_image(media, height, width)
-    except DAMAGED as error:
-        raise ValueError(str(error) or type(error).__name__) from error
+def pictures_at(
+    media: Media,
+    wanted: Wanted | Instants,
+    fit: Callable[[Image.Image, float], np.ndarray],
+) -> list[np.ndarray]:
+    """Return the frames nearest to the wanted times; an image is one frame, whatever the times.
 
+    `fit` makes uint8 (H, W, 3) of an upright picture and the ratio of its pixels' width to their height.
+    There are fewer pictures if the video ends before the last time. Raises `ClipError` if the file cannot
+    be read as far as needed, `UnreadableError` where that is the disk's fault.
+    """
 
-def _read_clip(media: Media, wanted: Wanted, height: int, width: int) -> list[np.ndarray]:
     def read(quick: bool) -> list[np.ndarray]:
         chosen: list[np.ndarray] = []
         for near in nearest_frames(media, wanted, quick=quick):
-            chosen += [resize(near.frame, near.stretch, height, width)] * near.times
+            chosen += [fit(*upright(near.frame, near.stretch))] * near.times
         return chosen
 
     try:
-        return read(quick=True)
-    except (av.error.FFmpegError, ValueError):
-        # Seeking failed or cannot be trusted in this file: decode from the beginning.
-        return read(quick=False)
+        if is_image(media):
+            return [fit(_open_image(media), 1.0)]
+        try:
+            return read(quick=True)
+        except (av.error.FFmpegError, ValueError):
+            # Seeking failed or cannot be trusted in this file: decode from the beginning.
+            return read(quick=False)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        # The disk may be at fault, and not the clip.
+        require_readable(media)
+        raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
+
+
+def _open_image(media: Media) -> Image.Image:
+    try:
+        return open_image(media)
+    except DAMAGED as error:
+        raise ValueError(str(error) or type(error).__name__) from error
 
 
 def write_sample(path: Path, video: torch.Tensor, fps: float | None) -> Path:
@@ -169,7 +183,7 @@ def _header(container: av.container.InputContainer) -> VideoHeader:
 
 def reason(error: Exception) -> str:
     """Return FFmpeg's or the system's message without its number, and what to do."""
-    return f"{getattr(error, 'strerror', None) or error}; encode it anew or remove it"
+    return f"{message_of(error)}; encode it anew or remove it"
 
 
 def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:

@@ -1,6 +1,7 @@
 """Clips with their captions: the result of reading a source, with its problems."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.caption_text import Fault, caption_fault
@@ -33,8 +34,7 @@ class Problem:
     words: str
 
 
-@dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """Contents of the sources."""
 
     clips: list[Clip]
@@ -68,7 +68,13 @@ class Gathered:
         if id in self._clips:
             self.refuse(id, "duplicate_clip", "listed twice")
         text = self._caption if self._caption is not None else _text(caption)
-        fault = _wrong(text, caption, no_caption)
+        if text is not None:
+            fault = caption_fault(text)
+        elif caption is None:
+            fault = no_caption
+        else:
+            kind = type(caption).__name__
+            fault = ("caption_not_text", f"its caption is of type {kind}, not text")
         if fault is not None:
             self.refuse(id, *fault)
         # A refused clip is stored too, so that a second one of its id is found; `scan` leaves it out.
@@ -83,15 +89,6 @@ class Gathered:
         """Return clips and problems in the order in which they were added."""
         clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._refused]
         return Scan(clips, list(self._problems.values()))
-
-
-def _wrong(text: str | None, caption: object, no_caption: Fault) -> Fault | None:
-    """Return why a caption cannot be used; `text` is the caption as text, or None if it is none."""
-    if text is not None:
-        return caption_fault(text)
-    kind = type(caption).__name__
-    not_text = ("caption_not_text", f"its caption is of type {kind}, not text")
-    return no_caption if caption is None else not_text
 
 
 def _text(caption: object) -> str | None:

@@ -1,11 +1,13 @@
 """Reader of clips, images and captions from folders, tables, tars and datasets, as one list of `Clip`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
+from dit_lora.data.chat.conversation import Conversation
 from dit_lora.data.sources.clips import Clip, Problem, Scan
 from dit_lora.data.sources.folders import class_name, read_folder
 from dit_lora.data.sources.hf_datasets import is_saved_dataset, name_on_hub, read_dataset
@@ -15,8 +17,7 @@ from dit_lora.terminal import one_line
 
 __all__ = ["Clip", "Problem", "Scan", "class_name", "class_names", "read_clips", "scan"]
 
-Found = TypeVar("Found")
-"""The result of a source's reader."""
+Sample = TypeVar("Sample", Clip, Conversation)
 
 
 def scan(data: DataConfig, cache: Path | None = None) -> Scan:
@@ -26,18 +27,7 @@ def scan(data: DataConfig, cache: Path | None = None) -> Scan:
     source's name, which sources appended later do not change. Raises `DitLoraError` that lists every source
     that cannot be read at all.
     """
-    sources = data.all_sources
-    scans = read_sources(data, lambda source: _read(source, cache / "tars" if cache else None))
-    if not data.sources:
-        return scans[0]
-    merged, times = Scan([], []), times_of(sources, [len(scanned.clips) for scanned in scans])
-    for source, scanned, name, often in zip(sources, scans, names_of(sources), times, strict=True):
-        merged.clips.extend(
-            Clip(name + clip.id, clip.media, clip.caption, clip.image, often, source.loss_weight)
-            for clip in scanned.clips
-        )
-        merged.problems.extend(Problem(name + p.file, p.code, p.words) for p in scanned.problems)
-    return merged
+    return Scan(*read_all(data, lambda source: _read(source, cache / "tars" if cache else None)))
 
 
 def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
@@ -79,8 +69,13 @@ def _read(source: SourceConfig, memo: Path | None) -> Scan:
     return read_folder(root, source, memo)
 
 
-def read_sources(data: DataConfig, read: Callable[[SourceConfig], Found]) -> list[Found]:
-    """Return the result of `read` for each source; raises one `DitLoraError` for all that it cannot read."""
+def read_all(
+    data: DataConfig, read: Callable[[SourceConfig], tuple[list[Sample], list[Problem]]]
+) -> tuple[list[Sample], list[Problem]]:
+    """Return the samples and problems of all sources; where there are `data.sources`, with their names and weights.
+
+    Raises one `DitLoraError` for all sources that `read` cannot read.
+    """
     results, faults = [], []
     for number, source in enumerate(data.all_sources):
         try:
@@ -91,10 +86,24 @@ def read_sources(data: DataConfig, read: Callable[[SourceConfig], Found]) -> lis
     if faults:
         several = listed("these sources cannot be read", faults)
         raise DitLoraError(faults[0] if len(faults) == 1 else several)
-    return results
+    if not data.sources:
+        return results[0]
+    times = _times_of(data.sources, [len(samples) for samples, _ in results])
+    names = _names_of(data.sources)
+    merged: tuple[list[Sample], list[Problem]] = ([], [])
+    for source, (samples, problems), name, often in zip(
+        data.sources, results, names, times, strict=True
+    ):
+        weight = source.loss_weight
+        merged[0].extend(
+            replace(sample, id=name + sample.id, times=often, loss_weight=weight)
+            for sample in samples
+        )
+        merged[1].extend(replace(problem, file=name + problem.file) for problem in problems)
+    return merged
 
 
-def names_of(sources: Sequence[SourceConfig]) -> list[str]:
+def _names_of(sources: Sequence[SourceConfig]) -> list[str]:
     """Return the beginning of each source's ids: its folder's or file's name, with a number where that is taken."""
     names: list[str] = []
     for source in sources:
@@ -106,7 +115,7 @@ def names_of(sources: Sequence[SourceConfig]) -> list[str]:
     return names
 
 
-def times_of(sources: Sequence[SourceConfig], counts: Sequence[int]) -> list[float]:
+def _times_of(sources: Sequence[SourceConfig], counts: Sequence[int]) -> list[float]:
     """Return how often the samples of each source come in an epoch.
 
     `counts` are the numbers of samples. With weights, the samples that come least come once.

@@ -131,17 +131,16 @@ def _read_parquet(path: Path, gathered: Gathered) -> _Read:
             f"{path} needs the pyarrow package; pip install 'dit-lora[datasets]'"
         ) from error
 
-    def rows(wanted: list[str]) -> Iterable[Record]:
-        # Bytes of other columns, such as whole images, are never read.
+    def read(function: Callable[..., Any], **options: object) -> Any:
         try:
-            return parquet.read_table(path, columns=wanted, partitioning=None).to_pylist()
+            return function(path, **options)
         except (OSError, pyarrow.ArrowException) as error:
             raise DitLoraError(f"cannot read {path}: {error}") from error
 
-    try:
-        return parquet.read_schema(path).names, rows
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DitLoraError(f"cannot read {path}: {error}") from error
+    # Bytes of other columns than those wanted, such as whole images, are never read.
+    return read(parquet.read_schema).names, lambda wanted: read(
+        parquet.read_table, columns=wanted, partitioning=None
+    ).to_pylist()
 
 
 _READERS: dict[str, Callable[[Path, Gathered], _Read]] = {

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 
 from dit_lora.adapters.attach import ADAPTER_NAME, tied_layers
-from dit_lora.adapters.diffusers_format import PROVENANCE_FILE
+from dit_lora.adapters.diffusers_format import PROVENANCE_FILE, read_provenance
 from dit_lora.adapters.own_files import copy_own
-from dit_lora.adapters.peft_format import load_chat_adapter, read_chat_provenance
+from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.parsing import read_json
@@ -47,7 +47,7 @@ def merge_adapter(
     """
     if out.exists():
         raise DitLoraError(f"{out} exists already; give another folder, or remove it")
-    provenance = read_chat_provenance(folder)
+    provenance = read_provenance(chat_adapter_file(folder))
     load = model_class or _class_of(base)
     dtype = _stored_dtype(base)
     on_progress(f"loading {base.name} in {str(dtype).removeprefix('torch.')}")

@@ -16,12 +16,12 @@ from tiny_chat_models import MODELS, mistral
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.adapters.diffusers_format import BASE_FILE
+from dit_lora.adapters.diffusers_format import BASE_FILE, read_provenance
 from dit_lora.adapters.groups import parameter_groups
 from dit_lora.adapters.peft_format import (
     CHAT_ADAPTER_FILE,
+    chat_adapter_file,
     load_chat_adapter,
-    read_chat_provenance,
     save_chat_adapter,
 )
 from dit_lora.config.optim import GroupConfig
@@ -125,7 +125,7 @@ def test_base_weights_alone_have_no_peft_config(tmp_path: Path) -> None:
     train_a_little(model)
     assert save_chat_adapter(model, tmp_path, {"steps": 3}) == tmp_path / BASE_FILE
     assert [path.name for path in tmp_path.iterdir()] == [BASE_FILE]
-    assert read_chat_provenance(tmp_path) == {"steps": 3}
+    assert read_provenance(chat_adapter_file(tmp_path)) == {"steps": 3}
     before = logits(base, "qwen")
     load_chat_adapter(base, tmp_path)
     assert torch.equal(logits(base, "qwen"), logits(model, "qwen"))

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from dit_lora.adapters.diffusers_format import BASE_FILE
-from dit_lora.adapters.peft_format import load_chat_adapter, read_chat_provenance
+from dit_lora.adapters.diffusers_format import BASE_FILE, read_provenance
+from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
@@ -289,7 +289,7 @@ def find_origin(target: Path, model: str | None) -> Origin:
         if model:
             raise DitLoraError(f"--model does not apply: {target} is a checkpoint, not an adapter")
         return Origin(_checkpoint(str(target)), None)
-    made = read_chat_provenance(adapter)
+    made = read_provenance(chat_adapter_file(adapter))
     path = model or named_base(target, made.get("base_model") or peft_base(adapter))
     if "family" not in made:
         return Origin(_checkpoint(path), adapter)

@@ -168,14 +168,7 @@ class ChatSet:
         return []
 
     def loader(self, how: Reading) -> Iterable[Batch]:
-        dataset = ChatDataset(self, how)
-        return build_loader(
-            dataset,
-            how.sampler,
-            workers=how.workers,
-            pin_memory=how.pin_memory,
-            prefetch=how.prefetch,
-        )
+        return build_loader(ChatDataset(self, how), how)
 
     def render(
         self, entry: ChatEntry, draws: torch.Generator | None

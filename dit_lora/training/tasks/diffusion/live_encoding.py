@@ -6,7 +6,7 @@ is bit for bit what would be read from one. Memory holds the encoders, and the e
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from dit_lora.data.cache.cache import MAX_ABS, Spec
 from dit_lora.data.cache.fill import Job
 from dit_lora.data.loading.batch import Batch, collate
-from dit_lora.data.loading.encoded import EncodedClips, Pick, Picker
+from dit_lora.data.loading.encoded import ClipDataset, EncodedClips, Pick, Picker
 from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.media.video import ClipError
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
@@ -134,13 +134,10 @@ class LiveClips(EncodedClips):
 
     def loader(self, how: Reading) -> "LiveLoader":
         """Return the micro-batches of the sampler's positions, in its order, encoded as they come."""
-        dataset = self.dataset(how)
+        dataset = ClipDataset(self, how)
         decoded = build_loader(
             dataset,
-            how.sampler,
-            workers=how.workers,
-            pin_memory=False,  # pixels go to the encoder one by one
-            prefetch=how.prefetch,
+            replace(how, pin_memory=False),  # pixels go to the encoder one by one
             source=_DecodedDataset(dataset.pick, self.videos.decoder),
             collate_fn=list,
         )
@@ -187,7 +184,7 @@ class LiveLoader:
 
     def _encode(self, sample: _Decoded) -> Batch:
         self.clips.videos.decoded[sample.video_key] = sample.pixels
-        return self.clips.read(sample.pick.entry, sample.pick.text_key, sample.pick.draw)
+        return self.clips.read(*sample.pick)
 
 
 def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:

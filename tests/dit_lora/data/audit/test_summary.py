@@ -46,7 +46,7 @@ def test_totals_count_samples_by_verdict_and_code() -> None:
 
 def test_json_has_the_documented_shape(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
-    write_json(path, JUDGED)
+    write_json(path, as_json(JUDGED))
     written = strict(path)
     assert list(written) == ["samples", "totals"]
     assert written["samples"][0] == {
@@ -64,7 +64,7 @@ def test_json_has_the_documented_shape(tmp_path: Path) -> None:
     assert written["samples"][2]["codes"] == ["black", "caption_long"]
     assert written["totals"] == totals(JUDGED)
     assert written == as_json(JUDGED)
-    write_json(path, [])
+    write_json(path, as_json([]))
     assert strict(path) == {"samples": [], "totals": totals([])}
 
 
@@ -80,7 +80,8 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
         3: ("tuple",),
     }
     path = tmp_path / "audit.json"
-    write_json(path, [Judged("\udcff.mp4", (), facts)], encoded={"latent": {"abs_max": math.inf}})
+    judged = [Judged("\udcff.mp4", (), facts)]
+    write_json(path, as_json(judged, encoded={"latent": {"abs_max": math.inf}}))
     written = strict(path)
     assert written["samples"][0]["file"] == "\udcff.mp4", "a name that is not UTF-8 comes back"
     assert written["samples"][0]["facts"] == {

@@ -29,7 +29,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def write(cache: TensorCache) -> str:
     key = entry_key(FACTS)
-    cache.write(key, tensors(), sample="a.mp4", facts=FACTS)
+    cache.write_all([encoded(key, tensors(), sample="a.mp4", facts=FACTS)])
     return key
 
 
@@ -62,7 +62,7 @@ def test_a_bad_value_is_never_written(cache: TensorCache, value: float, words: s
     bad = tensors()
     bad["mean"][1, 1, 1] = value
     with pytest.raises(CacheError, match=rf"a\.mp4.*mean.*{words}"):
-        cache.write("k" * 64, bad, sample="a.mp4", facts={})
+        cache.write_all([encoded("k" * 64, bad, sample="a.mp4", facts={})])
     assert not list(cache.root.rglob("*"))
 
 
@@ -71,7 +71,7 @@ def test_a_bad_value_is_reported_when_read(cache: TensorCache) -> None:
     spec = cache.spec(key)
     (entry,) = cache.entries()
     with entry.path.open("r+b") as file:
-        file.seek(entry.start + entry.layout.begin("mean"))
+        file.seek(entry.start + entry.layout.bounds["mean"][0])
         file.write(torch.full((2,), torch.nan).numpy().tobytes())
     back, fault = cache.read(key, spec)
     assert fault is not None
@@ -176,7 +176,7 @@ def test_a_components_digest_depends_on_weights_and_configs_only(tmp_path: Path)
 def test_class_labels_and_masks_are_kept_and_a_lost_entry_is_bad(cache: TensorCache) -> None:
     tensors = {"class_labels": torch.tensor(7), "mask": torch.tensor([True, False])}
     key = entry_key({"class": "cat"})
-    cache.write(key, tensors, sample="cat", facts={})
+    cache.write_all([encoded(key, tensors, sample="cat", facts={})])
     spec = cache.spec(key)
     back, fault = cache.read(key, spec)
     assert fault is None
@@ -214,7 +214,7 @@ def test_one_bad_entry_of_a_shard_is_set_aside_and_made_anew_alone(cache: Tensor
     assert aside.parent == shard.parent
     assert cache.missing(keys) == [keys[1]]
     assert shard.read_bytes() == before
-    cache.write(keys[1], {"x": torch.full((4,), 1.0)}, sample="1", facts={})
+    cache.write_all([encoded(keys[1], {"x": torch.full((4,), 1.0)}, sample="1", facts={})])
     assert cache.missing(keys) == []
     assert cache.path(keys[1]) != shard
     assert cache.path(keys[2]) == shard
@@ -225,7 +225,7 @@ def test_one_bad_entry_of_a_shard_is_set_aside_and_made_anew_alone(cache: Tensor
 
 def test_of_two_copies_the_other_is_used_when_one_is_set_aside(cache: TensorCache) -> None:
     keys = several(cache, 3)
-    cache.write(keys[0], {"x": torch.full((4,), 0.0)}, sample="0", facts={})
+    cache.write_all([encoded(keys[0], {"x": torch.full((4,), 0.0)}, sample="0", facts={})])
     first = cache.path(keys[0])
     assert len(cache) == 3
     cache.set_aside(keys[0])
@@ -245,7 +245,7 @@ def test_what_others_write_replace_and_remove_is_seen(cache: TensorCache) -> Non
     path = cache.path(keys[0])
     path.unlink()
     assert "cannot be read" in (other.read(keys[0], {})[1] or "")
-    cache.write(keys[0], {"x": torch.full((4,), 7.0)}, sample="0", facts={})
+    cache.write_all([encoded(keys[0], {"x": torch.full((4,), 7.0)}, sample="0", facts={})])
     assert numbers(other, keys[:1]) == [7.0]
     assert other.missing(keys) == keys[1:3]
 

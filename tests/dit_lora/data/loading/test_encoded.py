@@ -12,24 +12,47 @@ import pytest
 import torch
 
 from dit_lora.config.data import VideoShape
-from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.cache.cache import TensorCache, encoded
 from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, collate, draw_number
 from dit_lora.data.loading.encoded import CachedClips, ClipDataset, Entry
 from dit_lora.data.loading.quarantine import LeftOut, Quarantine
-from dit_lora.data.loading.reading import build_loader
+from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.loading.sampler import PositionSampler
 
 
 @pytest.fixture
 def clips(tmp_path: Path) -> CachedClips:
     videos, texts = TensorCache(tmp_path / "v"), TensorCache(tmp_path / "t")
-    texts.write("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})
+    texts.write_all([encoded("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})])
     entries = []
     for k in range(5):
-        videos.write(f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={})
-        texts.write(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})
+        videos.write_all(
+            [encoded(f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={})]
+        )
+        texts.write_all(
+            [encoded(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})]
+        )
         entries.append(Entry(f"{k}.mp4", f"v{k}", f"t{k}"))
     return CachedClips(tuple(entries), "empty", videos, texts)
+
+
+def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
+    """Settings of a run whose steps take one sample, unless the sampler says otherwise."""
+    one = {"start_step": 0, "steps": 1, "batch_size": 1, "accumulate": 1, "rank": 0, "ranks": 1}
+    defaults = {"seed": 0, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
+    nowhere = Quarantine(Path("nowhere"))
+    return Reading(
+        sampler or PositionSampler(**one),
+        quarantine=nowhere,
+        pin_memory=False,
+        **{**defaults, **settings},
+    )
+
+
+def clip_at(dataset: ClipDataset, position: int) -> tuple[int, Entry]:
+    """The epoch and the clip at a position; a batch may span two epochs."""
+    draw = dataset.order.draw_at(position)
+    return draw.epoch, dataset.clips.entries[draw.sample]
 
 
 def of(
@@ -38,12 +61,12 @@ def of(
     caption_dropout: float = 0.0,
     quarantine: Quarantine | None = None,
 ) -> ClipDataset:
-    quarantine = quarantine or Quarantine(Path("nowhere"))
-    return ClipDataset(clips, seed=seed, caption_dropout=caption_dropout, quarantine=quarantine)
+    given = how(seed=seed, caption_dropout=caption_dropout)
+    return ClipDataset(clips, replace(given, quarantine=quarantine or given.quarantine))
 
 
 def ids_of(dataset: ClipDataset, positions: Iterable[int]) -> list[str]:
-    return [dataset.clip_at(position)[1].id for position in positions]
+    return [clip_at(dataset, position)[1].id for position in positions]
 
 
 def to_build_anew(clips: CachedClips, kinds: str = "v") -> list[str]:
@@ -86,7 +109,7 @@ def test_every_epoch_is_another_permutation_of_all_clips(clips: CachedClips) -> 
     epochs = [ids_of(of(clips), range(5 * e, 5 * e + 5)) for e in range(6)]
     assert all(sorted(epoch) == [f"{k}.mp4" for k in range(5)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 2
-    assert [of(clips).clip_at(p)[0] for p in range(30)] == [p // 5 for p in range(30)]
+    assert [clip_at(of(clips), p)[0] for p in range(30)] == [p // 5 for p in range(30)]
     assert ids_of(of(clips), reversed(range(30))) == flat(epochs)[::-1]
     assert ids_of(of(clips, seed=1), range(30)) != flat(epochs)
 
@@ -94,7 +117,7 @@ def test_every_epoch_is_another_permutation_of_all_clips(clips: CachedClips) -> 
 def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> None:
     dataset = of(clips)
     sampler = PositionSampler(start_step=0, steps=3, batch_size=3, accumulate=1, rank=0, ranks=1)
-    batches = list(build_loader(dataset, sampler, workers=0, pin_memory=False))
+    batches = list(build_loader(dataset, how(sampler)))
     batch = batches[1]  # positions 3, 4, 5
     assert batch.draws == tuple(map(draw_number, batch.ids, (0, 0, 1)))
     for row, sample in enumerate(batch.ids):
@@ -118,7 +141,7 @@ def test_reading_neither_moves_a_global_generator_nor_draws_from_one(clips: Cach
         random.seed(seed)
         torch.manual_seed(seed)
         before = states()
-        loader = build_loader(dataset, sampler, workers=0, pin_memory=False)
+        loader = build_loader(dataset, how(sampler))
         found = [batch.tensors["prompt_embeds"].max().item() for batch in loader]
         assert states() == before
         return found
@@ -134,7 +157,7 @@ def drawn(clips: CachedClips, workers: int, split: tuple[int, int, int]) -> list
         given = {"batch_size": batch_size, "accumulate": accumulate, "rank": rank, "ranks": ranks}
         sampler = PositionSampler(start_step=0, steps=5, **given)
         dataset = of(clips, seed=3, caption_dropout=0.5)
-        loader = build_loader(dataset, sampler, workers=workers, pin_memory=False, prefetch=3)
+        loader = build_loader(dataset, how(sampler, workers=workers, prefetch=3))
         for number, batch in enumerate(loader):
             text = batch.tensors["prompt_embeds"][:, 0, 0].tolist()
             rows = zip(batch.ids, batch.draws, text, strict=True)
@@ -155,7 +178,7 @@ def test_two_workers_and_two_ranks_draw_apart_and_as_one_process_would(clips: Ca
 def test_workers_read_ahead_as_far_as_asked(clips: CachedClips, prefetch: int) -> None:
     sampler = PositionSampler(start_step=0, steps=1, batch_size=1, accumulate=1, rank=0, ranks=1)
     ahead = [
-        build_loader(of(clips), sampler, workers=workers, pin_memory=False, prefetch=prefetch)
+        build_loader(of(clips), how(sampler, workers=workers, prefetch=prefetch))
         for workers in (1, 0)
     ]
     assert [loader.prefetch_factor for loader in ahead] == [prefetch, None]
@@ -203,7 +226,7 @@ def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
     path.write_bytes(path.read_bytes()[:50])
     dataset = of(clips)
     sampler = PositionSampler(start_step=0, steps=1, batch_size=5, accumulate=1, rank=0, ranks=1)
-    batch: Batch = next(iter(build_loader(dataset, sampler, workers=0, pin_memory=False)))
+    batch: Batch = next(iter(build_loader(dataset, how(sampler))))
     assert list(batch.faults) == ["2.mp4"]
     row = batch.ids.index("2.mp4")
     assert batch.tensors["latent_mean"][row].isnan().all()
@@ -236,7 +259,7 @@ def test_a_sample_that_is_out_for_one_epoch_is_back_in_the_next(clips: CachedCli
     once = Quarantine(Path("nowhere"), [left_out("1.mp4", 1, 1), left_out("3.mp4", 2)])
     dataset = of(clips, quarantine=once)
     sizes = [5, 4, 4, 4]
-    placed = [dataset.clip_at(position) for position in range(sum(sizes))]
+    placed = [clip_at(dataset, position) for position in range(sum(sizes))]
     by_epoch = [sorted(entry.id for e, entry in placed if e == epoch) for epoch in range(4)]
     assert list(map(len, by_epoch)) == sizes
     missing = [{f"{k}.mp4" for k in range(5)} - set(one) for one in by_epoch]
@@ -261,7 +284,7 @@ def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) 
 def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: CachedClips) -> None:
     for k in range(5):
         tensors = {"latent_mean": torch.full((2, 2), 100.0 + k)}
-        clips.videos.write(f"m{k}", tensors, sample="", facts={})
+        clips.videos.write_all([encoded(f"m{k}", tensors, sample="", facts={})])
     entries = tuple(replace(e, mirror_key=f"m{k}") for k, e in enumerate(clips.entries))
     dataset = of(replace(clips, entries=entries))
     shown = [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
@@ -285,7 +308,7 @@ def mixed(clips: CachedClips) -> CachedClips:
     """Three clips of one shape, and two with smaller latents of another."""
     for number in (1, 3):
         small = {"latent_mean": torch.full((1, 2), float(number))}
-        clips.videos.write(f"s{number}", small, sample="", facts={})
+        clips.videos.write_all([encoded(f"s{number}", small, sample="", facts={})])
     entries = [
         replace(entry, shape=SMALL, video_key=f"s{number}")
         if number in (1, 3)
@@ -296,13 +319,11 @@ def mixed(clips: CachedClips) -> CachedClips:
 
 
 def test_a_step_has_one_shape_however_it_is_split(mixed: CachedClips) -> None:
-    nowhere = Quarantine(Path("nowhere"))
-    dataset = ClipDataset(mixed, seed=0, caption_dropout=0.0, quarantine=nowhere, group=4)
     steps: list[set] = [set() for _ in range(20)]
     for rank in (0, 1):
         given = {"batch_size": 1, "accumulate": 2, "rank": rank, "ranks": 2}
         sampler = PositionSampler(start_step=0, steps=20, **given)
-        loader = build_loader(dataset, sampler, workers=0, pin_memory=False)
+        loader = build_loader(ClipDataset(mixed, how(sampler)), how(sampler))
         for number, batch in enumerate(loader):
             steps[number // 2].add(batch.tensors["latent_mean"].shape)
     assert all(len(step) == 1 for step in steps)
@@ -312,7 +333,7 @@ def test_a_step_has_one_shape_however_it_is_split(mixed: CachedClips) -> None:
 def test_a_sampler_whose_steps_are_not_the_orders_is_refused(mixed: CachedClips) -> None:
     sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, ranks=1)
     with pytest.raises(ValueError, match="1 samples, one of the sampler 2"):
-        build_loader(of(mixed), sampler, workers=0, pin_memory=False)
+        build_loader(of(mixed), how(sampler))
 
 
 def test_each_shape_has_its_spec_and_the_largest_stands_for_all(mixed: CachedClips) -> None:
@@ -356,7 +377,7 @@ def test_copies_of_a_sample_draw_apart(clips: CachedClips) -> None:
     entries = tuple(replace(entry, times=3.0) for entry in clips.entries)
     dataset = of(replace(clips, entries=entries))
     samples = [dataset[position] for position in range(15)]
-    assert {dataset.clip_at(position)[0] for position in range(15)} == {0}
+    assert {clip_at(dataset, position)[0] for position in range(15)} == {0}
     for number in range(5):
         draws = [sample.draws[0] for sample in samples if sample.ids == (f"{number}.mp4",)]
         assert draws == [draw_number(f"{number}.mp4", 0, copy) for copy in range(3)]
@@ -364,9 +385,8 @@ def test_copies_of_a_sample_draw_apart(clips: CachedClips) -> None:
 
 
 def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None:
-    nowhere = Quarantine(Path("nowhere"))
-    given = {"seed": 0, "caption_dropout": 0.5, "quarantine": nowhere, "group": 2}
-    dataset = ClipDataset(mixed, **given)
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, ranks=1)
+    dataset = ClipDataset(mixed, how(sampler, caption_dropout=0.5))
     there = pickle.loads(pickle.dumps(dataset))
     for position in range(10):
         here, other = dataset[position], there[position]

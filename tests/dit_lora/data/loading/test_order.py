@@ -27,6 +27,12 @@ def left_out(
     return LeftOut(sample, from_epoch, to_epoch, 12, "data", "it has 1 NaN", from_copy)
 
 
+def place(one: Order, position: int) -> tuple[int, int]:
+    """Epoch and index of the sample at a position."""
+    draw = one.draw_at(position)
+    return draw.epoch, draw.sample
+
+
 def bucketed(
     *records: LeftOut,
     ids: Sequence[str] = MANY,
@@ -107,13 +113,13 @@ def test_without_buckets_the_steps_are_the_epochs_one_after_another(group: int) 
         for sample in sorted(IDS, key=lambda name: hashed(7, "order", epoch, name))
         if not (sample == IDS[2] and epoch >= 1) and not (sample == IDS[5] and epoch in (3, 4))
     ]
-    assert [one.at(position) for position in range(208)] == expected[:208]
+    assert [place(one, position) for position in range(208)] == expected[:208]
 
 
 def test_the_first_positions_of_a_run_never_change() -> None:
     """A golden row: resumed runs rely on it."""
     one = Order(IDS, seed=0, quarantine=Quarantine(Path("nowhere")))
-    assert [index for _, index in map(one.at, range(14))] == [
+    assert [one.draw_at(position).sample for position in range(14)] == [
         3,
         1,
         2,
@@ -183,7 +189,7 @@ def test_a_position_is_found_without_hashing_all_epochs_before_it(
     times = [1.0 + number % 3 / 2 for number in range(1000)]
     quarantine = Quarantine(Path("nowhere"), [left_out("5", 3)])
     given = {"buckets": shapes, "times": times, "group": 32, "quarantine": quarantine}
-    assert Order(ids, seed=0, **given).at(10**9)[0] > 600_000
+    assert Order(ids, seed=0, **given).draw_at(10**9).epoch > 600_000
     assert hashes < 4500  # an epoch has 1500
     hashes = 0
     quarantine.add([left_out(one, 50_000, 500_000) for one in ids if one != "1"])
@@ -312,4 +318,4 @@ def test_a_sample_comes_at_least_once(times: float) -> None:
 def test_an_epoch_that_all_samples_sit_out_is_passed_over() -> None:
     quarantine = Quarantine(Path("nowhere"), [left_out(one, 1, 2) for one in IDS])
     run = Order(IDS, seed=7, quarantine=quarantine)
-    assert [run.at(position)[0] for position in range(14)] == [0] * 7 + [3] * 7
+    assert [place(run, position)[0] for position in range(14)] == [0] * 7 + [3] * 7

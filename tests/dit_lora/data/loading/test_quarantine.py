@@ -28,9 +28,15 @@ def order(
     return Order(ids, seed=seed, quarantine=Quarantine(path, records))
 
 
+def place(one: Order, position: int) -> tuple[int, int]:
+    """Epoch and index of the sample at a position."""
+    draw = one.draw_at(position)
+    return draw.epoch, draw.sample
+
+
 def sequence(one: Order, count: int, first: int = 0) -> list[tuple[int, str]]:
     """(epoch, sample) at each position."""
-    found = [one.at(position) for position in range(first, first + count)]
+    found = [place(one, position) for position in range(first, first + count)]
     return [(epoch, one.ids[index]) for epoch, index in found]
 
 
@@ -38,7 +44,7 @@ def epochs(one: Order, count: int) -> list[list[str]]:
     """The samples of each of the first epochs, in order."""
     found: list[list[str]] = [[] for _ in range(count)]
     position = 0
-    while (at := one.at(position))[0] < count:
+    while (at := place(one, position))[0] < count:
         found[at[0]].append(one.ids[at[1]])
         position += 1
     return found
@@ -80,7 +86,7 @@ def test_a_sample_left_out_where_it_is_first_met_was_never_there(bad: list[str])
     met = 0
     taken: list[tuple[int, str]] = []
     while len(taken) < 60:
-        epoch, index = run.at(len(taken))
+        epoch, index = place(run, len(taken))
         if IDS[index] in bad:
             run.quarantine.add([left_out(IDS[index], from_epoch=epoch)])
             run.forget()
@@ -135,7 +141,7 @@ def test_the_order_learns_of_a_longer_quarantine_when_it_forgets() -> None:
     run = order()
     before = sequence(run, 30)
     run.quarantine.add([left_out(IDS[0], from_epoch=2)])
-    assert run.at(15)[0] == 2
+    assert run.draw_at(15).epoch == 2
     run.forget()
     assert sequence(run, 30) == sequence(order(left_out(IDS[0], from_epoch=2)), 30)
     assert sequence(run, 14) == before[:14]
@@ -147,7 +153,7 @@ def test_an_epoch_without_a_sample_is_an_error_that_names_the_file(tmp_path: Pat
     run = order(*(left_out(one, 1) for one in IDS), path=path)
     assert len(sequence(run, 7)) == 7
     with pytest.raises(DitLoraError) as error:
-        run.at(7)
+        run.draw_at(7)
     assert str(error.value) == f"no sample is left: all 7 are in {path}"
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dit_lora.data.media.decode import Wanted, nearest_frames
 from dit_lora.data.media.media import MediaFile, TarMember
-from dit_lora.data.media.pictures import resize
+from dit_lora.data.media.pictures import cover, upright
 from dit_lora.data.media.video import ClipError, read_frames, read_header, too_short, write_video
 
 HEIGHT, WIDTH, FPS, COUNT = 32, 48, 30, 100
@@ -85,7 +85,7 @@ def remux(path: Path, target: Path, **change: Any) -> Path:
 def from_the_beginning(path: Path, wanted: Wanted) -> list[np.ndarray]:
     chosen: list[np.ndarray] = []
     for near in nearest_frames(MediaFile(path), wanted, quick=False):
-        chosen += [resize(near.frame, near.stretch, HEIGHT, WIDTH)] * near.times
+        chosen += [cover(*upright(near.frame, near.stretch), HEIGHT, WIDTH)] * near.times
     return chosen
 
 
