@@ -100,6 +100,8 @@ class Element:
 
     value: float
     index: int = 2
+    of_whole: bool = False
+    """True if of a sharded tensor the first rank's part alone is changed, and not each rank's."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.clone()
@@ -122,9 +124,9 @@ def before(step: int, find: Find, change: Change, rank: int = ALL_RANKS) -> Arm:
     def arm(stage: Stage) -> None:
         def act() -> None:
             for tensor in find(stage):
-                shared_out = rank == ALL_RANKS and isinstance(tensor, DTensor)
-                # Of sharded weights the first rank's part alone, so that one element of the whole is bad.
-                if not (shared_out and isinstance(change, Element) and stage.rank):
+                is_part = rank == ALL_RANKS and isinstance(tensor, DTensor)
+                of_whole = isinstance(change, Element) and change.of_whole
+                if not (is_part and of_whole and stage.rank):
                     write(tensor, change)
 
         if here(stage, rank):
