@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.cache.shards import Stored
-from dit_lora.faults.samples import overwrite
+from dit_lora.faults.media.cache import overwrite
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:

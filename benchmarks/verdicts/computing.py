@@ -25,6 +25,7 @@ from dit_lora.faults.triggers import (
     When,
     backward_of,
     divided,
+    first_row,
     overflowing,
     times,
 )
@@ -72,11 +73,6 @@ def _of_activation(kind: str, when: When) -> Right:
     if when.mode == "once":
         return right(*causes, ends=(DONE,))
     return right(*causes, result="bounded")
-
-
-def first_row(output: torch.Tensor) -> torch.Tensor:
-    """Every sample gets the first one's."""
-    return output[:1].expand_as(output)
 
 
 _KERNELS: dict[str, Change] = {

@@ -1,7 +1,7 @@
 """The questions asked of a fault's run, and the clean run that its result is compared with."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -44,16 +44,15 @@ class Tally:
 
     def arm(self, stage: Stage) -> None:
         self.stage = stage
-        recover = stage.run.recovery.recover
 
-        def counted(*args: Any) -> int:
+        def counted(recover: Callable[..., int], *args: Any) -> int:
             self.recoveries += 1
             if self.recoveries > RECOVERIES:
                 skips = stage.run.recovery.policy.skips
                 raise EndlessError(f"{RECOVERIES} recoveries, of which {skips} were counted")
             return recover(*args)
 
-        stage.patch(stage.run.recovery, "recover", counted)
+        stage.wrap(stage.run.recovery, "recover", counted)
 
     def acted(self) -> bool:
         """Whether the fault acted on any rank, as far as it waits for a moment that may not come. Collective."""

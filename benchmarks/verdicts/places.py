@@ -18,7 +18,8 @@ from benchmarks.verdicts.cases import (
 from benchmarks.verdicts.computing import COMPUTING
 from dit_lora.families.family import Site
 from dit_lora.faults import arms
-from dit_lora.faults.triggers import ALL_RANKS, Change, When, before, element, row, times
+from dit_lora.faults.media.cache import damaged, poisoned
+from dit_lora.faults.triggers import ALL_RANKS, Change, Element, When, before, row, times
 from dit_lora.faults.world import Arm
 
 _LOSSES: dict[str, Change] = {
@@ -30,8 +31,8 @@ _LOSSES: dict[str, Change] = {
     "factor": times(3.0),
 }
 _ROWS: dict[str, Change] = {
-    "NaN": element(math.nan, 3),
-    "Inf": element(math.inf, 3),
+    "NaN": Element(math.nan, 3),
+    "Inf": Element(math.inf, 3),
     "huge": times(1e15),
     "sign": times(-1.0),
     "factor": times(1.5),
@@ -59,14 +60,13 @@ def _of_sample(draw: Draw, when: When) -> Right:
 
 def _sample_tensor(name: str, draw: Draw) -> Case:
     when = draw.when_it_comes("once", "from", "from")
-    tensor = (draw.site.text or name) if name == "prompt_embeds" else name
-    arm = arms.sample_tensor(tensor, _ROWS[draw.kind], when)
+    arm = arms.sample_tensor(name, _ROWS[draw.kind], when)
     return Case(when.words, _of_sample(draw, when), arm)
 
 
 def _cache(draw: Draw) -> Case:
     value = {"huge": 3e30, "finite": 0.5, **_VALUES}[draw.kind]
-    change = arms.cached_latent(value, draw.target)
+    change = damaged("videos", draw.target, poisoned("latent_mean", value))
     return Case("on the disk, before the run", _OF_SAMPLE, before_start=change)
 
 
@@ -116,9 +116,9 @@ def _first_passes(draw: Draw) -> Case:
 
 
 _BASE_CHANGES: dict[str, Change] = {
-    "NaN": element(math.nan),
-    "Inf": element(math.inf),
-    "huge": element(3e38),
+    "NaN": Element(math.nan),
+    "Inf": Element(math.inf),
+    "huge": Element(3e38),
     "sign": times(-1.0),
     "zero": times(0.0),
     "factor": times(1.5),
@@ -130,7 +130,7 @@ def _frozen(draw: Draw) -> Case:
     step, rank, number = draw.step(), draw.rank(), draw.number()
     change = _BASE_CHANGES[draw.kind]
     if draw.kind in ("NaN", "Inf", "huge"):
-        change = element({"huge": 3e38, **_VALUES}[draw.kind], draw.number())
+        change = Element({"huge": 3e38, **_VALUES}[draw.kind], draw.number())
     dimensions = 2 if draw.kind == "row" else 1
     arm = before(step, arms.frozen(number, dimensions), change, rank)
     return Case(_before(step, rank), _of_rank(_BASE, rank), arm)
@@ -147,7 +147,7 @@ def _buffer(draw: Draw) -> Case:
 
 def _weight(draw: Draw) -> Case:
     step, rank = draw.step(), draw.rank()
-    change = element(_VALUES[draw.kind], draw.number())
+    change = Element(_VALUES[draw.kind], draw.number())
     arm = before(step, arms.trained(draw.number()), change, rank)
     return Case(_before(step, rank), _of_rank(_MEMORY, rank), arm)
 
@@ -156,24 +156,24 @@ def _all_weights(draw: Draw) -> Case:
     step = draw.step()
     if draw.kind == "grown":
         allowed = right("learning_rate", "weights", "memory", result="bounded")
-        return Case(_before(step), allowed, arms.all_trained(step, times(1e5)))
+        return Case(_before(step), allowed, before(step, arms.adapter(None), times(1e5)))
     if draw.ranks == 1:
-        return Case(_before(step), SILENT, arms.all_trained(step, times(-1.0)))
+        return Case(_before(step), SILENT, before(step, arms.adapter(None), times(-1.0)))
     allowed = right("rank", "weights", "memory")
-    return Case(_before(step, 1), allowed, arms.all_trained(step, times(-1.0), 1))
+    return Case(_before(step, 1), allowed, before(step, arms.adapter(None), times(-1.0), 1))
 
 
 def _moment(draw: Draw) -> Case:
     step, rank = draw.step(2), draw.rank()
     key = "exp_avg_sq" if draw.kind == "negative" else draw.chance.choice(("exp_avg", "exp_avg_sq"))
-    change = element(_VALUES[draw.kind], draw.number())
+    change = Element(_VALUES[draw.kind], draw.number())
     arm = before(step, arms.moment(draw.number(), key), change, rank)
     return Case(f"{_before(step, rank)}, in {key}", _of_rank(_MOMENT, rank), arm)
 
 
 def _average(draw: Draw) -> Case:
     step, rank = draw.step(2), draw.rank()
-    change = element(_VALUES[draw.kind], draw.number())
+    change = Element(_VALUES[draw.kind], draw.number())
     arm = before(step, arms.average(draw.number()), change, rank)
     allowed = _of_rank(_MEMORY, rank)
     return Case(_before(step, rank), allowed, arm, (("train.ema", 0.9),))
@@ -184,10 +184,10 @@ def _gradient(draw: Draw) -> Case:
     when = draw.when("once", "from", "at", rank=rank)
     number = draw.number() if draw.kind.startswith("one") else None
     change = {
-        "one NaN": element(math.nan, draw.number()),
-        "one Inf": element(math.inf, draw.number()),
+        "one NaN": Element(math.nan, draw.number()),
+        "one Inf": Element(math.inf, draw.number()),
         "all NaN": times(math.nan),
-        "one 1e30": element(1e30, draw.number()),
+        "one 1e30": Element(1e30, draw.number()),
         "all x 1e30": times(1e30),
         "all x 1e-25": times(1e-25),
     }[draw.kind]

@@ -123,7 +123,7 @@ class Sweep:
         world.accelerator = Accelerator(cpu=True)
         world.aim = fault.aim
         case, tally = case_of(fault, world), Tally()
-        known = [arms.right_kernel(), *([case.arm] if case.arm else []), tally.arm]
+        known = [arms.right_kernel, *([case.arm] if case.arm else []), tally.arm]
         told: list[str] = []
         judgement = Judgement(fault.name, fault.place, fault.kind, case.when)
         try:

@@ -3,9 +3,9 @@
 `dit_lora.faults.triggers` says at which moments, and what becomes of a tensor there.
 """
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch import nn
 from torch.backends import cuda
 from torch.distributed.tensor import DTensor
 
-from dit_lora.faults.samples import overwrite
-from dit_lora.faults.triggers import ALL_RANKS, Change, Fires, When, here, write
+from dit_lora.faults.triggers import Change, Find, Fires, When
 from dit_lora.faults.world import Arm, Stage, Tensors
 from dit_lora.guard.switches import Switch
 from dit_lora.numerics.objectives import LossOutput
@@ -78,16 +77,20 @@ def losses(change: Change, rows: Rows, when: When) -> Arm:
 
 
 def sample_tensor(name: str, change: Change, when: When) -> Arm:
-    """Change a tensor of the target after it was read, as a broken transform does; the cache is right."""
+    """Change a tensor of the target after it was read, as a broken transform does; the cache is right.
+
+    Families name the caption's tensor, here `prompt_embeds`, differently.
+    """
 
     def arm(stage: Stage) -> None:
         fires = when.fires(stage)
+        key = (stage.site.text if name == "prompt_embeds" else None) or name
 
         def read(batch: Tensors, streams: Streams) -> Tensors:
             for index, is_target in enumerate(stage.is_target(batch)):
                 if is_target and fires():
-                    batch[name] = batch[name].clone()
-                    batch[name][index] = change(batch[name][index])
+                    batch[key] = batch[key].clone()
+                    batch[key][index] = change(batch[key][index])
             return batch
 
         stage.checkpoint.before.append(read)
@@ -95,23 +98,17 @@ def sample_tensor(name: str, change: Change, when: When) -> Arm:
     return arm
 
 
-def cached_latent(value: float, sample: str) -> Callable[[Any], None]:
-    """Write a value into a sample's latent in the cache, keeping its entry's header."""
-    from dit_lora.data.cache.cache import TensorCache
-
-    def change(cache: Any) -> None:
-        for entry in TensorCache(cache / "videos").entries():
-            if entry.sample == sample:
-                overwrite(entry, "latent_mean", 7, torch.full((1,), value))
-
-    return change
-
-
 # What the run holds.
 
 
-def parameter(stage: Stage, name: str) -> torch.Tensor:
-    return dict(stage.transformer.named_parameters())[stage.site.named(name)]
+def parameter(name: str) -> Find:
+    """Return a finder of a weight by its name."""
+    return lambda stage: [stage.transformer.get_parameter(stage.site.named(name))]
+
+
+def adapter(name: str | None = ADAPTED) -> Find:
+    """Return a finder of a trained weight, or of all, wherever the rank holds it."""
+    return lambda stage: stage.held(name and stage.site.named(name))
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
@@ -119,77 +116,57 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return bool(tensor.numel() if isinstance(tensor, DTensor) else tensor.any())
 
 
-def frozen(number: int, dimensions: int = 1) -> Callable[[Stage], torch.Tensor]:
+def frozen(number: int, dimensions: int = 1) -> Find:
     """Return a finder of a frozen weight by its number, of at least so many dimensions and not all zero, which no
     factor changes.
     """
 
-    def find(stage: Stage) -> torch.Tensor:
-        weights = [
-            p
-            for p in stage.transformer.parameters()
-            if not p.requires_grad
-            and p.is_floating_point()
-            and p.ndim >= dimensions
-            and _has_values(p)
-        ]
-        return weights[number % len(weights)]
+    def is_one(weight: torch.Tensor) -> bool:
+        is_frozen = not weight.requires_grad and weight.is_floating_point()
+        return is_frozen and weight.ndim >= dimensions and _has_values(weight)
 
-    return find
+    return lambda stage: _numbered(filter(is_one, stage.transformer.parameters()), number)
 
 
-def buffer(number: int) -> Callable[[Stage], torch.Tensor]:
-    def find(stage: Stage) -> torch.Tensor:
-        buffers = [b for b in stage.transformer.buffers() if b.is_floating_point()]
-        return buffers[number % len(buffers)]
-
-    return find
+def buffer(number: int) -> Find:
+    is_one = torch.is_floating_point
+    return lambda stage: _numbered(filter(is_one, stage.transformer.buffers()), number)
 
 
-def trained(number: int) -> Callable[[Stage], torch.Tensor]:
+def trained(number: int) -> Find:
     """Return a finder of a trained weight by its number."""
-
-    def find(stage: Stage) -> torch.Tensor:
-        weights = list(stage.trained().values())
-        return weights[number % len(weights)].data
-
-    return find
+    return lambda stage: _numbered(stage.trained().values(), number)
 
 
-def moment(number: int, key: str) -> Callable[[Stage], torch.Tensor]:
+def moment(number: int, key: str) -> Find:
     """Return a finder of a moment of AdamW; where ranks share them out, of one of this rank's."""
-
-    def find(stage: Stage) -> torch.Tensor:
-        moments = stage.run.setup.engine.own_moments()
-        tensors = [tensor for name, tensor in moments.items() if name.endswith(f"/{key}")]
-        return tensors[number % len(tensors)]
-
-    return find
+    return lambda stage: _numbered(_moments(stage, f"/{key}"), number)
 
 
-def average(number: int) -> Callable[[Stage], torch.Tensor]:
+def moment_of(name: str, key: str) -> Find:
+    """Return a finder of a trained weight's moment; it finds none where that is another rank's."""
+    return lambda stage: _moments(stage, f"{stage.site.named(name)}/{key}")
+
+
+def _moments(stage: Stage, end: str) -> list[torch.Tensor]:
+    moments = stage.run.setup.engine.own_moments()
+    return [tensor for name, tensor in moments.items() if name.endswith(end)]
+
+
+def average(number: int) -> Find:
     """Return a finder of a moving average of a trained weight."""
-
-    def find(stage: Stage) -> torch.Tensor:
-        assert stage.run.ema is not None
-        averages = list(stage.run.ema.tensors().values())
-        return averages[number % len(averages)]
-
-    return find
+    return lambda stage: _numbered(averages(stage).values(), number)
 
 
-def all_trained(step: int, change: Change, rank: int = ALL_RANKS, name: str | None = None) -> Arm:
-    """Change every trained weight, or the one of that name, between two steps, once, wherever the rank holds it."""
+def averages(stage: Stage) -> dict[str, torch.Tensor]:
+    assert stage.run.ema is not None
+    return stage.run.ema.tensors()
 
-    def arm(stage: Stage) -> None:
-        def act() -> None:
-            for tensor in stage.held(name and stage.site.named(name)):
-                write(tensor, change)
 
-        if here(stage, rank):
-            stage.before_step(step, act)
-
-    return arm
+def _numbered(tensors: Iterable[torch.Tensor], number: int) -> list[torch.Tensor]:
+    """Return the tensor of that number, taken modulo how many there are."""
+    every = list(tensors)
+    return [every[number % len(every)]]
 
 
 def gradients(change: Change, number: int | None, when: When) -> Arm:
@@ -228,7 +205,7 @@ def module_output(name: str, change: Change, when: When) -> Arm:
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
             return change(output) if fires() else output
 
-        stage.transformer.get_submodule(stage.site.named(name)).register_forward_hook(hook)
+        stage.module(name).register_forward_hook(hook)
 
     return arm
 
@@ -261,31 +238,27 @@ def kernel(change: Change, when: When, name: str = "kernel:wrong_op", place: str
         def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
             return change(output) if state["on"] and fires() else output
 
-        stage.transformer.get_submodule(stage.site.named(place)).register_forward_hook(hook)
+        stage.module(place).register_forward_hook(hook)
 
     return arm
 
 
-def right_kernel(name: str = "kernel:right_op") -> Arm:
+def right_kernel(stage: Stage) -> None:
     """Put in a kernel that is right, with a switch: nothing may turn it off."""
-
-    def arm(stage: Stage) -> None:
-        add_switch(stage, name)
-
-    return arm
+    add_switch(stage, "kernel:right_op")
 
 
 def attention(change: Change, when: When) -> Arm:
     """Let the flash backend go wrong; the others are right."""
 
     def arm(stage: Stage) -> None:
-        right, fires = F.scaled_dot_product_attention, when.fires(stage)
+        fires = when.fires(stage)
 
-        def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def wrong(right: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
             output = right(*args, **kwargs)
             return change(output) if cuda.flash_sdp_enabled() and fires() else output
 
-        stage.patch(F, "scaled_dot_product_attention", wrong)
+        stage.wrap(F, "scaled_dot_product_attention", wrong)
 
     return arm
 
@@ -298,9 +271,8 @@ def first_passes(count: int) -> Arm:
 
     def arm(stage: Stage) -> None:
         passes = [0]
-        inner = stage.run.watcher.forward
 
-        def forward(number: int) -> Any:
+        def forward(inner: Callable[[int], Any], number: int) -> Any:
             passes[0] = 0
             return inner(number)
 
@@ -309,7 +281,7 @@ def first_passes(count: int) -> Arm:
             spoiled = output.losses * torch.nan if passes[0] <= count else output.losses
             return LossOutput(spoiled, output.timesteps) if torch.is_grad_enabled() else output
 
-        stage.patch(stage.run.watcher, "forward", forward)
+        stage.wrap(stage.run.watcher, "forward", forward)
         stage.checkpoint.after.append(after)
 
     return arm
@@ -321,9 +293,8 @@ def out_of_memory(when_recovering: Fires) -> Arm:
     def arm(stage: Stage) -> None:
         # A recovery may meet another trip, and so recover within itself.
         depth = [0]
-        inner = stage.run.recovery.recover
 
-        def recover(*args: Any) -> int:
+        def recover(inner: Callable[..., int], *args: Any) -> int:
             depth[0] += 1
             try:
                 return inner(*args)
@@ -335,7 +306,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return batch
 
-        stage.patch(stage.run.recovery, "recover", recover)
+        stage.wrap(stage.run.recovery, "recover", recover)
         stage.checkpoint.before.append(read)
 
     return arm
@@ -343,15 +314,5 @@ def out_of_memory(when_recovering: Fires) -> Arm:
 
 def passes_from(first: int) -> Fires:
     """Return a trigger that fires from the pass of that number on, counted from 1."""
-    seen = [0]
-
-    def fires() -> bool:
-        seen[0] += 1
-        return seen[0] >= first
-
-    return fires
-
-
-def at_random(p: float, seed: int) -> Fires:
-    chance = random.Random(seed)
-    return lambda: chance.random() < p
+    passes = count(1)
+    return lambda: next(passes) >= first

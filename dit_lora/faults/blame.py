@@ -1,6 +1,9 @@
 """Faults that no sample is to blame for: the base in memory, the step, the company, a rank, chance, too little memory."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from dit_lora.faults.arms import (
     OUTPUT,
@@ -19,162 +22,82 @@ from dit_lora.faults.arms import (
     target_rows,
     timesteps_between,
 )
-from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.triggers import (
-    ALL_RANKS,
-    Change,
-    Mode,
-    When,
-    before,
-    divided,
-    element,
-    row,
-    times,
-)
+from dit_lora.faults.fault import Expected, Fault, between_steps, from_step
+from dit_lora.faults.triggers import Change, Element, Find, When, divided, row, times
 from dit_lora.faults.world import Arm, Engine
 
-_NAN, _INF = times(math.nan), times(math.inf)
+_FF = "{ff_out}.weight"
+_HOOKED: tuple[Engine, ...] = ("ddp", "zero2")
+"""Engines whose passes are a rank's own, and in which a hook sees a parameter's gradient; FSDP2 shares both out."""
+_BUFFERS, _CLASSES = ("has_buffers",), ("class_table",)
+_HUGE, _ONE_NAN, _NAN, _INF = Element(3e38), Element(math.nan), times(math.nan), times(math.inf)
+_STEP = Expected("step", "skip", nobody_lost=True)
+_RANK = Expected("rank", "stop", ("rank 1",), exit_code=3, nobody_lost=True)
+_COMPANY = Expected("step", "skip", ("company",), exit_code=3, nobody_lost=True)
+_STOPPED = Expected("unknown", "stop", exit_code=3, nobody_lost=True)
+_CHANCE = Expected("transient", "retry", same_as="clean", nobody_lost=True)
+_TOO_OFTEN = Expected("transient", "stop", exit_code=3, nobody_lost=True)
+_SKIPPED = Expected("unknown", "skip", ("memory",), nobody_lost=True)
 
 
-def _base(name: str, change: Change, step: int = 4, rank: int = ALL_RANKS) -> Arm:
-    """Alter a frozen weight, by name, in memory."""
-    return before(step, lambda stage: parameter(stage, name), change, rank)
+def _base(name: str, find: Find, change: Change, *words: str, **options: Any) -> Fault:
+    """Return a fault of the base in memory, which nothing but a stop can follow."""
+    expected = Expected("weights", "stop", words, exit_code=3, nobody_lost=True)
+    return between_steps(name, "base", expected, find, change, **options)
 
 
-def _table(step: int) -> Arm:
-    """Set one row of the table of classes: all samples of that class fail, and no other."""
-    return before(step, lambda stage: parameter(stage, "{class_table}"), row(1e30), ALL_RANKS)
+def _frozen(name: str, change: Change, weight: str = _FF, **options: Any) -> Fault:
+    return _base(name, parameter(weight), change, "frozen weight", weight, **options)
 
 
-def _loss(change: Change, mode: Mode, step: int, rank: int = ALL_RANKS) -> Arm:
-    return losses(change, every_row, When(mode, step, rank))
+def _in_step(name: str, step: int, strike: Callable[[When], Arm], **options: Any) -> Fault:
+    """Return a fault that comes back in replays of its step, and in no other."""
+    when = f"step {step}, in replays too"
+    return Fault(name, "step", when, _STEP, strike(When("at", step)), **options)
+
+
+def _of_rank(name: str, step: int, strike: Callable[[When], Arm], **options: Any) -> Fault:
+    return from_step(name, "rank", _RANK, strike, step, 1, ranks=2, **options)
 
 
 def _at_random(p: float) -> Arm:
     return losses(_NAN, every_row, When("random", 1, p=p, seed=3))
 
 
-_FF = "{ff_out}.weight"
-_HOOKED: tuple[Engine, ...] = ("ddp", "zero2")
-"""Engines under which a hook sees a parameter's gradient; under FSDP2 none does, which shares it out."""
+def _no_memory(name: str, expected: Expected, first: int, **options: Any) -> Fault:
+    """Return the fault of a target's loss where the guard's passes from that number on do not fit into memory."""
+    loss, memory = losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(first))
+    return Fault(name, "memory", "from step 3", expected, at_once(loss, memory), **options)
 
 
-def _damaged(*words: str) -> Expected:
-    return Expected("weights", "stop", words, exit_code=3, nobody_lost=True)
-
-
-_STEP = Expected("step", "skip", nobody_lost=True)
-_RANK = Expected("rank", "stop", ("rank 1",), exit_code=3, nobody_lost=True)
-_STOPPED = Expected("unknown", "stop", exit_code=3, nobody_lost=True)
-_CHANCE = Expected("transient", "retry", same_as="clean", nobody_lost=True)
-_TOO_OFTEN = Expected("transient", "stop", exit_code=3, nobody_lost=True)
-
-BASE: tuple[Fault, ...] = (
-    Fault(
-        "a huge value in a frozen weight",
-        "base",
-        "before step 4",
-        _damaged("frozen weight", _FF),
-        _base(_FF, element(3e38)),
-    ),
-    Fault(
-        "a huge value in a frozen weight at the first step",
-        "base",
-        "before step 1",
-        _damaged("frozen weight", _FF),
-        _base(_FF, element(3e38), step=1),
-    ),
-    Fault(
-        "a frozen weight with its sign turned",
-        "base",
-        "before step 4",
-        _damaged("frozen weight", _FF),
-        _base(_FF, times(-1.0)),
-    ),
-    Fault(
-        "one wrong bit of a frozen weight at the last step",
-        "base",
-        "before step 6",
-        _damaged("frozen weight", _FF),
-        _base(_FF, element(0.123)),
-    ),
-    Fault(
-        "a huge value in a frozen weight of one rank",
-        "base",
-        "before step 4, rank 1",
-        _damaged("frozen weight", _FF),
-        _base(_FF, element(3e38), rank=1),
-    ),
-    Fault(
-        "a class whose embedding is huge",
-        "base",
-        "before step 1",
-        _damaged("frozen weight", "{class_table}"),
-        _table(1),
-        needs=("class_table",),
-    ),
-    Fault(
-        "NaN in a buffer",
-        "base",
-        "before step 4",
-        _damaged("buffer"),
-        before(4, buffer(0), element(math.nan, 5), ALL_RANKS),
-        needs=("has_buffers",),
-    ),
-    Fault(
-        "a buffer with other values",
-        "base",
-        "before step 4",
-        _damaged("buffer"),
-        before(4, buffer(0), times(1.5), ALL_RANKS),
-        needs=("has_buffers",),
-    ),
-    Fault(
+_LOSSES, _INF_LOSSES = partial(losses, _NAN, every_row), partial(losses, _INF, every_row)
+_MODULE, _GRADIENT = partial(module_output, OUTPUT, divided), partial(gradients, _ONE_NAN, 0)
+FAULTS: tuple[Fault, ...] = (
+    _frozen("a huge value in a frozen weight", _HUGE),
+    _frozen("a huge value in a frozen weight at the first step", _HUGE, step=1),
+    _frozen("a frozen weight with its sign turned", times(-1.0)),
+    _frozen("one wrong bit of a frozen weight at the last step", Element(0.123), step=6),
+    _frozen("a huge value in a frozen weight of one rank", _HUGE, rank=1),
+    _frozen("a class whose embedding is huge", row(1e30), "{class_table}", step=1, needs=_CLASSES),
+    _base("NaN in a buffer", buffer(0), Element(math.nan, 5), "buffer", needs=_BUFFERS),
+    _base("a buffer with other values", buffer(0), times(1.5), "buffer", needs=_BUFFERS),
+    _base(
         "NaN in a frozen weight that no pass of its step reads again",
-        "base",
-        "before step 6",
-        _damaged("frozen weight"),
-        before(6, frozen(0), element(math.nan), ALL_RANKS),
+        frozen(0),
+        _ONE_NAN,
+        "frozen weight",
+        step=6,
     ),
-)
-
-PLACES: tuple[Fault, ...] = (
-    Fault(
-        "NaN in one step, whatever sample is there",
-        "step",
-        "step 3, in replays too",
-        _STEP,
-        _loss(_NAN, "at", 3),
-    ),
-    Fault(
-        "Inf in the first step, whatever sample is there",
-        "step",
-        "step 1, in replays too",
-        _STEP,
-        _loss(_INF, "at", 1),
-    ),
-    Fault(
-        "a module that gives NaN in one step",
-        "step",
-        "step 3, in replays too",
-        _STEP,
-        module_output(OUTPUT, divided, When("at", 3)),
-    ),
-    Fault(
-        "a gradient that is NaN in one step",
-        "step",
-        "step 4, in replays too",
-        _STEP,
-        gradients(element(math.nan), 0, When("at", 4)),
-        engines=_HOOKED,
-    ),
-    Fault(
+    _in_step("NaN in one step, whatever sample is there", 3, _LOSSES),
+    _in_step("Inf in the first step, whatever sample is there", 1, _INF_LOSSES),
+    _in_step("a module that gives NaN in one step", 3, _MODULE),
+    _in_step("a gradient that is NaN in one step", 4, _GRADIENT, engines=_HOOKED),
+    from_step(
         "NaN for the second sample of a batch, whoever it is",
         "company",
-        "from step 3",
-        Expected("step", "skip", ("company",), exit_code=3, nobody_lost=True),
-        losses(_NAN, place_in_batch(1), When("from", 3)),
-        (("guard.max_skips", 2),),
+        _COMPANY,
+        partial(losses, _NAN, place_in_batch(1)),
+        overrides=(("guard.max_skips", 2),),
         most_ranks=1,
     ),
     Fault(
@@ -186,52 +109,11 @@ PLACES: tuple[Fault, ...] = (
         (("guard.max_skips", 40),),
         needs=("time_proj",),
     ),
-    Fault(
-        "every loss NaN from a step on",
-        "loss",
-        "from step 3",
-        _STOPPED,
-        _loss(_NAN, "from", 3),
-    ),
-)
-
-RANKS: tuple[Fault, ...] = (
-    Fault(
-        "every loss of one rank NaN",
-        "rank",
-        "from step 3, rank 1",
-        _RANK,
-        _loss(_NAN, "from", 3, rank=1),
-        ranks=2,
-    ),
-    Fault(
-        "every loss of one rank Inf at the first step",
-        "rank",
-        "from step 1, rank 1",
-        _RANK,
-        _loss(_INF, "from", 1, rank=1),
-        ranks=2,
-    ),
-    Fault(
-        "a module that gives NaN on one rank",
-        "rank",
-        "from step 3, rank 1",
-        _RANK,
-        module_output(OUTPUT, divided, When("from", 3, 1)),
-        ranks=2,
-    ),
-    Fault(
-        "gradients that are NaN on one rank",
-        "rank",
-        "from step 4, rank 1",
-        _RANK,
-        gradients(element(math.nan), 0, When("from", 4, 1)),
-        engines=_HOOKED,
-        ranks=2,
-    ),
-)
-
-CHANCE: tuple[Fault, ...] = (
+    from_step("every loss NaN from a step on", "loss", _STOPPED, _LOSSES),
+    _of_rank("every loss of one rank NaN", 3, _LOSSES),
+    _of_rank("every loss of one rank Inf at the first step", 1, _INF_LOSSES),
+    _of_rank("a module that gives NaN on one rank", 3, _MODULE),
+    _of_rank("gradients that are NaN on one rank", 4, _GRADIENT, engines=_HOOKED),
     Fault("NaN now and then", "chance", "p = 0.1", _CHANCE, _at_random(0.1)),
     Fault("NaN more often than not", "chance", "p = 0.6", _TOO_OFTEN, _at_random(0.6)),
     Fault(
@@ -241,30 +123,14 @@ CHANCE: tuple[Fault, ...] = (
         _TOO_OFTEN,
         first_passes(3),
     ),
-    Fault(
-        "replays that do not fit into memory",
-        "memory",
-        "from step 3",
-        Expected("unknown", "skip", ("memory",), nobody_lost=True),
-        at_once(losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(1))),
-        engines=("ddp", "zero2"),  # in a pass that ranks share, it is the end
-    ),
-    Fault(
-        "a trace that does not fit into memory",
-        "memory",
-        "from step 3",
-        Expected("unknown", "skip", ("memory",), nobody_lost=True),
-        at_once(losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(2))),
-        engines=("ddp", "zero2"),  # in a pass that ranks share, it is the end
-    ),
-    Fault(
+    # In a pass that ranks share, too little memory is the end.
+    _no_memory("replays that do not fit into memory", _SKIPPED, 1, engines=_HOOKED),
+    _no_memory("a trace that does not fit into memory", _SKIPPED, 2, engines=_HOOKED),
+    _no_memory(
         "replays that do not fit into memory, in a pass that ranks share",
-        "memory",
-        "from step 3",
         Expected("unknown", "stop", ("does not fit into memory", "train.resume"), exit_code=3),
-        at_once(losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(1))),
+        1,
         ranks=2,
         engines=("fsdp2",),
     ),
 )
-FAULTS = (*BASE, *PLACES, *RANKS, *CHANCE)

@@ -8,6 +8,7 @@ import torch
 
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.families.family import Site
+from dit_lora.faults.triggers import ALL_RANKS, Change, Find, When, before
 from dit_lora.faults.world import (
     ENGINES,
     Arm,
@@ -101,6 +102,35 @@ class Fault:
         same = self.expected.same_as or self.expected.close_to
         reference = world.reference(same, self.overrides) if same is not None else None
         return judged(self, seen, reference, world.target, world.site)
+
+
+def between_steps(
+    name: str,
+    place: str,
+    expected: Expected,
+    find: Find,
+    change: Change,
+    step: int = 4,
+    rank: int = ALL_RANKS,
+    **options: Any,
+) -> Fault:
+    """Return the fault of something that the run holds and that is changed once, before a step."""
+    when = f"before step {step}" + (f", rank {rank}" if rank != ALL_RANKS else "")
+    return Fault(name, place, when, expected, before(step, find, change, rank), **options)
+
+
+def from_step(
+    name: str,
+    place: str,
+    expected: Expected,
+    strike: Callable[[When], Arm],
+    step: int = 3,
+    rank: int = ALL_RANKS,
+    **options: Any,
+) -> Fault:
+    """Return the fault of something that goes wrong in every pass from a step on."""
+    when = When("from", step, rank)
+    return Fault(name, place, when.words, expected, strike(when), **options)
 
 
 def judged(

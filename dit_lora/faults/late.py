@@ -1,18 +1,14 @@
 """Kernels and attention backends that go wrong late, by little, or now and then."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from dit_lora.faults.arms import attention, kernel
-from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.ops import CHECKED
-from dit_lora.faults.triggers import Change, When, backward_of, divided, times
-from dit_lora.faults.world import Arm, Overrides
-
-
-def _first_row(output: torch.Tensor) -> torch.Tensor:
-    return output[:1].expand_as(output)
+from dit_lora.faults.fault import Expected, Fault, from_step
+from dit_lora.faults.ops import COMPARED
+from dit_lora.faults.triggers import Change, When, backward_of, divided, first_row, times
+from dit_lora.faults.world import Arm
 
 
 class _Stale:
@@ -29,23 +25,21 @@ class _Stale:
         return output + (stale - output).detach()
 
 
-_COMPARED: Overrides = (*CHECKED, ("guard.parity_every", 2))
 _KERNEL = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean", nobody_lost=True)
 _BY_CHANCE = Expected(
     "transient", "retry", same_as="clean", nobody_lost=True, may_be_off=("kernel:wrong_op",)
 )
 _NOW_AND_THEN = Expected("transient", "retry", nobody_lost=True, may_be_off=("attention:flash",))
 """A pass with very many calls fails each time, and then the backend is rightly off."""
-_WRONG: Sequence[tuple[str, Callable[[], Change], int]] = (
-    ("that gives every sample the first one's rows", lambda: _first_row, 3),
-    ("whose gradient is a fifth too small", lambda: backward_of(times(0.8)), 2),
-    ("that gives what it gave before", _Stale, 3),
-)
 
 
-def _late(change: Callable[[], Change], step: int) -> Arm:
-    """Return an arm whose kernel has a state of its own in each run."""
-    return lambda stage: kernel(change(), When("from", step))(stage)
+def _late(name: str, change: Callable[[], Change], step: int = 3) -> Fault:
+    """Return the fault of a kernel that has a state of its own in each run."""
+
+    def strike(when: When) -> Arm:
+        return lambda stage: kernel(change(), when)(stage)
+
+    return from_step(name, "kernel", _KERNEL, strike, step, overrides=COMPARED)
 
 
 def _in_training(output: torch.Tensor) -> torch.Tensor:
@@ -53,17 +47,13 @@ def _in_training(output: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS: tuple[Fault, ...] = (
-    *(
-        Fault(
-            f"a fused kernel {words}, late",
-            "kernel",
-            f"from step {step}",
-            _KERNEL,
-            _late(change, step),
-            _COMPARED,
-        )
-        for words, change, step in _WRONG
+    _late("a fused kernel that gives every sample the first one's rows, late", lambda: first_row),
+    _late(
+        "a fused kernel whose gradient is a fifth too small, late",
+        lambda: backward_of(times(0.8)),
+        2,
     ),
+    _late("a fused kernel that gives what it gave before, late", _Stale),
     Fault(
         "a fused kernel that gives NaN now and then",
         "kernel",

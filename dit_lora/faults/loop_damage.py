@@ -1,5 +1,6 @@
 """Faults of memory, of a step and of chance in loops that are not ours: no sample is to be named for them."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,11 @@ import torch
 
 from dit_lora.config.recipe import LadderConfig
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.loops import Toy, ToyLoop, played
+from dit_lora.faults.loops import Batch, Spoil, Toy, ToyLoop, at, played
+from dit_lora.faults.triggers import Element, times
 
 _BLAMING = ("data", "inputs", "labels")
 _PATIENT = LadderConfig(max_skips=20)
-Batch = dict[str, torch.Tensor]
 
 
 def nobody_is_blamed(loop: ToyLoop) -> str | None:
@@ -26,46 +27,25 @@ def _frozen_base(model: Toy) -> None:
         part.requires_grad_(False)
 
 
-def _element(find: Callable[[ToyLoop], torch.Tensor], value: float) -> Any:
-    """Set one element before step 4."""
-
-    def spoil(loop: ToyLoop, step: int, batch: Batch) -> None:
-        if step == 4:
-            find(loop).view(-1)[3] = value
-
-    return spoil
-
-
-def _other_sign(find: Callable[[ToyLoop], torch.Tensor], *, on_last_rank: bool = False) -> Any:
-    """Turn the sign of a tensor before step 4, which every step survives."""
-
-    def spoil(loop: ToyLoop, step: int, batch: Batch) -> None:
-        ranks = loop.accelerator.num_processes
-        if step == 4 and (not on_last_rank or loop.accelerator.process_index == ranks - 1):
-            find(loop).neg_()
-
-    return spoil
-
-
 def _huge_class(loop: ToyLoop, step: int, batch: Batch) -> None:
     """Spoil the row of one class before step 1, which one sample of it is the first to meet."""
     if step == 1:
         loop.bare.classes.weight.data[int(batch["labels"][1])] = 1e30
 
 
-def _weight(loop: ToyLoop) -> torch.Tensor:
+def _weight(loop: ToyLoop, batch: Batch) -> torch.Tensor:
     return loop.bare.last.weight.data
 
 
-def _moment(key: str) -> Callable[[ToyLoop], torch.Tensor]:
-    return lambda loop: loop.optimizer.state[loop.bare.last.weight][key]
+def _moment(key: str) -> Callable[[ToyLoop, Batch], torch.Tensor]:
+    return lambda loop, batch: loop.optimizer.state[loop.bare.last.weight][key]
 
 
-def _frozen(loop: ToyLoop) -> torch.Tensor:
+def _frozen(loop: ToyLoop, batch: Batch) -> torch.Tensor:
     return loop.bare.first.weight.data
 
 
-def _buffer(loop: ToyLoop) -> torch.Tensor:
+def _buffer(loop: ToyLoop, batch: Batch) -> torch.Tensor:
     return loop.bare.get_buffer("scale").data
 
 
@@ -85,7 +65,7 @@ def _written(loop: ToyLoop, step: int, batch: Batch) -> None:
         loop.bare.classes.weight.data = loop.bare.classes.weight * 0.9
 
 
-def _spoiled_passes(fails: Callable[[int, int], bool]) -> Any:
+def _spoiled_passes(fails: Callable[[int, int], bool]) -> Spoil:
     """Make a module give NaN where `fails` says so of the step and of how many passes there were in it."""
 
     def spoil(loop: ToyLoop, step: int, batch: Batch) -> None:
@@ -118,88 +98,68 @@ def _stepped_far(loop: ToyLoop, step: int, batch: Batch) -> None:
                     parameter.normal_(std=1e6)
 
 
-_ALTERED = ("altered in memory",)
-_DAMAGED = ("the checkpoint or memory is damaged",)
+_DAMAGED = "the checkpoint or memory is damaged"
+_SAID_NOTHING = Expected("none", "none")
+_SKIPPED = Expected("unknown", "skip", ("every sample fails now",))
+_STOPPED = Expected("unknown", "stop", exit_code=3)
+_TRANSIENT = Expected("transient", "skip")
+_FAR = Expected("learning_rate", "rollback")
 
 
-def _fault(name: str, when: str, expected: Expected, spoil: Any, **how: Any) -> Fault:
+def _fault(name: str, when: str, expected: Expected, spoil: Spoil, **how: Any) -> Fault:
     play = played(spoil, nobody_is_blamed, **how)
     return Fault(f"{name}, in a stock loop", "plugin", when, expected, play=play)
 
 
+def _altered(name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tensor]) -> Fault:
+    expected = Expected(cause, "rollback", ("altered in memory",), module="last")
+    return _fault(name, "before step 4", expected, at(4, find, Element(1e30, 3)))
+
+
+def _base(name: str, module: str | None, spoil: Spoil, *words: str, step: int = 4) -> Fault:
+    """Return a fault of a frozen base in memory."""
+    expected = Expected("weights", "stop", (*words, _DAMAGED), module=module, exit_code=3)
+    return _fault(name, f"before step {step}", expected, spoil, change=_frozen_base)
+
+
+_OTHER_SIGN = times(-1.0)
 FAULTS: tuple[Fault, ...] = (
-    _fault(
-        "1e30 in one element of a weight",
-        "before step 4",
-        Expected("weights", "rollback", _ALTERED, module="last"),
-        _element(_weight, 1e30),
+    _altered("1e30 in one element of a weight", "weights", _weight),
+    _altered("1e30 in one element of exp_avg", "optimizer", _moment("exp_avg")),
+    _altered("1e30 in one element of exp_avg_sq", "optimizer", _moment("exp_avg_sq")),
+    _base("nan in a frozen weight", "first", at(4, _frozen, Element(math.nan, 3))),
+    _base("3e+38 in a frozen weight", "first", at(4, _frozen, Element(3e38, 3))),
+    _base("a class whose frozen embedding is huge", "classes", _huge_class, step=1),
+    _base("a frozen weight with its sign turned", "first", at(4, _frozen, _OTHER_SIGN)),
+    _base(
+        "a frozen weight of one rank with its sign turned",
+        "first",
+        at(4, _frozen, _OTHER_SIGN, on_last_rank=True),
     ),
+    _base("a buffer with its sign turned", None, at(4, _buffer, _OTHER_SIGN), "the buffer scale"),
     *(
-        _fault(
-            f"1e30 in one element of {key}",
-            "before step 4",
-            Expected("optimizer", "rollback", _ALTERED, module="last"),
-            _element(_moment(key), 1e30),
+        _fault(name, "from step 3", _SAID_NOTHING, spoil, change=_frozen_base)
+        for name, spoil in (
+            ("frozen weights that a teacher averages", _averaged),
+            ("frozen weights that code writes to", _written),
         )
-        for key in ("exp_avg", "exp_avg_sq")
-    ),
-    *(
-        _fault(
-            f"{value:g} in a frozen weight",
-            "before step 4",
-            Expected("weights", "stop", _DAMAGED, module="first", exit_code=3),
-            _element(_frozen, value),
-            change=_frozen_base,
-        )
-        for value in (torch.nan, 3e38)
-    ),
-    _fault(
-        "a class whose frozen embedding is huge",
-        "before step 1",
-        Expected("weights", "stop", _DAMAGED, module="classes", exit_code=3),
-        _huge_class,
-        change=_frozen_base,
-    ),
-    *(
-        _fault(
-            f"{what} with its sign turned",
-            "before step 4",
-            Expected("weights", "stop", (*words, *_DAMAGED), module=module, exit_code=3),
-            _other_sign(find, on_last_rank=on_last_rank),
-            change=_frozen_base,
-        )
-        for what, words, module, find, on_last_rank in (
-            ("a frozen weight", (), "first", _frozen, False),
-            ("a frozen weight of one rank", (), "first", _frozen, True),
-            ("a buffer", ("the buffer scale",), None, _buffer, False),
-        )
-    ),
-    *(
-        _fault(
-            f"frozen weights that {what}",
-            "from step 3",
-            Expected("none", "none"),
-            spoil,
-            change=_frozen_base,
-        )
-        for what, spoil in (("a teacher averages", _averaged), ("code writes to", _written))
     ),
     _fault(
         "NaN in a buffer",
         "before step 4",
-        Expected("weights", "stop", ("the buffer scale", *_DAMAGED), exit_code=3),
-        _element(_buffer, torch.nan),
+        Expected("weights", "stop", ("the buffer scale", _DAMAGED), exit_code=3),
+        at(4, _buffer, Element(math.nan, 3)),
     ),
     _fault(
         "a module that gives NaN in one step",
         "step 3, in replays too",
-        Expected("unknown", "skip", ("every sample fails now",)),
+        _SKIPPED,
         _spoiled_passes(lambda step, _: step == 3),
     ),
     _fault(
         "a module that gives NaN in every step",
         "from step 3",
-        Expected("unknown", "stop", exit_code=3),
+        _STOPPED,
         _spoiled_passes(lambda step, _: step >= 3),
         config=LadderConfig(max_skips=2),
     ),
@@ -207,7 +167,7 @@ FAULTS: tuple[Fault, ...] = (
         _fault(
             f"a module that gives NaN with p = {p:g}",
             "from step 2",
-            Expected("transient", "skip"),
+            _TRANSIENT,
             _spoiled_passes(_by_chance(p)),
             config=_PATIENT,
         )
@@ -216,14 +176,9 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a module whose first pass gives NaN",
         "every step from 3",
-        Expected("transient", "skip"),
+        _TRANSIENT,
         _spoiled_passes(lambda step, number: step >= 3 and number == 1),
         config=_PATIENT,
     ),
-    _fault(
-        "weights far beyond use",
-        "before step 4",
-        Expected("learning_rate", "rollback"),
-        _stepped_far,
-    ),
+    _fault("weights far beyond use", "before step 4", _FAR, _stepped_far),
 )

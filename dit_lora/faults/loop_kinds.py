@@ -1,6 +1,7 @@
 """Faults in loops of other kinds than Accelerate's usual one: two models, a resume, epochs, closures, plain PyTorch."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dit_lora.config.recipe import LadderConfig
-from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.loops import forget
+from dit_lora.faults.loops import forget, observed, spoil_gradient_once
+from dit_lora.faults.triggers import Element
 from dit_lora.faults.world import Observation, World
 from dit_lora.guard.plugin.guard import Guard
 
@@ -53,20 +54,6 @@ def _accelerated(world: World) -> Iterator[Any]:
         forget(world.accelerator)
 
 
-def _observed(world: World, guard: Guard, loop: Callable[[], str | None]) -> Observation:
-    """Return what the guard said of a loop, which returns what is not as it must be."""
-    error: DitLoraError | None = None
-    try:
-        wrong = loop()
-        error = CheckFailedError(wrong) if wrong else None
-    except DitLoraError as problem:
-        error = problem
-    finally:
-        guard.detach()
-    empty = world.root / "nothing"
-    return Observation(guard.events, error, None, empty, empty, "")
-
-
 def _two_models(fault: Fault, world: World) -> Observation:
     """Make one gradient element infinite in the text encoder, which the guard was never told of."""
     with _accelerated(world) as accelerator:
@@ -79,7 +66,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
         def loop() -> str | None:
             for step in range(1, 5):
                 if step == 3:
-                    _spoil_once(models[0].weight)
+                    spoil_gradient_once(models[0].weight, Element(math.inf, 1))
                 before = _everything(models, optimizer)
                 accelerator.backward(
                     denoiser(encoder(_batch(step, accelerator.process_index))).square().mean()
@@ -92,18 +79,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
                     return f"step {step} moved what it must not, or not what it must"
             return None
 
-        return _observed(world, guard, loop)
-
-
-def _spoil_once(parameter: Tensor) -> None:
-    # Removed at once: a replay must find the gradient healthy.
-    def hook(gradient: Tensor) -> Tensor:
-        handle.remove()
-        gradient = gradient.clone()
-        gradient.view(-1)[1] = torch.inf
-        return gradient
-
-    handle = parameter.register_hook(hook)
+        return observed(guard, loop)
 
 
 def _after_a_resume(fault: Fault, world: World) -> Observation:
@@ -128,7 +104,7 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
             back = all(torch.equal(now[name], tensor) for name, tensor in weights.items())
             return None if back else "the weights are not those that were loaded"
 
-        return _observed(world, guard, loop)
+        return observed(guard, loop)
 
 
 def _every_epoch(fault: Fault, world: World) -> Observation:
@@ -152,7 +128,7 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
             taken = {int(state["step"]) for state in optimizer.state.values()}
             return None if taken == {7 * 8 - 8} else f"{taken} steps were taken"
 
-        return _observed(world, guard, loop)
+        return observed(guard, loop)
 
 
 def _closure(fault: Fault, world: World) -> Observation:
@@ -179,36 +155,23 @@ def _closure(fault: Fault, world: World) -> Observation:
                 return f"step {step} moved what it must not, or not what it must"
         return None
 
-    return _observed(world, guard, loop)
+    return observed(guard, loop)
 
 
-FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "an infinite gradient in a second trained model of a stock loop",
-        "plugin",
-        "step 3",
-        Expected("transient", "skip", ("gradient of Encoder.weight",)),
-        play=_two_models,
-    ),
-    Fault(
-        "a NaN moment after a stock loop was resumed",
-        "plugin",
-        "step 3",
-        Expected("optimizer", "rollback", ("weight/exp_avg",)),
-        play=_after_a_resume,
-    ),
-    Fault(
-        "one bad sample in every epoch of a stock loop",
-        "plugin",
-        "8 epochs",
-        Expected("data", "skip", ("1 NaN",)),
-        play=_every_epoch,
-    ),
-    Fault(
-        "a NaN pixel under a closure in plain PyTorch",
-        "plugin",
-        "step 3",
-        Expected("data", "skip", ("1 NaN",)),
-        play=_closure,
-    ),
+_PIXEL = Expected("data", "skip", ("1 NaN",))
+_ENCODER = Expected("transient", "skip", ("gradient of Encoder.weight",))
+_MOMENT = Expected("optimizer", "rollback", ("weight/exp_avg",))
+FAULTS: tuple[Fault, ...] = tuple(
+    Fault(name, "plugin", when, expected, play=play)
+    for name, when, expected, play in (
+        (
+            "an infinite gradient in a second trained model of a stock loop",
+            "step 3",
+            _ENCODER,
+            _two_models,
+        ),
+        ("a NaN moment after a stock loop was resumed", "step 3", _MOMENT, _after_a_resume),
+        ("one bad sample in every epoch of a stock loop", "8 epochs", _PIXEL, _every_epoch),
+        ("a NaN pixel under a closure in plain PyTorch", "step 3", _PIXEL, _closure),
+    )
 )

@@ -1,9 +1,8 @@
 """Faults in loops that are not ours, guarded by the two lines of the plugin: accelerate loops and a Trainer."""
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from dit_lora.config.recipe import LadderConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
+from dit_lora.faults.triggers import Change, Element, write
 from dit_lora.faults.world import Observation, World
 from dit_lora.guard.plugin.guard import Guard
 
@@ -35,45 +35,61 @@ class Toy(nn.Module):
         return self.last(self.norm(self.first(x) * self.scale + self.classes(labels)))
 
 
-@dataclass
 class ToyLoop:
     """A stock accelerate loop; `spoil` is called where a fault can be put in."""
 
-    accelerator: Accelerator
-    model: nn.Module
-    guard: Guard
-    optimizer: Any
-    schedule: Any
-    ema: EMAModel
-    spoil: Callable[["ToyLoop", int, dict[str, torch.Tensor]], None]
-    loss: Callable[["ToyLoop", torch.Tensor, torch.Tensor], torch.Tensor]
-
-    handles: list[Any] = field(default_factory=list)
-    """Hooks that a fault has put in."""
-
-    @property
-    def bare(self) -> Toy:
-        model: Toy = self.accelerator.unwrap_model(self.model)
-        return model
+    def __init__(
+        self,
+        world: World,
+        spoil: "Spoil",
+        change: Callable[[Toy], object] = lambda model: None,
+        config: LadderConfig | None = None,
+    ) -> None:
+        torch.manual_seed(3)
+        self.bare = Toy()
+        change(self.bare)
+        self.spoil = spoil
+        self.accelerator = world.accelerator
+        self.accelerator.gradient_accumulation_steps = 1
+        trained = [p for p in self.bare.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        prepared = self.accelerator.prepare(self.bare, optimizer, schedule)
+        self.model, self.optimizer, self.schedule = prepared
+        self.ema = EMAModel(self.bare.parameters())
+        self.guard = Guard.attach(
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            ema=self.ema,
+            config=config,
+            folder=world.root / "guarded",
+        )
+        self.handles: list[Any] = []
+        """Hooks that a fault has put in."""
 
     def run(self) -> None:
-        bare = self.bare
         for step in range(1, _STEPS + 1):
             batch = _batch(step, self.accelerator.process_index)
             self.spoil(self, step, batch)
             ids = [f"step {step} row {row}" for row in range(len(batch["x"]))]
             with self.accelerator.accumulate(self.model), self.guard.microbatch(ids):
                 output = self.model(batch["x"], labels=batch["labels"])
-                self.accelerator.backward(self.loss(self, output, batch["y"]))
-                self.accelerator.clip_grad_norm_(bare.parameters(), 1.0)
+                self.accelerator.backward((output.float() - batch["y"]).square().mean())
+                self.accelerator.clip_grad_norm_(self.bare.parameters(), 1.0)
                 self.optimizer.step()
                 self.schedule.step()
-                self.ema.step(bare.parameters())
+                self.ema.step(self.bare.parameters())
                 self.optimizer.zero_grad()
         self.guard.require_finite()
 
 
-def _batch(step: int, rank: int) -> dict[str, torch.Tensor]:
+Batch = dict[str, torch.Tensor]
+Spoil = Callable[[ToyLoop, int, Batch], None]
+Check = Callable[[ToyLoop], str | None]
+
+
+def _batch(step: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return {
         "x": torch.randn(3, _WIDTH, generator=generator),
@@ -82,56 +98,21 @@ def _batch(step: int, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _nothing(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
-    pass
-
-
-def _mean_squared(loop: ToyLoop, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output.float() - target).square().mean()
-
-
-def _toy(
-    world: World,
-    spoil: Callable[[ToyLoop, int, dict[str, torch.Tensor]], None] = _nothing,
-    *,
-    loss: Callable[[ToyLoop, torch.Tensor, torch.Tensor], torch.Tensor] = _mean_squared,
-    change: Callable[[Toy], None] = lambda model: None,
-    accumulate: int = 1,
-    config: LadderConfig | None = None,
-) -> ToyLoop:
-    torch.manual_seed(3)
-    model = Toy()
-    change(model)
-    accelerator = world.accelerator
-    accelerator.gradient_accumulation_steps = accumulate
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    prepared = accelerator.prepare(model, optimizer, schedule)
-    ema = EMAModel(model.parameters())
-    guard = Guard.attach(
-        accelerator, prepared[0], prepared[1], ema=ema, config=config, folder=world.root / "guarded"
-    )
-    return ToyLoop(accelerator, prepared[0], guard, prepared[1], prepared[2], ema, spoil, loss)
-
-
-def _observed(loop: ToyLoop, world: World, check: Callable[[ToyLoop], str | None]) -> Observation:
-    """Return what the loop's guard said, and any state of the loop itself that is not as it must be."""
+def observed(guard: Guard, run: Callable[[], str | None]) -> Observation:
+    """Return what the guard said of a loop, which returns what is not as it must be."""
     error: DitLoraError | None = None
     try:
-        loop.run()
-        wrong = check(loop) or _not_finite(loop)
+        wrong = run()
         error = CheckFailedError(wrong) if wrong else None
     except DitLoraError as problem:
         error = problem
     finally:
-        loop.guard.detach()
-        forget(loop.accelerator)
-    empty = world.root / "nothing"
-    return Observation(loop.guard.events, error, None, empty, empty, "")
+        guard.detach()
+    return Observation(guard.events, error)
 
 
-def _not_finite(loop: ToyLoop) -> str | None:
-    bad = [n for n, p in loop.model.named_parameters() if not torch.isfinite(p).all()]
+def not_finite(model: nn.Module) -> str | None:
+    bad = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
     return f"not finite at the end: {bad}" if bad else None
 
 
@@ -157,40 +138,44 @@ def _two_skipped(loop: ToyLoop) -> str | None:
     return None
 
 
-def _nan_pixel(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
+def at(
+    step: int,
+    find: Callable[[ToyLoop, Batch], torch.Tensor],
+    change: Change,
+    *,
+    on_last_rank: bool = False,
+) -> Spoil:
+    """Change a tensor before a step."""
+
+    def spoil(loop: ToyLoop, number: int, batch: Batch) -> None:
+        if number == step and (not on_last_rank or loop.accelerator.is_last_process):
+            write(find(loop, batch), change)
+
+    return spoil
+
+
+def in_batch(
+    step: int, name: str, index: int, value: float, *, on_last_rank: bool = False
+) -> Spoil:
+    """Set one element of a batch."""
+    change = Element(value, index)
+    return at(step, lambda loop, batch: batch[name], change, on_last_rank=on_last_rank)
+
+
+def spoil_gradient_once(parameter: torch.Tensor, change: Change) -> None:
+    """Change a gradient after the next backward alone: a replay finds it healthy."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return change(gradient)
+
+    handle = parameter.register_hook(hook)
+
+
+def _nan_gradient(loop: ToyLoop, step: int, batch: Batch) -> None:
+    """Set one element, after the backward and before clipping."""
     if step == 3:
-        batch["x"][1, 2] = torch.nan
-
-
-def _nan_target_on_one_rank(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
-    last = loop.accelerator.num_processes - 1
-    if step == 3 and loop.accelerator.process_index == last:
-        batch["y"][2, 1] = torch.nan
-
-
-def _nan_moment(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
-    if step == 4:
-        next(iter(loop.optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.nan
-
-
-def _wrong_label(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
-    if step == 2:
-        batch["labels"][2] = 12
-
-
-def _nan_gradient(loop: ToyLoop, step: int, batch: dict[str, torch.Tensor]) -> None:
-    """Set one element, after the backward and before clipping, once."""
-    if step == 3:
-        weight = next(iter(loop.bare.parameters()))
-        handle: list[Any] = []
-
-        def hook(grad: torch.Tensor) -> torch.Tensor:
-            handle[0].remove()
-            grad = grad.clone()
-            grad.view(-1)[3] = torch.nan
-            return grad
-
-        handle.append(weight.register_hook(hook))
+        spoil_gradient_once(next(loop.bare.parameters()), Element(math.nan, 3))
 
 
 def _fp16(model: Toy) -> None:
@@ -245,36 +230,29 @@ def _scaled(accelerator: Accelerator) -> Iterator[None]:
 
 
 def played(
-    spoil: Callable[[ToyLoop, int, dict[str, torch.Tensor]], None] = _nothing,
-    check: Callable[[ToyLoop], str | None] = lambda loop: None,
+    spoil: Spoil = lambda loop, step, batch: None,
+    check: Check = lambda loop: None,
+    *,
+    scaled: bool = False,
     **how: Any,
 ) -> Callable[[Fault, World], Observation]:
     """Play a fault in a loop; `check` says what is not as it must be at its end."""
-    return lambda fault, world: _observed(_toy(world, spoil, **how), world, check)
 
+    def play(fault: Fault, world: World) -> Observation:
+        def run() -> str | None:
+            loop.run()
+            return check(loop) or not_finite(loop.model)
 
-def _scaler_collapses(fault: Fault, world: World) -> Observation:
-    with _scaled(world.accelerator):
-        return _observed(_toy(world, change=_overflowing_gradient), world, lambda loop: None)
+        with _scaled(world.accelerator) if scaled else nullcontext():
+            try:
+                loop = ToyLoop(world, spoil, **how)
+                return observed(loop.guard, run)
+            except DitLoraError as refused:  # by the guard, which does not attach
+                return Observation([], refused)
+            finally:
+                forget(world.accelerator)
 
-
-def _scaled_nan(fault: Fault, world: World) -> Observation:
-    with _scaled(world.accelerator):
-        return _observed(_toy(world, _nan_pixel), world, _two_skipped)
-
-
-def _fp16_weights(fault: Fault, world: World) -> Observation:
-    """Attach to fp16 adapters, as PEFT 0.5 to 0.11 made on an fp16 base: AdamW makes NaN of a gradient of zero
-    (N13).
-    """
-    error: DitLoraError | None = None
-    try:
-        _toy(world, change=lambda model: model.half())  # type: ignore[arg-type, return-value]
-    except DitLoraError as problem:
-        error = problem
-    forget(world.accelerator)
-    empty = world.root / "nothing"
-    return Observation([], error, None, empty, empty, "")
+    return play
 
 
 def _trainer(fault: Fault, world: World) -> Observation:
@@ -302,91 +280,81 @@ def _trainer(fault: Fault, world: World) -> Observation:
     trainer.add_callback(callback)
     trainer.train()
     assert callback.guard is not None
-    model = callback.guard.suspects.model
-    bad = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
-    error = CheckFailedError(f"not finite at the end: {bad}") if bad else None
+    bad = not_finite(callback.guard.suspects.model)
     forget(world.accelerator)
-    return Observation(callback.guard.events, error, None, out, Path("/nothing"), "")
+    return Observation(callback.guard.events, CheckFailedError(bad) if bad else None, folder=out)
+
+
+def _moment(loop: ToyLoop, batch: Batch) -> torch.Tensor:
+    moment: torch.Tensor = next(iter(loop.optimizer.state.values()))["exp_avg"]
+    return moment
+
+
+def _stock(name: str, when: str, expected: Expected, *how: Any, **options: Any) -> Fault:
+    play = played(*how, **options)
+    return Fault(f"{name} in a stock loop", "plugin", when, expected, play=play)
+
+
+def _precision(name: str, expected: Expected, change: Callable[[Toy], None], **how: Any) -> Fault:
+    play = played(change=change, **how)
+    return Fault(name, "precision", "from step 1", expected, play=play)
 
 
 _DATA = Expected("data", "skip", ("1 NaN",))
+_OUTPUT = Expected("data", "skip", ("gradient of the output",))
+_TRANSIENT, _ROLLED = Expected("transient", "skip"), Expected("optimizer", "rollback")
+_LABEL = Expected("refused", "refused", ("step 2 row 2", "12", "classes has 0..9"), exit_code=2)
+_FP16 = Expected("refused", "refused", ("fp16", "AdamW"), exit_code=2)
+_OVERFLOW = Expected("precision", "stop", ("first inf", "last"), exit_code=3)
+_BACKWARD = Expected("precision", "stop", ("in the backward",), module="norm", exit_code=3)
+_COLLAPSE = Expected("refused", "stop", ("every loss scale",), exit_code=3)
+_IGNORED = Expected("labels", "skip", ("-100",))
 _STOP = LadderConfig(max_skips=1)
+_PIXEL = in_batch(3, "x", 18, math.nan)
+_TARGET = in_batch(3, "y", 33, math.nan, on_last_rank=True)
 FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "a NaN pixel in a stock loop",
-        "plugin",
-        "step 3",
-        _DATA,
-        play=played(_nan_pixel, _two_skipped),
-    ),
+    _stock("a NaN pixel", "step 3", _DATA, _PIXEL, _two_skipped),
     Fault(
         "a NaN pixel in a stock loop in fp16, with a scaler and clipping",
         "plugin",
         "step 3",
         _DATA,
-        play=_scaled_nan,
+        play=played(_PIXEL, _two_skipped, scaled=True),
     ),
     Fault(
         "a NaN target on one rank of a stock loop",
         "plugin",
         "step 3, last rank",
-        Expected("data", "skip", ("gradient of the output",)),
-        play=played(_nan_target_on_one_rank, _two_skipped),
+        _OUTPUT,
+        play=played(_TARGET, _two_skipped),
     ),
-    Fault(
-        "a NaN gradient element in a stock loop",
-        "plugin",
-        "step 3",
-        Expected("transient", "skip"),
-        play=played(_nan_gradient, _two_skipped),
-    ),
-    Fault(
-        "a NaN moment in a stock loop",
-        "plugin",
-        "step 4",
-        Expected("optimizer", "rollback"),
-        play=played(_nan_moment),
-    ),
+    _stock("a NaN gradient element", "step 3", _TRANSIENT, _nan_gradient, _two_skipped),
+    _stock("a NaN moment", "step 4", _ROLLED, at(4, _moment, Element(math.nan, 0))),
     Fault(
         "a label that the table does not have",
         "labels",
         "step 2",
-        Expected("refused", "refused", ("step 2 row 2", "12", "classes has 0..9"), exit_code=2),
-        play=played(_wrong_label),
+        _LABEL,
+        play=played(in_batch(2, "labels", 2, 12)),
     ),
     Fault(
         "a Trainer's sample with all labels ignored",
         "labels",
         "once an epoch",
-        Expected("labels", "skip", ("-100",)),
+        _IGNORED,
         play=_trainer,
     ),
+    # As PEFT 0.5 to 0.11 made adapters on an fp16 base: AdamW makes NaN of a gradient of zero (N13).
     Fault(
         "AdamW on fp16 parameters",
         "optimizer",
         "before the run",
-        Expected("refused", "refused", ("fp16", "AdamW"), exit_code=2),
-        play=_fp16_weights,
+        _FP16,
+        play=played(change=lambda model: model.half()),
     ),
-    Fault(
-        "overflow of fp16",
-        "precision",
-        "from step 1",
-        Expected("precision", "stop", ("first inf", "last"), exit_code=3),
-        play=played(change=_overflowing, config=_STOP),
+    _precision("overflow of fp16", _OVERFLOW, _overflowing, config=_STOP),
+    _precision(
+        "LayerNorm eps 1e-12 over zero queries in fp16", _BACKWARD, _zero_queries, config=_STOP
     ),
-    Fault(
-        "LayerNorm eps 1e-12 over zero queries in fp16",
-        "precision",
-        "from step 1",
-        Expected("precision", "stop", ("in the backward",), module="norm", exit_code=3),
-        play=played(change=_zero_queries, config=_STOP),
-    ),
-    Fault(
-        "a loss scale that collapses",
-        "precision",
-        "from step 1",
-        Expected("refused", "stop", ("every loss scale",), exit_code=3),
-        play=_scaler_collapses,
-    ),
+    _precision("a loss scale that collapses", _COLLAPSE, _overflowing_gradient, scaled=True),
 )

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -14,34 +13,38 @@ from dit_lora.config.load import dump_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.faults.fault import Expected, Fault
 from dit_lora.faults.site import data_of
+from dit_lora.faults.triggers import ALL_RANKS, Element, here, write
 from dit_lora.faults.world import Arm, Observation, Stage, Tensors, World
 from dit_lora.files import write_whole
 from dit_lora.numerics.dtensors import local
+from dit_lora.patching import Patches
 
 
-def _encoder_gives(value: float) -> Callable[[Fault, World], Observation]:
-    """Let the VAE give a bad value for one clip, on whichever rank encodes it."""
+def _from_vae(name: str, value: float, words: str) -> Fault:
+    """Return the fault of a VAE that gives a bad value for one clip, on whichever rank encodes it."""
 
     def play(fault: Fault, world: World) -> Observation:
-        owner: Any = type(world.family.open(world.recipe("", world.clips, world.root, ()).model))
-        load = owner.load_video_encoder
-
-        def loaded(self: Any, *args: Any, **options: Any) -> Any:
-            encode = load(self, *args, **options)
+        def load(inner: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Tensors]:
+            encode = inner(*args, **options)
 
             def bad(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
                 encoded = encode(pixels, image)
                 if torch.equal(encoded["latent_mean"], world.target_latent):
-                    encoded["latent_mean"] = encoded["latent_mean"].contiguous()
-                    encoded["latent_mean"].view(-1)[4] = value
+                    encoded["latent_mean"] = Element(value, 4)(encoded["latent_mean"].contiguous())
                 return encoded
 
             return bad
 
-        with mock.patch.object(owner, "load_video_encoder", loaded):
+        opened = world.family.open(world.recipe("", world.clips, world.root, ()).model)
+        patches = Patches()
+        patches.method(type(opened), "load_video_encoder", load)
+        try:
             return world.observe(fault.name, None, fresh_cache=True)
+        finally:
+            patches.undo()
 
-    return play
+    expected = _refused("the encoder's output is not usable", words)
+    return Fault(name, "caching", "before the run", expected, play=play, needs=("encoded",))
 
 
 def _cut_clip(fault: Fault, world: World) -> Observation:
@@ -73,73 +76,68 @@ def _other_conversations(fault: Fault, world: World) -> Observation:
     return world.observe(fault.name, _held_out, (others,))
 
 
-def _before_save(value: float, rank: int) -> Arm:
+def _spoil_weight(stage: Stage, value: float) -> None:
+    """Change this rank's part of the first trained weight of which it has any."""
+    parts = map(local, stage.trained().values())
+    write(next(part for part in parts if part.numel()), Element(value, 3))
+
+
+def _before_save(value: float, rank: int = ALL_RANKS) -> Arm:
     """Let a weight go bad between the last healthy step and its checkpoint, once."""
 
     def arm(stage: Stage) -> None:
         from dit_lora.training import fit as module
 
-        check, pending = module.require_not_lost, [True]
+        pending = [True]
 
-        def poisoned(*args: Any) -> None:
+        def poisoned(check: Callable[..., None], *args: Any) -> None:
             # After the run's own check has passed, and before anything of step 3 is written.
             check(*args)
             if pending and args[-1] == 3:
                 pending.clear()
-                if rank in (-1, stage.rank) or rank >= stage.ranks:
-                    with torch.no_grad():
-                        _first_part(stage).view(-1)[3] = value
+                if here(stage, rank):
+                    _spoil_weight(stage, value)
 
-        stage.patch(module, "require_not_lost", poisoned)
+        stage.wrap(module, "require_not_lost", poisoned)
 
     return arm
 
 
-def _first_part(stage: Stage) -> torch.Tensor:
-    """Return this rank's part of the first trained weight of which it has any."""
-    parts = map(local, stage.trained().values())
-    return next(part for part in parts if part.numel())
-
-
 def _before_adapter(stage: Stage) -> None:
     """Let a weight go bad after the last checkpoint, before the adapter is written."""
-    task = type(stage.run.setup.task)
-    write = task.save
 
-    def poisoned(*args: Any) -> Path:
-        with torch.no_grad():
-            _first_part(stage).view(-1)[3] = torch.nan
-        return write(*args)
+    def poisoned(write_adapter: Callable[..., Path], *args: Any) -> Path:
+        _spoil_weight(stage, torch.nan)
+        return write_adapter(*args)
 
-    stage.patch(task, "save", poisoned)
+    stage.wrap(type(stage.run.setup.task), "save", poisoned)
 
 
 def _disk_full(stage: Stage) -> None:
     from dit_lora.training.checkpoints import files as module
 
-    def refuse(path: Path, data: bytes) -> None:
+    def refuse(_write: Any, path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     def fill() -> None:
         stage.run.checkpoints.saver.wait()  # the checkpoint of step 3, which is written beside the loop
-        stage.patch(module, "_write_synced", refuse)
+        stage.wrap(module, "_write_synced", refuse)
 
     if stage.run.setup.session.is_main:
         stage.before_step(4, fill)
 
 
-def _resumed(damage: Callable[[Path], None]) -> Callable[[Fault, World], Observation]:
-    """Stop a run half way and damage its newest checkpoint; it goes on with train.resume=auto."""
+def _resumed(name: str, damage: Callable[[Path], None]) -> Fault:
+    """Return the fault of a newest checkpoint, of a run that was stopped half way and goes on with train.resume=auto."""
 
     def play(fault: Fault, world: World) -> Observation:
-        shorter = (*fault.overrides, ("train.steps", 5), ("train.save_every", 2))
-        seen = world.observe(fault.name, None, shorter)
+        seen = world.observe(fault.name, None, (("train.steps", 5), ("train.save_every", 2)))
         if world.accelerator.is_main_process:
             damage(seen.folder / "checkpoints" / "step_000005")
         world.accelerator.wait_for_everyone()
-        return world.observe(fault.name, None, (*fault.overrides, ("train.resume", "auto")))
+        return world.observe(fault.name, None, _AUTO)
 
-    return play
+    return Fault(name, "resume", "step 5", _RESUMED, play=play)
 
 
 def _truncate(checkpoint: Path) -> None:
@@ -168,56 +166,32 @@ def _killed(fault: Fault, world: World) -> Observation:
         ranks = world.accelerator.num_processes
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         # The suite's own place among ranks must not reach a launch of its own.
-        alone = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
+        alone = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
         head = [sys.executable, *(launch if ranks > 1 else [])]
         killed = [*head, "-m", "dit_lora.faults.killed", str(config), world.engine]
         subprocess.run(killed, env=alone, capture_output=True)
         if not list((Path(recipe.run.dir) / "checkpoints").glob(".step_*.partial")):
             raise DitLoraError("kill -9 left no partial checkpoint: the fault was not injected")
     world.accelerator.wait_for_everyone()
-    return world.observe(fault.name, None, (("train.resume", "auto"),))
-
-
-_TORCHRUN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
-)
+    return world.observe(fault.name, None, _AUTO)
 
 
 def _refused(*words: str, exit_code: int = 2) -> Expected:
     return Expected("refused", "refused", words, exit_code=exit_code)
 
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""The beginnings of the names of torchrun's variables."""
+_AUTO = (("train.resume", "auto"),)
 _ROLLED = Expected("weights", "rollback", same_as="clean")
 _RESUMED = Expected("none", "none", same_as="clean")
 _HELD_OUT = (("validation.held_out_draws", 1),)
 _HELD_OUT_NAN = Expected("unknown", "report", ("held-out loss",), same_as="clean")
-_NOT_USABLE = "the encoder's output is not usable"
+_DISK_FULL = _refused("No space left", "step_000003")
+_NAN, _INF = torch.nan, torch.inf
 FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "NaN from the VAE",
-        "caching",
-        "before the run",
-        _refused(_NOT_USABLE, "1 NaN"),
-        play=_encoder_gives(torch.nan),
-        needs=("encoded",),
-    ),
-    Fault(
-        "Inf from the VAE",
-        "caching",
-        "before the run",
-        _refused(_NOT_USABLE, "1 Inf"),
-        play=_encoder_gives(torch.inf),
-        needs=("encoded",),
-    ),
+    _from_vae("NaN from the VAE", _NAN, "1 NaN"),
+    _from_vae("Inf from the VAE", _INF, "1 Inf"),
     Fault("a clip that breaks off", "media", "before the run", _refused("02_"), play=_cut_clip),
     Fault(
         "a held-out loss that is NaN",
@@ -236,19 +210,13 @@ FAULTS: tuple[Fault, ...] = (
         play=_other_conversations,
         needs=("experts",),
     ),
-    Fault(
-        "NaN in a weight while saving",
-        "saving",
-        "after step 3",
-        _ROLLED,
-        _before_save(torch.nan, -1),
-    ),
+    Fault("NaN in a weight while saving", "saving", "after step 3", _ROLLED, _before_save(_NAN)),
     Fault(
         "Inf in a weight of one rank while saving",
         "saving",
         "after step 3, rank 1",
         _ROLLED,
-        _before_save(torch.inf, 1),
+        _before_save(_INF, rank=1),
     ),
     Fault(
         "NaN in a weight before the adapter is written",
@@ -258,21 +226,9 @@ FAULTS: tuple[Fault, ...] = (
         _before_adapter,
         engines=("ddp", "zero2"),  # FSDP2 has gathered what is written by then
     ),
-    Fault(
-        "a full disk while saving",
-        "saving",
-        "step 6",
-        _refused("No space left", "step_000003"),
-        _disk_full,
-    ),
-    Fault("a truncated checkpoint", "resume", "step 5", _RESUMED, play=_resumed(_truncate)),
-    Fault("a NaN written into a checkpoint", "resume", "step 5", _RESUMED, play=_resumed(_poison)),
-    Fault(
-        "a checkpoint without its manifest",
-        "resume",
-        "step 5",
-        _RESUMED,
-        play=_resumed(_without_manifest),
-    ),
+    Fault("a full disk while saving", "saving", "step 6", _DISK_FULL, _disk_full),
+    _resumed("a truncated checkpoint", _truncate),
+    _resumed("a NaN written into a checkpoint", _poison),
+    _resumed("a checkpoint without its manifest", _without_manifest),
     Fault("kill -9 in a save", "saving", "step 3", _RESUMED, play=_killed),
 )

@@ -1,306 +1,169 @@
 """Faults of what is trained: weights, moments, gradients, the learning rate, the base."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.triggers import Change
+from dit_lora.faults.arms import (
+    ADAPTED,
+    adapter,
+    at_once,
+    averages,
+    every_row,
+    losses,
+    moment,
+    moment_of,
+    parameter,
+)
+from dit_lora.faults.fault import Expected, Fault, between_steps
+from dit_lora.faults.triggers import ALL_RANKS, Change, Element, When, before, here, times
 from dit_lora.faults.world import Arm, Stage, Tensors
 from dit_lora.fuse.gradient_norms import Norms
 from dit_lora.numerics.dtensors import is_sharded, local
-from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams
 
-_WHERE = "{attention}.{key}.lora_B.default.weight"
 _LAYER = "{key}.lora_B.default"
+_NAN, _INF = Element(math.nan, of_whole=True), Element(math.inf, of_whole=True)
+_ROLLED = Expected("weights", "rollback", ("1 NaN",), module=_LAYER, same_as="clean")
+_ROLLED_INF = Expected("weights", "rollback", ("1 Inf",), module=_LAYER, same_as="clean")
+_MOMENT = Expected("optimizer", "rollback", module=_LAYER, same_as="clean")
+_NEGATIVE = Expected("optimizer", "rollback", ("not be negative",), same_as="clean")
+_AVERAGE = Expected("weights", "rollback", ("moving average",), module=_LAYER, same_as="clean")
+_FROZEN = Expected("weights", "stop", ("frozen weight",), module="{ff_out}", exit_code=3)
+_RETRIED = Expected("transient", "retry", same_as="clean")
+_DIVERGED = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
 
 
-def _write(value: float, stage: Stage, tensor: torch.Tensor, rank: int = -1) -> None:
-    """Set one element on one rank, or on all."""
-    part = local(tensor)
-    if rank == -1 and part is not tensor and stage.rank:
-        return  # of sharded weights the first rank's part, so that one element of the whole is bad
-    if rank in (-1, stage.rank) or rank >= stage.ranks:
-        with torch.no_grad():
-            part.view(-1)[2] = value
+def _weight(
+    name: str, change: Change = _NAN, expected: Expected = _ROLLED, **options: Any
+) -> Fault:
+    return between_steps(name, "weights", expected, adapter(), change, **options)
 
 
-def _weight(value: float, step: int, *, rank: int = -1, name: str = _WHERE) -> Arm:
-    """Let a trained weight go bad in memory between two steps."""
-
-    def arm(stage: Stage) -> None:
-        def act() -> None:
-            for tensor in stage.held(stage.site.named(name)):
-                _write(value, stage, tensor, rank)
-
-        stage.before_step(step, act)
-
-    return arm
+def _moment(name: str, key: str, change: Change = _NAN) -> Fault:
+    return between_steps(name, "optimizer", _MOMENT, moment_of(ADAPTED, key), change)
 
 
-def _moment(value: float, step: int, key: str, *, rank: int = -1) -> Arm:
-    def arm(stage: Stage) -> None:
-        def act() -> None:
-            moments = stage.run.setup.engine.own_moments()
-            this_ranks = [moment for name, moment in moments.items() if name.endswith(f"/{key}")]
-            wanted = f"{stage.site.named(_WHERE)}/{key}"
-            matching = [moment for name, moment in moments.items() if name.endswith(wanted)]
-            if not matching and rank == -1:
-                return  # where ranks share moments out, this one is another rank's
-            _write(value, stage, (matching or this_ranks)[0], rank)
-
-        stage.before_step(step, act)
-
-    return arm
+def _average(stage: Stage) -> list[torch.Tensor]:
+    return [averages(stage)[f"ema/{stage.site.named(ADAPTED)}"]]
 
 
-def _gradient(
-    change: Callable[[torch.Tensor], torch.Tensor], *, name: str | None, once: bool, rank: int = -1
-) -> Arm:
-    """Change gradients as they arrive: one parameter's, or all; in step 3's first backward, or always after."""
+def _second_moment(stage: Stage) -> Sequence[torch.Tensor]:
+    """Find the adapted weight's second moment; where ranks share moments out, the first of this rank's."""
+    key = "exp_avg_sq"
+    return moment_of(ADAPTED, key)(stage) or moment(0, key)(stage)
+
+
+def _gradient(name: str, change: Change, weight: str | None = None, rank: int = ALL_RANKS) -> Fault:
+    """Return a fault of one weight's gradient in step 3 as it arrives, or of all, until the guard recovers: the replays
+    and the step's second attempt find them healthy.
+    """
 
     def arm(stage: Stage) -> None:
-        state = {"armed": False}
+        armed: list[bool] = []
 
         def hook(grad: torch.Tensor) -> torch.Tensor:
-            return change(grad) if state["armed"] else grad
+            return change(grad) if armed else grad
 
-        wanted = stage.site.named(name) if name else None
+        def disarmed(recover: Callable[..., int], *args: Any) -> int:
+            armed.clear()
+            return recover(*args)
+
+        wanted = weight and stage.site.named(weight)
         parameters = [p for n, p in stage.trained().items() if wanted in (None, n)]
         if is_sharded(stage.transformer):
             _hook_parts(stage, parameters, hook)
         else:
-            for parameter in parameters:
-                parameter.register_hook(hook)
+            for each in parameters:
+                each.register_hook(hook)
+        if here(stage, rank):
+            stage.before_step(3, lambda: armed.append(True))
+        stage.wrap(stage.run.recovery, "recover", disarmed)
 
-        def set_armed(value: bool) -> None:
-            state["armed"] = value and (rank in (-1, stage.rank) or rank >= stage.ranks)
-
-        stage.before_step(3, lambda: set_armed(True))
-        if once:
-            # Disarmed by the first replay or by the step's second attempt, whichever comes first.
-            recover = stage.run.recovery.recover
-
-            def disarmed(*args: Any) -> int:
-                set_armed(False)
-                return recover(*args)
-
-            stage.patch(stage.run.recovery, "recover", disarmed)
-
-    return arm
+    when = "step 3" if rank == ALL_RANKS else f"step 3, rank {rank}"
+    return Fault(name, "gradient", when, _RETRIED, arm)
 
 
 def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) -> None:
     """Change this rank's parts of gradients before the step looks at them: what is whole in a pass is FSDP2's own."""
-    engine = stage.run.setup.engine
-    inner = engine.gradient_norms
 
-    def norms(by: Norms | None) -> dict[str, torch.Tensor]:
-        for parameter in parameters:
-            if parameter.grad is not None and local(parameter.grad).numel():
-                part = local(parameter.grad)
+    def norms(inner: Callable[[Norms | None], Tensors], by: Norms | None) -> Tensors:
+        for each in parameters:
+            if each.grad is not None and local(each.grad).numel():
+                part = local(each.grad)
                 part.copy_(hook(part))
         return inner(by)
 
-    stage.patch(engine, "gradient_norms", norms)
+    stage.wrap(stage.run.setup.engine, "gradient_norms", norms)
 
 
-def _one_nan(grad: torch.Tensor) -> torch.Tensor:
-    grad = grad.clone()
-    grad.view(-1)[1] = torch.nan
-    return grad
+def _spoiled(*, neighbours: bool) -> Arm:
+    """Give the target such values that its loss is NaN, and on request whoever is beside it."""
+
+    def arm(stage: Stage) -> None:
+        mark = stage.site.mark
+
+        def change(batch: Tensors, streams: Streams) -> Tensors:
+            rows = torch.tensor(stage.is_target(batch))
+            rows |= rows.any() & neighbours
+            batch[mark] = batch[mark].clone()
+            batch[mark][rows] = stage.site.bad
+            return batch
+
+        stage.checkpoint.before.append(change)
+
+    return arm
 
 
-def _average(stage: Stage) -> None:
-    """Put NaN into the moving average of one weight: nothing that is trained shows it."""
-
-    def act() -> None:
-        assert stage.run.ema is not None
-        _write(torch.nan, stage, stage.run.ema.tensors()[f"ema/{stage.site.named(_WHERE)}"])
-
-    stage.before_step(4, act)
-
-
-def _loss_once(stage: Stage) -> None:
-    """Make the loss NaN in step 3, once; the average must not move for it."""
-    calls: list[int] = []
-    stage.before_step(3, lambda: calls.append(0))
-
-    def change(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
-        if calls and not calls[0]:
-            calls[0] = 1
-            return LossOutput(output.losses * torch.nan, output.timesteps)
-        return output
-
-    stage.checkpoint.after.append(change)
-
-
-def _frozen(stage: Stage) -> None:
-    parameter = dict(stage.transformer.named_parameters())[f"{stage.site.ff_out}.weight"]
-    stage.before_step(4, lambda: _write(torch.nan, stage, parameter.data))
-
-
-def _zero_loss(stage: Stage) -> None:
-    """Make the loss no longer depend on the model, from step 3 on."""
-    state = {"armed": False}
-    stage.before_step(3, lambda: state.update(armed=True))
-
-    def change(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
-        losses = output.losses * 0.0 if state["armed"] else output.losses
-        return LossOutput(losses, output.timesteps)
-
-    stage.checkpoint.after.append(change)
-
-
-def _two_samples(stage: Stage) -> None:
-    """Make every sample of one epoch bad in one micro-batch: the target, and whoever is beside it."""
-
-    def change(batch: Tensors, streams: Streams) -> Tensors:
-        is_bad = any(stage.is_target(batch))
-        for row in range(len(batch[stage.site.mark])) if is_bad else ():
-            stage.spoil(batch, row)
-        return batch
-
-    stage.checkpoint.before.append(change)
-
-
-def _weight_and_sample(stage: Stage) -> None:
-    """Let a weight go bad in the step in which the target's data is bad too."""
-    _weight(torch.nan, 4)(stage)
-
-    def change(batch: Tensors, streams: Streams) -> Tensors:
-        for row, is_target in enumerate(stage.is_target(batch)):
-            if is_target:
-                stage.spoil(batch, row)
-        return batch
-
-    stage.checkpoint.before.append(change)
-
-
+_EMA = (("train.ema", 0.9),)
 _HIGH = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e3}}))
-_WITH_EMA = (("train.ema", 0.9),)
 _HUGE = (("optim.clip", None), ("optim.groups", {"adapter": {"lr": 1e38}}))
-
-
-_ROLLED = Expected("weights", "rollback", ("1 NaN",), module=_LAYER, same_as="clean")
-_ROLLED_INF = Expected("weights", "rollback", ("1 Inf",), module=_LAYER, same_as="clean")
-_MOMENT = Expected("optimizer", "rollback", module=_LAYER, same_as="clean")
-_AVERAGE = Expected("weights", "rollback", ("moving average",), module=_LAYER, same_as="clean")
-_RETRIED = Expected("transient", "retry", same_as="clean")
-_DIVERGED = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
+_OWN_WEIGHTS = ("ddp", "fsdp2")
+"""ZeRO-2 gathers the weights anew with every step."""
+_ONE = Element(math.nan, 1)
 FAULTS: tuple[Fault, ...] = (
-    Fault("NaN in an adapter weight", "weights", "before step 4", _ROLLED, _weight(torch.nan, 4)),
-    Fault(
-        "Inf in an adapter weight",
-        "weights",
-        "before step 4",
-        _ROLLED_INF,
-        _weight(torch.inf, 4),
-    ),
-    Fault(
-        "NaN in an adapter weight of one rank",
-        "weights",
-        "before step 4, rank 1",
-        _ROLLED,
-        _weight(torch.nan, 4, rank=1),
-        engines=("ddp", "fsdp2"),  # ZeRO-2 gathers the weights anew with every step
-    ),
-    Fault(
-        "NaN in an adapter weight at the last step",
-        "weights",
-        "before step 6",
-        _ROLLED,
-        _weight(torch.nan, 6),
-    ),
-    Fault(
-        "NaN in an adapter weight at the first step",
-        "weights",
-        "before step 1",
-        _ROLLED,
-        _weight(torch.nan, 1),
-    ),
-    Fault(
-        "NaN in AdamW's first moment",
-        "optimizer",
-        "before step 4",
-        _MOMENT,
-        _moment(torch.nan, 4, "exp_avg"),
-    ),
-    Fault(
-        "NaN in AdamW's second moment",
-        "optimizer",
-        "before step 4",
-        _MOMENT,
-        _moment(torch.nan, 4, "exp_avg_sq"),
-    ),
-    Fault(
-        "Inf in AdamW's first moment",
-        "optimizer",
-        "before step 4",
-        _MOMENT,
-        _moment(torch.inf, 4, "exp_avg"),
-    ),
-    Fault(
+    _weight("NaN in an adapter weight"),
+    _weight("Inf in an adapter weight", _INF, _ROLLED_INF),
+    _weight("NaN in an adapter weight of one rank", rank=1, engines=_OWN_WEIGHTS),
+    _weight("NaN in an adapter weight at the last step", step=6),
+    _weight("NaN in an adapter weight at the first step", step=1),
+    _moment("NaN in AdamW's first moment", "exp_avg"),
+    _moment("NaN in AdamW's second moment", "exp_avg_sq"),
+    _moment("Inf in AdamW's first moment", "exp_avg", _INF),
+    between_steps(
         "a negative second moment of one rank",
         "optimizer",
-        "before step 5, rank 1",
-        Expected("optimizer", "rollback", ("not be negative",), same_as="clean"),
-        _moment(-1.0, 5, "exp_avg_sq", rank=1),
+        _NEGATIVE,
+        _second_moment,
+        Element(-1.0),
+        step=5,
+        rank=1,
     ),
-    Fault(
-        "NaN in one gradient element, once",
-        "gradient",
-        "step 3",
-        _RETRIED,
-        _gradient(_one_nan, name=_WHERE, once=True),
-    ),
-    Fault(
-        "NaN in one gradient element of one rank",
-        "gradient",
-        "step 3, rank 1",
-        _RETRIED,
-        _gradient(_one_nan, name=_WHERE, once=True, rank=1),
-    ),
-    Fault(
-        "Inf in all gradients, once",
-        "gradient",
-        "step 3",
-        _RETRIED,
-        _gradient(lambda g: g * torch.inf, name=None, once=True),
-    ),
-    Fault(
-        "NaN in all gradients, once",
-        "gradient",
-        "step 3",
-        _RETRIED,
-        _gradient(lambda g: g * torch.nan, name=None, once=True),
-    ),
-    Fault(
-        "all gradients zero, once",
-        "gradient",
-        "step 3",
-        _RETRIED,
-        _gradient(torch.zeros_like, name=None, once=True),
-    ),
+    _gradient("NaN in one gradient element, once", _ONE, ADAPTED),
+    _gradient("NaN in one gradient element of one rank", _ONE, ADAPTED, rank=1),
+    _gradient("Inf in all gradients, once", times(math.inf)),
+    _gradient("NaN in all gradients, once", times(math.nan)),
+    _gradient("all gradients zero, once", torch.zeros_like),
     Fault(
         "a loss that no longer depends on the model",
         "gradient",
         "from step 3",
         Expected("unknown", "stop", exit_code=3),
-        _zero_loss,
+        losses(times(0.0), every_row, When("from", 3)),
     ),
+    between_steps("NaN in a frozen weight", "base", _FROZEN, parameter("{ff_out}.weight"), _NAN),
+    between_steps("NaN in the moving average", "EMA", _AVERAGE, _average, _NAN, overrides=_EMA),
     Fault(
-        "NaN in a frozen weight",
-        "base",
-        "before step 4",
-        Expected("weights", "stop", ("frozen weight",), module="{ff_out}", exit_code=3),
-        _frozen,
+        "NaN loss under a moving average",
+        "EMA",
+        "step 3",
+        _RETRIED,
+        losses(times(math.nan), every_row, When("once", 3)),
+        _EMA,
     ),
-    Fault("NaN in the moving average", "EMA", "before step 4", _AVERAGE, _average, _WITH_EMA),
-    Fault("NaN loss under a moving average", "EMA", "step 3", _RETRIED, _loss_once, _WITH_EMA),
     Fault("learning rate 1e3", "learning rate", "from the start", _DIVERGED, None, _HIGH),
     Fault("learning rate 1e38", "learning rate", "from the start", _DIVERGED, None, _HUGE),
     Fault(
@@ -308,13 +171,13 @@ FAULTS: tuple[Fault, ...] = (
         "latent",
         "every time",
         Expected("data", "quarantine"),
-        _two_samples,
+        _spoiled(neighbours=True),
     ),
     Fault(
         "a weight and a sample at once",
         "weights",
         "before step 4",
         Expected("weights", "rollback", same_as="without"),
-        _weight_and_sample,
+        at_once(before(4, adapter(), _NAN), _spoiled(neighbours=False)),
     ),
 )

@@ -50,8 +50,7 @@ _LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
 def catalog(site: Site, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
     """Return every fault that a tiny checkpoint can have on so many ranks, in the order of the table."""
     every = [
-        *samples.cached(),
-        *samples.DRAWN,
+        *samples.FAULTS,
         *data.FAULTS,
         *state.FAULTS,
         *altered.FAULTS,

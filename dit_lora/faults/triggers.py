@@ -3,11 +3,13 @@ put together from.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dit_lora.faults.world import Arm, Stage
 from dit_lora.numerics.dtensors import local
@@ -17,6 +19,7 @@ ALL_RANKS = -1
 Mode = Literal["once", "from", "at", "random"]
 Change = Callable[[torch.Tensor], torch.Tensor]
 Fires = Callable[[], bool]
+Find = Callable[[Stage], Sequence[torch.Tensor]]
 
 
 def here(stage: Stage, rank: int) -> bool:
@@ -36,6 +39,8 @@ class When:
     rank: int = ALL_RANKS
     p: float = 1.0
     seed: int = 0
+    skipped: int = 0
+    """Number of passes of its step that `once` lets go by first."""
 
     @property
     def words(self) -> str:
@@ -69,7 +74,8 @@ class When:
         armed: list[bool] = []
         stage.before_step(self.step, lambda: armed.append(True))
         if self.mode == "once":
-            return lambda: bool(armed) and armed.pop()
+            passes = count()
+            return lambda: bool(armed) and next(passes) == self.skipped
         chance = random.Random(f"{self.seed}/{stage.rank}")
         if self.mode == "random":
             return lambda: bool(armed) and chance.random() < self.p
@@ -88,6 +94,23 @@ def step_seeds(stage: Stage, step: int) -> set[int]:
     }
 
 
+@dataclass(frozen=True)
+class Element:
+    """A change that sets one element."""
+
+    value: float
+    index: int = 2
+    of_whole: bool = False
+    """True if of a sharded tensor the first rank's part alone is changed, and not each rank's."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.clone()
+        # A rank's part of a tensor may have fewer elements, or none.
+        if changed.numel():
+            changed.view(-1)[self.index % changed.numel()] = self.value
+        return changed
+
+
 def write(tensor: torch.Tensor, change: Change) -> None:
     """Change a tensor where it lies; of a sharded one this rank's part."""
     part = local(tensor.detach())
@@ -95,27 +118,21 @@ def write(tensor: torch.Tensor, change: Change) -> None:
         part.copy_(change(part))
 
 
-def before(step: int, tensor: Callable[[Stage], torch.Tensor], change: Change, rank: int) -> Arm:
+def before(step: int, find: Find, change: Change, rank: int = ALL_RANKS) -> Arm:
     """Change something that the run holds between two steps, once."""
 
     def arm(stage: Stage) -> None:
+        def act() -> None:
+            for tensor in find(stage):
+                is_part = rank == ALL_RANKS and isinstance(tensor, DTensor)
+                of_whole = isinstance(change, Element) and change.of_whole
+                if not (is_part and of_whole and stage.rank):
+                    write(tensor, change)
+
         if here(stage, rank):
-            stage.before_step(step, lambda: write(tensor(stage), change))
+            stage.before_step(step, act)
 
     return arm
-
-
-def element(value: float, index: int = 2) -> Change:
-    """Return a change that sets one element."""
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        changed = tensor.clone()
-        # A rank's part of a tensor may have fewer elements, or none.
-        if changed.numel():
-            changed.view(-1)[index % changed.numel()] = value
-        return changed
-
-    return change
 
 
 def times(factor: float) -> Change:
@@ -123,15 +140,9 @@ def times(factor: float) -> Change:
     return lambda tensor: tensor * factor
 
 
-def row(value: float, index: int = 0) -> Change:
-    """Return a change that sets one row, such as the embedding of a class."""
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        changed = tensor.clone()
-        changed[index % len(changed)] = value
-        return changed
-
-    return change
+def row(value: float) -> Change:
+    """Return a change that sets the first row, such as the embedding of a class."""
+    return lambda tensor: tensor.index_fill(0, torch.tensor([0], device=tensor.device), value)
 
 
 class _Backward(torch.autograd.Function):
@@ -154,9 +165,23 @@ def backward_of(change: Change) -> Change:
 
 def divided(tensor: torch.Tensor) -> torch.Tensor:
     """Compute 0 / 0 in one place, as a kernel does: the origin is an op, not a constant."""
-    scale = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    scale.view(-1)[5 % scale.numel()] = 0.0
+    scale = _ones_with_zero(tensor, 5)
     return tensor * scale / scale
+
+
+def by_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Divide by zero in one place."""
+    return tensor / _ones_with_zero(tensor, 3)
+
+
+def _ones_with_zero(like: torch.Tensor, index: int) -> torch.Tensor:
+    ones = torch.ones(like.shape, dtype=like.dtype, device=like.device)
+    return Element(0.0, index)(ones)
+
+
+def first_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Give every sample the first one's row."""
+    return tensor[:1].expand_as(tensor)
 
 
 def overflowing(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,12 @@
 import json
 import shutil
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
-from unittest import mock
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +28,7 @@ from dit_lora.guard.switches import kept_attention
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.numerics.streams import Streams
+from dit_lora.patching import Patches
 from dit_lora.training.checkpoints.files import find_checkpoint, is_whole
 from dit_lora.training.finish import finish, require_verified
 from dit_lora.training.fit import fit
@@ -42,7 +42,7 @@ STEPS = 6
 TARGET = "02"  # the clip that faults of one sample are in: its file name begins so
 
 Engine = Literal["ddp", "fsdp2", "zero2"]
-ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "zero2")
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 Overrides = tuple[tuple[str, Any], ...]
 Tensors = dict[str, torch.Tensor]
 
@@ -61,11 +61,11 @@ class Observation:
 
     events: list[dict[str, Any]]
     error: DitLoraError | None
-    adapter: Tensors | None
+    adapter: Tensors | None = None
     """The saved adapter; None if none was saved."""
-    folder: Path
-    cache: Path
-    said: str
+    folder: Path = Path("/nothing")
+    cache: Path = Path("/nothing")
+    said: str = ""
 
 
 class ArmedCheckpoint:
@@ -98,7 +98,7 @@ class Stage:
     target: str
     """The clip that is to be at fault."""
     checkpoint: ArmedCheckpoint
-    patches: ExitStack = field(default_factory=ExitStack)
+    patches: Patches = field(default_factory=Patches)
     acted: int | None = None
     """Number of times that a fault that waits for its moment acted on this rank; None without one."""
 
@@ -113,6 +113,10 @@ class Stage:
     @property
     def transformer(self) -> nn.Module:
         return self.run.setup.transformer
+
+    def module(self, name: str) -> nn.Module:
+        """Return a module by its name, which may be one of the site's: `{attention}.{out}`."""
+        return self.transformer.get_submodule(self.site.named(name))
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
@@ -137,27 +141,21 @@ class Stage:
         entry = next(entry for entry in clips.entries if entry.id == self.target)
         return clips.sample(entry, 0).tensors[self.site.mark][0]
 
-    def spoil(self, batch: Tensors, row: int) -> None:
-        """Make a row such that its loss is NaN."""
-        batch[self.site.mark] = batch[self.site.mark].clone()
-        batch[self.site.mark][row] = self.site.bad
-
     def before_step(self, step: int, act: Callable[[], None]) -> None:
         """Do something once, at the start of a step on this rank."""
-        watcher, pending = self.run.watcher, [act]
-        inner = watcher.forward
+        pending = [act]
 
-        def forward(number: int) -> Any:
+        def forward(inner: Callable[[int], Any], number: int) -> Any:
             # Once: a step that is taken again after a recovery begins anew.
             if number == step and pending:
                 pending.pop()()
             return inner(number)
 
-        self.patch(watcher, "forward", forward)
+        self.wrap(self.run.watcher, "forward", forward)
 
-    def patch(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute until the run is over."""
-        self.patches.enter_context(mock.patch.object(owner, name, value))
+    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Call `wrapper(original, ...)` in place of a function or method until the run is over."""
+        self.patches.method(owner, name, wrapper)
 
 
 Arm = Callable[[Stage], None]
@@ -248,14 +246,12 @@ class World:
     def reference(self, kind: str, overrides: Overrides) -> Tensors:
         """Return the adapter of the run without a fault: on all clips, or where the target never was."""
         # The guard's settings change nothing of a run without a fault, which may so serve many.
-        key = (
-            kind,
-            tuple(override for override in overrides if not override[0].startswith("guard.")),
-        )
+        others = tuple(pair for pair in overrides if not pair[0].startswith("guard."))
+        key = (kind, others)
         if key not in self._references:
             clips = self.clips if kind == "clean" else self.without
             name = f"reference_{len(self._references)}"
-            seen = self.observe(name, None, key[1], clips=clips)
+            seen = self.observe(name, None, others, clips=clips)
             if seen.error is not None:
                 raise seen.error
             self._references[key] = seen.adapter or {}
@@ -294,11 +290,13 @@ class World:
         checkpoint = ArmedCheckpoint(self.family.open(recipe.model, recipe))
         run = prepared_run(recipe, self.accelerator, checkpoint, self.engine)
         stage = Stage(run, self.site, self.target, checkpoint)
-        with stage.patches:
+        try:
             if arm is not None:
                 arm(stage)
             fit(run)
             require_verified(run.setup.session, finish(run).verification)
+        finally:
+            stage.patches.undo()
 
     def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
         """Return a copy of the good data, changed; written by one rank, once."""

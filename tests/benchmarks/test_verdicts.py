@@ -20,7 +20,7 @@ from dit_lora.data.loading.quarantine import LeftOut
 from dit_lora.errors import DitLoraError
 from dit_lora.faults import arms
 from dit_lora.faults.site import SITES
-from dit_lora.faults.triggers import When, times
+from dit_lora.faults.triggers import When, before, times
 from dit_lora.faults.world import Observation
 
 EVERY = list(SITES)
@@ -118,7 +118,7 @@ def test_a_sweep_finds_what_is_certified_though_it_is_not_the_clean_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change that nobody can see, of which the clean result is asked; a crash; and nothing at all."""
-    unseen = arms.all_trained(4, times(-1.0))
+    unseen = before(4, arms.adapter(None), times(-1.0))
 
     def crash(stage: object) -> None:
         raise ZeroDivisionError("an arm that breaks")

@@ -13,7 +13,7 @@ from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.loading.batch import draw_number
 from dit_lora.errors import DitLoraError
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
-from dit_lora.faults.samples import overwrite
+from dit_lora.faults.media.cache import overwrite
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.results.verify.output import SEED

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dit_lora.config.recipe import LadderConfig
 from dit_lora.data.loading.batch import collate
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.faults.fault import Expected, Fault
-from dit_lora.faults.loops import forget
+from dit_lora.faults.loops import forget, not_finite, observed
 from dit_lora.faults.world import Observation, World
 from dit_lora.guard.plugin.guard import Guard
 from dit_lora.training.tasks.chat.samples import find_conversations, training_set
@@ -60,10 +61,6 @@ class Stock:
         if guard is not None:
             guard.require_finite()
 
-    def bad(self) -> list[str]:
-        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-        return [name for name, parameter in trained if not torch.isfinite(parameter).all()]
-
 
 def _lora(model: nn.Module) -> None:
     targets = r".*language_model.*\.(k_proj|v_proj|qkv_proj)"
@@ -90,26 +87,23 @@ def _stock(world: World, change: Change) -> Iterator[Stock]:
 
 def _guarded(world: World, change: Change, then: Change = lambda model: None) -> Observation:
     """Run the loop under the two lines of the plugin; `then` is done to the model after them."""
-    guard, error = None, None
     with _stock(world, change) as loop:
         try:
-            config = LadderConfig(max_skips=1)
             guard = Guard.attach(
                 loop.accelerator,
                 loop.model,
                 loop.optimizer,
-                config=config,
+                config=LadderConfig(max_skips=1),
                 folder=world.root / "guarded",
             )
+        except DitLoraError as refused:
+            return Observation([], refused)
+
+        def run() -> None:
             then(loop.model)
             loop.run(guard)
-        except DitLoraError as problem:
-            error = problem
-        finally:
-            if guard is not None:
-                guard.detach()
-    nothing = world.root / "nothing"
-    return Observation(guard.events if guard else [], error, None, nothing, nothing, "")
+
+        return observed(guard, run)
 
 
 def _half(fault: Fault, world: World) -> Observation:
@@ -118,7 +112,7 @@ def _half(fault: Fault, world: World) -> Observation:
     """
     with _stock(world, _lora) as loop:
         loop.run()
-        if not loop.bad():
+        if not not_finite(loop.model):
             raise CheckFailedError("fp16 LoRA under AdamW stayed finite: the fault is gone")
     return _guarded(world, _lora)
 
@@ -176,7 +170,7 @@ def _zero_in_our_run(fault: Fault, world: World) -> Observation:
         error = CheckFailedError(f"the connector's gradient norm is {after:g}, without {before:g}")
     if not error and (same := _constant_queries(world)):
         error = CheckFailedError(f"{same} new queries are constant")
-    return Observation(seen.events, error, seen.adapter, seen.folder, seen.cache, seen.said)
+    return replace(seen, error=error)
 
 
 def _connector_norm(folder: Path) -> float:
@@ -194,43 +188,18 @@ def _constant_queries(world: World) -> int:
 
 _SCALE, _MORE = 1024.0, 1000.0
 _QUERIES = "model.extra_query_tokens"
-FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "chat:half trainables",
-        "optimizer",
-        "step 1",
-        Expected("refused", "refused", ("are fp16", "AdamW", "_proj.lora_A.default"), exit_code=2),
-        play=_half,
-        needs=("queries",),
-    ),
-    Fault(
-        "chat:half trainables after the guard",
-        "optimizer",
-        "step 1",
-        Expected("precision", "stop", ("is fp16", "AdamW"), exit_code=3),
-        play=_halved_later,
-        needs=("queries",),
-    ),
-    Fault(
-        "chat:zero queries in fp16",
-        "precision",
-        "step 1",
-        Expected(
-            "precision",
-            "stop",
-            ("in the backward",),
-            module="qformer.embeddings.LayerNorm",
-            exit_code=3,
-        ),
-        play=_zero_in_fp16,
-        needs=("queries",),
-    ),
-    Fault(
-        "chat:zero queries in our run",
-        "precision",
-        "every step",
-        Expected("none", "none"),
-        play=_zero_in_our_run,
-        needs=("queries",),
-    ),
+_HALF = Expected("refused", "refused", ("are fp16", "AdamW", "_proj.lora_A.default"), exit_code=2)
+_HALVED = Expected("precision", "stop", ("is fp16", "AdamW"), exit_code=3)
+_ZERO = Expected(
+    "precision", "stop", ("in the backward",), module="qformer.embeddings.LayerNorm", exit_code=3
+)
+_SAID_NOTHING = Expected("none", "none")
+FAULTS: tuple[Fault, ...] = tuple(
+    Fault(f"chat:{name}", place, when, expected, play=play, needs=("queries",))
+    for name, place, when, expected, play in (
+        ("half trainables", "optimizer", "step 1", _HALF, _half),
+        ("half trainables after the guard", "optimizer", "step 1", _HALVED, _halved_later),
+        ("zero queries in fp16", "precision", "step 1", _ZERO, _zero_in_fp16),
+        ("zero queries in our run", "precision", "every step", _SAID_NOTHING, _zero_in_our_run),
+    )
 )

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.cache.shards import Stored
-from dit_lora.faults.samples import overwrite
 
 _AT = 7  # the number of the first value that is overwritten
 
@@ -25,8 +26,35 @@ class Damage:
     """True if the entries before it in its shard are lost too."""
 
 
-def _value(tensor: str, value: float) -> Callable[[Stored], None]:
-    return lambda entry: overwrite(entry, tensor, _AT, torch.tensor([value]))
+def overwrite(entry: Stored, name: str, first: int, values: torch.Tensor) -> None:
+    """Put values into a tensor of an entry where it lies on the disk, from the element of number `first` on."""
+    dtype = entry.layout.spec[name][1]
+    with entry.path.open("r+b") as file:
+        file.seek(entry.start + entry.layout.bounds[name][0] + first * dtype.itemsize)
+        file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
+
+
+def poisoned(tensor: str, value: float, count: int = 1) -> Callable[[Stored], None]:
+    """Return what writes bad values into a tensor; families name the caption's, here `prompt_embeds`, differently."""
+
+    def change(entry: Stored) -> None:
+        spec = entry.layout.spec
+        floats = (name for name, (_, dtype) in spec.items() if dtype.is_floating_point)
+        name = tensor if tensor in spec else next(floats)
+        overwrite(entry, name, _AT, torch.full((count,), value))
+
+    return change
+
+
+def damaged(folder: str, aim: str, do: Callable[[Stored], None]) -> Callable[[Path], None]:
+    """Return what damages a cache's entries of samples whose id or caption has `aim` in it."""
+
+    def change(cache: Path) -> None:
+        for entry in TensorCache(cache / folder).entries():
+            if aim in entry.sample:
+                do(entry)
+
+    return change
 
 
 def flip(entry: Stored) -> None:
@@ -59,7 +87,7 @@ def scramble(entry: Stored) -> None:
 
 DAMAGES: tuple[Damage, ...] = (
     *(
-        Damage(f"{words} in a cached {tensor}", _value(tensor, value), f"{part}_{kind}")
+        Damage(f"{words} in a cached {tensor}", poisoned(tensor, value), f"{part}_{kind}")
         for words, value, kind in (
             ("NaN", torch.nan, "non_finite"),
             ("Inf", torch.inf, "non_finite"),

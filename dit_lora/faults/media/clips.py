@@ -9,7 +9,7 @@ import av
 import numpy as np
 
 from dit_lora.faults.media.encode import FPS, FRAMES, HEIGHT, WIDTH, Video, encode, moving
-from dit_lora.faults.media.kind import media_kind
+from dit_lora.faults.media.kind import media_kind, rejected, warned
 
 # FFmpeg's numbers of ITU-T H.273, which mp4 and H.264 write.
 _BT2020 = {"color_primaries": 9, "colorspace": 9}
@@ -126,93 +126,70 @@ KINDS = (
     media_kind("a clean Motion JPEG", "clean.avi", _as("mjpeg", pixels="yuvj420p")),
     media_kind("an odd size", "odd.webm", _sized(35, 51, codec="libvpx-vp9")),
     media_kind("a clip that starts late", "late.mkv", _shifted(10_000)),
-    media_kind("sound only", "sound.mp4", sound, "reject", "no_video_stream"),
-    media_kind(
-        "sound with a cover",
-        "cover.mp4",
-        lambda path: sound(path, cover=True),
-        "reject",
-        "no_video_stream",
+    rejected("sound only", "sound.mp4", sound, "no_video_stream"),
+    rejected(
+        "sound with a cover", "cover.mp4", lambda path: sound(path, cover=True), "no_video_stream"
     ),
-    media_kind("one frame", "one.mp4", _of(lambda name: moving(name, 1)), "reject", "too_short"),
-    media_kind(
-        "a frame too few", "eight.mp4", _of(lambda name: moving(name, 8)), "reject", "too_short"
-    ),
-    media_kind("2 x 2 pixels", "two.mp4", _sized(2, 2), "reject", "too_small"),
-    media_kind("half the size", "half.mp4", _sized(16, 24), "warn", "upscaled"),
-    media_kind("a much wider picture", "wide.mp4", _sized(32, 128), "warn", "cropped"),
-    media_kind("H.264 of 10 bits", "h264.mp4", _as(pixels="yuv420p10le"), "warn", "ten_bit"),
-    media_kind(
+    rejected("one frame", "one.mp4", _of(lambda name: moving(name, 1)), "too_short"),
+    rejected("a frame too few", "eight.mp4", _of(lambda name: moving(name, 8)), "too_short"),
+    rejected("2 x 2 pixels", "two.mp4", _sized(2, 2), "too_small"),
+    warned("half the size", "half.mp4", _sized(16, 24), "upscaled"),
+    warned("a much wider picture", "wide.mp4", _sized(32, 128), "cropped"),
+    warned("H.264 of 10 bits", "h264.mp4", _as(pixels="yuv420p10le"), "ten_bit"),
+    warned(
         "HEVC of 10 bits",
         "hevc.mp4",
         _sized(**_HEVC_SIZE, codec="libx265", pixels="yuv420p10le", options=_HEVC),
-        "warn",
         "ten_bit",
     ),
-    media_kind("PQ", "pq.mp4", _as(pixels="yuv420p10le", tags=_BT2020 | _PQ), "warn", "hdr"),
-    media_kind("HLG", "hlg.mp4", _as(pixels="yuv420p10le", tags=_BT2020 | _HLG), "warn", "hdr"),
-    media_kind("BT.2020 in 8 bits", "wide.mp4", _as(tags=_BT2020 | _BT2020_10), "warn", "hdr"),
-    media_kind(
+    warned("PQ", "pq.mp4", _as(pixels="yuv420p10le", tags=_BT2020 | _PQ), "hdr"),
+    warned("HLG", "hlg.mp4", _as(pixels="yuv420p10le", tags=_BT2020 | _HLG), "hdr"),
+    warned("BT.2020 in 8 bits", "wide.mp4", _as(tags=_BT2020 | _BT2020_10), "hdr"),
+    warned(
         "a rotation flag",
         "turned.mp4",
         _sized(WIDTH, HEIGHT, display=lambda stream: stream.set_display_rotation(90)),
-        "warn",
         "rotated",
     ),
-    media_kind(
+    warned(
         "a variable frame rate",
         "vfr.mp4",
         _times(0, 40, 80, 330, 370, 620, 660, 700, 950, 990, 1240, 1300, 1500, 1540, 1600, 2000),
-        "warn",
         "variable_frame_rate",
     ),
-    media_kind(
+    warned(
         "half the frame rate",
         "slow.mp4",
         lambda path: encode(path, moving(path.stem), fps=FPS // 2),
-        "warn",
         "fps_low",
     ),
-    media_kind("interlaced", "fields.mp4", interlaced, "warn", "interlaced"),
-    media_kind(
+    warned("interlaced", "fields.mp4", interlaced, "interlaced"),
+    warned(
         "pixels that are not square",
         "dv.mp4",
         _sized(32, 24, tags={"sample_aspect_ratio": Fraction(2)}),
-        "warn",
         "non_square_pixels",
     ),
-    media_kind(
-        "VP9 with alpha", "vp9.webm", _see_through("libvpx-vp9", "yuva420p"), "warn", "alpha"
-    ),
-    media_kind(
-        "ProRes with alpha", "pro.mov", _see_through("prores_ks", "yuva444p10le"), "warn", "alpha"
-    ),
-    media_kind(
-        "QuickTime RLE with alpha", "rle.mov", _see_through("qtrle", "argb"), "warn", "alpha"
-    ),
-    media_kind("PNG frames with alpha", "png.mov", _see_through("png", "rgba"), "warn", "alpha"),
-    media_kind("4:4:4", "full.mp4", _as(pixels="yuv444p"), "warn", "odd_pixel_format"),
-    media_kind(
-        "H.264 in full range", "range.mp4", _as(pixels="yuvj420p"), "warn", "odd_pixel_format"
-    ),
-    media_kind("two video streams", "streams.mp4", two_streams, "warn", "several_streams"),
-    media_kind(
-        "a stream without container", "raw.mkv", _as(muxer="h264"), "reject", "no_time_stamps"
-    ),
-    media_kind(
+    warned("VP9 with alpha", "vp9.webm", _see_through("libvpx-vp9", "yuva420p"), "alpha"),
+    warned("ProRes with alpha", "pro.mov", _see_through("prores_ks", "yuva444p10le"), "alpha"),
+    warned("QuickTime RLE with alpha", "rle.mov", _see_through("qtrle", "argb"), "alpha"),
+    warned("PNG frames with alpha", "png.mov", _see_through("png", "rgba"), "alpha"),
+    warned("4:4:4", "full.mp4", _as(pixels="yuv444p"), "odd_pixel_format"),
+    warned("H.264 in full range", "range.mp4", _as(pixels="yuvj420p"), "odd_pixel_format"),
+    warned("two video streams", "streams.mp4", two_streams, "several_streams"),
+    rejected("a stream without container", "raw.mkv", _as(muxer="h264"), "no_time_stamps"),
+    rejected(
         "frames before zero",
         "early.mkv",
         _shifted(-500, muxing={"avoid_negative_ts": "disabled"}),
-        "reject",
         "no_time_stamps",
     ),
-    media_kind(
+    warned(
         "frames that an edit list hides",
         "edited.mp4",
         _shifted(-500, muxing={"avoid_negative_ts": "disabled"}),
-        "warn",
         "frame_count",
     ),
-    media_kind("a header that counts too many", "count.avi", promising_more, "warn", "frame_count"),
-    media_kind("a header that says too long", "words.mkv", longer_in_words, "warn", "duration"),
+    warned("a header that counts too many", "count.avi", promising_more, "frame_count"),
+    warned("a header that says too long", "words.mkv", longer_in_words, "duration"),
 )

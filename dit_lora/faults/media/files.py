@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from dit_lora.faults.media.encode import encode, moving
-from dit_lora.faults.media.kind import CLIPS, IMAGES, Kind, media_kind, write_caption
+from dit_lora.faults.media.kind import (
+    CLIPS,
+    IMAGES,
+    Kind,
+    media_kind,
+    rejected,
+    warned,
+    write_caption,
+)
 
 _FAST_START = {"movflags": "faststart"}
 _SHARP = {"crf": "10"}
@@ -83,33 +91,27 @@ def _png(path: Path) -> None:
 _TEXT = b"This is where the clip should have been.\n" * 20
 _PAGE = b"<!DOCTYPE html><html><head><title>404 Not Found</title></head><body>gone</body></html>\n"
 _MADE_OF_BYTES = (
-    media_kind("no bytes", "empty.mp4", _bytes(b""), "reject", "empty_file"),
-    media_kind("text named .mp4", "text.mp4", _bytes(_TEXT), "reject", "not_media"),
-    media_kind(
-        "an error page named .jpg", "page.jpg", _bytes(_PAGE), "reject", "not_media", IMAGES
-    ),
-    media_kind("a zip named .mp4", "zip.mp4", _bytes(_zip()), "reject", "not_media"),
-    media_kind(
+    rejected("no bytes", "empty.mp4", _bytes(b""), "empty_file"),
+    rejected("text named .mp4", "text.mp4", _bytes(_TEXT), "not_media"),
+    rejected("an error page named .jpg", "page.jpg", _bytes(_PAGE), "not_media", IMAGES),
+    rejected("a zip named .mp4", "zip.mp4", _bytes(_zip()), "not_media"),
+    rejected(
         "random bytes named .mov",
         "noise.mov",
         _bytes(np.random.default_rng(1).bytes(4096)),
-        "reject",
         "not_media",
     ),
-    media_kind("no bytes in an image", "empty.png", _bytes(b""), "reject", "empty_file", IMAGES),
-    media_kind("cut in the frames", "cut.mp4", cut_in_the_frames, "reject", "truncated"),
-    media_kind(
-        "cut before the header", "headless.mp4", cut_before_the_header, "reject", "unreadable"
-    ),
-    media_kind("damaged in the middle", "torn.mp4", damaged_in_the_middle, "reject", "corrupt"),
-    media_kind("flipped bits", "flipped.mp4", flipped_bits, "reject", "corrupt"),
-    media_kind("a png named .mp4", "still.mp4", _png, "warn", "wrong_extension", IMAGES),
-    media_kind("a png named .jpg", "still.jpg", _png, "warn", "wrong_extension", IMAGES),
-    media_kind(
+    rejected("no bytes in an image", "empty.png", _bytes(b""), "empty_file", IMAGES),
+    rejected("cut in the frames", "cut.mp4", cut_in_the_frames, "truncated"),
+    rejected("cut before the header", "headless.mp4", cut_before_the_header, "unreadable"),
+    rejected("damaged in the middle", "torn.mp4", damaged_in_the_middle, "corrupt"),
+    rejected("flipped bits", "flipped.mp4", flipped_bits, "corrupt"),
+    warned("a png named .mp4", "still.mp4", _png, "wrong_extension", IMAGES),
+    warned("a png named .jpg", "still.jpg", _png, "wrong_extension", IMAGES),
+    warned(
         "an mp4 named .avi",
         "clip.avi",
         lambda path: encode(path, moving(path.stem), muxer="mp4"),
-        "warn",
         "wrong_extension",
     ),
 )

@@ -10,21 +10,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dit_lora.data.audit.finding import Verdict
 from dit_lora.faults.media.encode import HEIGHT, WIDTH, moving
-from dit_lora.faults.media.kind import IMAGES, Kind, media_kind
+from dit_lora.faults.media.kind import IMAGES, media_kind, rejected, warned
 
 Draw = Callable[[str], Image.Image]
-
-
-def _kind(
-    name: str,
-    file: str,
-    write: Callable[[Path], None],
-    verdict: Verdict = "ok",
-    code: str | None = None,
-) -> Kind:
-    return media_kind(name, file, write, verdict, code, IMAGES)
 
 
 def _picture(name: str, height: int = HEIGHT, width: int = WIDTH) -> Image.Image:
@@ -98,53 +87,45 @@ def huge_png(path: Path) -> None:
 
 
 KINDS = (
-    _kind("a clean png", "clean.png", _saved()),
-    _kind("a clean jpeg", "clean.jpg", _saved(quality=95)),
-    _kind("a clean webp", "clean.webp", _saved(quality=95)),
-    _kind("a clean bmp", "clean.bmp", _saved()),
-    _kind("a grey jpeg", "clean.jpeg", _saved(_in_mode("L"), quality=95)),
-    _kind("a jpeg cut in half", "cut.jpg", cut_jpeg, "reject", "truncated"),
-    _kind("a damaged png", "torn.png", damaged_png, "reject", "corrupt"),
-    _kind("a png that promises too much", "huge.png", huge_png, "reject", "corrupt"),
-    _kind(
-        "1 x 1 pixel",
-        "dot.png",
-        _saved(lambda name: _picture(name, 1, 1)),
-        "reject",
-        "too_small",
+    media_kind("a clean png", "clean.png", _saved(), data=IMAGES),
+    media_kind("a clean jpeg", "clean.jpg", _saved(quality=95), data=IMAGES),
+    media_kind("a clean webp", "clean.webp", _saved(quality=95), data=IMAGES),
+    media_kind("a clean bmp", "clean.bmp", _saved(), data=IMAGES),
+    media_kind("a grey jpeg", "clean.jpeg", _saved(_in_mode("L"), quality=95), data=IMAGES),
+    rejected("a jpeg cut in half", "cut.jpg", cut_jpeg, "truncated", IMAGES),
+    rejected("a damaged png", "torn.png", damaged_png, "corrupt", IMAGES),
+    rejected("a png that promises too much", "huge.png", huge_png, "corrupt", IMAGES),
+    rejected(
+        "1 x 1 pixel", "dot.png", _saved(lambda name: _picture(name, 1, 1)), "too_small", IMAGES
     ),
-    _kind("a black image", "black.png", _saved(_one_colour(0, 0, 0)), "reject", "black"),
-    _kind("a red image", "red.png", _saved(_one_colour(200, 20, 20)), "reject", "constant"),
-    _kind(
-        "a CMYK jpeg",
-        "print.jpg",
-        _saved(_in_mode("CMYK"), quality=95),
-        "warn",
-        "odd_pixel_format",
+    rejected("a black image", "black.png", _saved(_one_colour(0, 0, 0)), "black", IMAGES),
+    rejected("a red image", "red.png", _saved(_one_colour(200, 20, 20)), "constant", IMAGES),
+    warned(
+        "a CMYK jpeg", "print.jpg", _saved(_in_mode("CMYK"), quality=95), "odd_pixel_format", IMAGES
     ),
-    _kind("a png of 16 bits", "deep.png", _saved(_of_16_bits), "warn", "odd_pixel_format"),
-    _kind(
+    warned("a png of 16 bits", "deep.png", _saved(_of_16_bits), "odd_pixel_format", IMAGES),
+    warned(
         "a palette with a transparent colour",
         "palette.png",
         _saved(_in_mode("P"), transparency=3),
-        "warn",
         "odd_pixel_format",
+        IMAGES,
     ),
-    _kind("a png with alpha", "glass.png", _saved(_see_through), "warn", "alpha"),
-    _kind("a jpeg that is to be turned", "turned.jpg", _lying, "warn", "rotated"),
-    _kind("a webp that moves", "moving.webp", _moving_webp, "warn", "frame_count"),
-    _kind(
+    warned("a png with alpha", "glass.png", _saved(_see_through), "alpha", IMAGES),
+    warned("a jpeg that is to be turned", "turned.jpg", _lying, "rotated", IMAGES),
+    warned("a webp that moves", "moving.webp", _moving_webp, "frame_count", IMAGES),
+    warned(
         "an image of half the size",
         "half.png",
         _saved(lambda name: _picture(name, 16, 24)),
-        "warn",
         "upscaled",
+        IMAGES,
     ),
-    _kind(
+    warned(
         "a much higher image",
         "high.png",
         _saved(lambda name: _picture(name, 96, 48)),
-        "warn",
         "cropped",
+        IMAGES,
     ),
 )

@@ -8,6 +8,8 @@ from typing import Any
 from dit_lora.data.audit.finding import Verdict
 from dit_lora.faults.media.encode import FPS, HEIGHT, WIDTH, encode, moving
 
+Write = Callable[[Path], None]
+"""Writes a file of media."""
 IMAGES: Mapping[str, Any] = {"height": HEIGHT, "width": WIDTH}
 CLIPS: Mapping[str, Any] = {"frames": 9, **IMAGES, "fps": FPS}
 
@@ -60,7 +62,7 @@ def write_caption(path: Path, text: str | None = None) -> None:
 def media_kind(
     name: str,
     file: str,
-    write: Callable[[Path], None],
+    write: Write,
     verdict: Verdict = "ok",
     code: str | None = None,
     data: Mapping[str, Any] = CLIPS,
@@ -73,3 +75,13 @@ def media_kind(
 
     good = "good.mp4" if "fps" in data else "good.png"
     return Kind(name, make, file, verdict, code, data, good=good)
+
+
+def rejected(
+    name: str, file: str, write: Write, code: str, data: Mapping[str, Any] = CLIPS
+) -> Kind:
+    return media_kind(name, file, write, "reject", code, data)
+
+
+def warned(name: str, file: str, write: Write, code: str, data: Mapping[str, Any] = CLIPS) -> Kind:
+    return media_kind(name, file, write, "warn", code, data)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dit_lora.faults.media.encode import FRAMES, Video, encode, flat, moving
-from dit_lora.faults.media.kind import media_kind
+from dit_lora.faults.media.kind import rejected, warned
 
 
 def _of(picture: Callable[[str], Video], **how: Any) -> Callable[[Path], None]:
@@ -58,22 +58,14 @@ def _copy(path: Path) -> None:
 
 
 KINDS = (
-    media_kind("frozen", "still.mp4", _of(_still), "warn", "frozen"),
-    media_kind("half frozen", "stops.mp4", _of(_first_half_only), "warn", "frozen"),
-    media_kind("all black", "black.mp4", _of(lambda name: flat(0)), "reject", "black"),
-    media_kind("half black", "fades.mp4", _of(_half_black), "warn", "black_frames"),
-    media_kind("one grey", "grey.mp4", _of(lambda name: flat(128)), "reject", "constant"),
-    media_kind(
-        "faint noise", "noise.mp4", _of(_faint_noise, options={"crf": "1"}), "warn", "near_constant"
-    ),
-    media_kind("a hard cut", "scenes.mp4", _of(_two_scenes), "warn", "hard_cut"),
-    media_kind("a part of the levels", "dull.mp4", _of(_greyish), "warn", "low_range"),
-    media_kind(
-        "the same file twice",
-        "same.mp4",
-        _copy,
-        "warn",
-        "duplicate_clip",
-    ),
-    media_kind("the same clip encoded anew", "near.mp4", _near_copy, "warn", "near_duplicate_clip"),
+    warned("frozen", "still.mp4", _of(_still), "frozen"),
+    warned("half frozen", "stops.mp4", _of(_first_half_only), "frozen"),
+    rejected("all black", "black.mp4", _of(lambda name: flat(0)), "black"),
+    warned("half black", "fades.mp4", _of(_half_black), "black_frames"),
+    rejected("one grey", "grey.mp4", _of(lambda name: flat(128)), "constant"),
+    warned("faint noise", "noise.mp4", _of(_faint_noise, options={"crf": "1"}), "near_constant"),
+    warned("a hard cut", "scenes.mp4", _of(_two_scenes), "hard_cut"),
+    warned("a part of the levels", "dull.mp4", _of(_greyish), "low_range"),
+    warned("the same file twice", "same.mp4", _copy, "duplicate_clip"),
+    warned("the same clip encoded anew", "near.mp4", _near_copy, "near_duplicate_clip"),
 )

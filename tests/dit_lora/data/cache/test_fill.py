@@ -249,8 +249,9 @@ def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
     cache: TensorCache, tmp_path: Path
 ) -> None:
     marks = tmp_path / "marks"
-    process = start(cache, marks, 0.01)
+    process = start(cache, marks, 0.05)
     wait_for(lambda: marks.is_dir() and len(made(marks)) > PER_UNIT + 5)
+    os.kill(process.pid or 0, signal.SIGSTOP)  # within its second unit, however slow the others are
     waiting = start(cache, tmp_path / "others", 0.0)  # makes the rest, then waits for that unit
     wait_for(lambda: len(TensorCache(cache.root)) >= len(JOBS) - 2 * PER_UNIT)
     os.kill(process.pid or 0, signal.SIGKILL)
