@@ -82,7 +82,7 @@ def _environment() -> Any:
         as_is = not isinstance(value, str) or hasattr(value, "__html__")
         return value if as_is or value.startswith(_EMBEDDED) else context["clean"](value)
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read),
         autoescape=True,
         finalize=shown,
@@ -90,6 +90,8 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["clipped"] = clipped
+    return environment
 
 
 @cache
