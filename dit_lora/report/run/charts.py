@@ -7,14 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dit_lora.report.charts.bars import Bar, BarChart, number, wants_log
-from dit_lora.report.charts.data import (
-    Numbers,
-    Values,
-    extremes,
-    joined,
-    means,
-    values_per_point,
-)
+from dit_lora.report.charts.data import Numbers, Values, extremes, joined, means, values_per_point
 from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import Metrics, mapping
 
@@ -89,6 +82,8 @@ def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
     """Return the page's charts, in order; those without data are left out."""
     metrics = run.metrics
     seconds, waiting = metrics.column("seconds"), metrics.column("data_seconds")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = 100 * (np.asarray(waiting) / np.asarray(seconds))
     charts = [
         _loss(run),
         _lines(run, "loss_by_timestep", "Loss by timestep, over the run"),
@@ -115,7 +110,7 @@ def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
             run,
             "Share of the time waiting for data",
             "percent",
-            [Curve("waiting for data", _waiting(metrics), 1)],
+            [Curve("waiting for data", share, 1)],
             from_zero=True,
         ),
         _chart(
@@ -241,13 +236,6 @@ def _chart(
     if log is None:
         log = wants_log(np.concatenate([np.asarray(curve.values) for curve in drawn]))
     return LineChart(title, unit, drawn, log, from_zero)
-
-
-def _waiting(metrics: Metrics) -> Values:
-    """Return the percentage of each step's time that passed waiting for data."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.asarray(metrics.column("data_seconds")) / np.asarray(metrics.column("seconds"))
-    return 100 * np.where(np.isfinite(share), share, np.nan)
 
 
 def share_waiting(metrics: Metrics) -> float:
