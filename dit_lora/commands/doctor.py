@@ -20,6 +20,8 @@ from dit_lora.environment.versions import (
 from dit_lora.fuse import kernel_support
 from dit_lora.terminal import printable
 
+_SHOWN = ("id", "severity", "what", "source", "remedy")
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -72,13 +74,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
             "gpus": [asdict(device) for device in env.devices],
         },
         "known_bad": [
-            {
-                "id": problem.id,
-                "severity": problem.severity,
-                "what": problem.what,
-                "source": problem.source,
-                "remedy": problem.remedy,
-            }
+            {name: getattr(problem, name) for name in _SHOWN}
             for problem in issues
             if problem.id not in TESTED
         ],
@@ -128,22 +124,22 @@ def render(report: Mapping[str, Any]) -> None:
         lines = [f"{note['severity']}: {note['what']}", note.get("source"), note["remedy"]]
         console.print("\n  ".join(filter(None, lines)), markup=False, soft_wrap=True)
     triton = report["triton"]
-    console.print(f"Triton: {triton['mode']}: {triton['reason']}", markup=False, soft_wrap=True)
+    lines = [f"Triton: {triton['mode']}: {triton['reason']}"]
     launch = report["launch"]
     if launch["config_file"]:
         asked = launch["processes"] or "Accelerate's choice"
-        line = f"launch: {launch['config_file']}: processes: {asked}"
-        console.print(printable(line), markup=False, soft_wrap=True)
+        lines.append(f"launch: {launch['config_file']}: processes: {asked}")
     if launch["problem"]:
-        console.print(printable(f"refuse: {launch['problem']}"), markup=False, soft_wrap=True)
+        lines.append(f"refuse: {launch['problem']}")
+    for line in lines:
+        console.print(printable(line), markup=False, soft_wrap=True)
     console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")
 
 
 def _kernels() -> Decision:
     support = kernel_support()
-    if support.mode == "gpu":
-        return Decision("kernels", "fused, where parity holds", support.reason)
-    return Decision("kernels", "lora_linear alone", support.reason)
+    choice = "fused, where parity holds" if support.mode == "gpu" else "lora_linear alone"
+    return Decision("kernels", choice, support.reason)
 
 
 def _package(name: str, env: Environment, found: Sequence[Problem]) -> dict[str, Any]:

@@ -50,11 +50,7 @@ def write_page(path: Path, page: str) -> Path:
 
 
 def render(
-    template: str,
-    *,
-    scripts: Sequence[str] = (),
-    sources: str = "img-src data:",
-    **values: Any,
+    template: str, *, scripts: Sequence[str] = (), sources: str = "img-src data:", **values: Any
 ) -> str:
     """Return the page of a template beside this module, escaped throughout, with no token and no absolute path.
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from dit_lora.data.audit.finding import VERDICTS, Finding, Judged, Verdict
 from dit_lora.report.audit.charts import (
+    ChannelChart,
     Histogram,
     aspect_ratios,
-    channel_chart,
     counted,
     histogram,
 )
@@ -81,7 +81,7 @@ def write_audit_page(
         buckets=bucket_rows(buckets) if buckets else None,
         encoded=encoded or {},
         drawn_channels=_CHANNELS,
-        channel_chart=channel_chart,
+        channel_chart=ChannelChart,
         number=number,
         outliers=_encoded_findings(judged) if encoded else [],
         duplicates=_duplicates(judged),
