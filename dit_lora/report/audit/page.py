@@ -35,7 +35,7 @@ class Group:
     code: str
     count: int
     cards: Sequence[tuple[Judged, str]]
-    """Those that are shown, each with its picture: a data URI or nothing."""
+    """The samples that are shown, each with its picture: a data URI or nothing."""
     hidden: int
     elsewhere: str = ""
 

@@ -19,7 +19,7 @@ NONE = "\u2013"
 BARS = 16
 """Modules whose update is drawn: the largest."""
 ROWS = 500
-"""Of one table."""
+"""Rows of one table."""
 
 STATES: dict[State, tuple[str, str]] = {
     "running": ("running", "ok"),
