@@ -204,7 +204,7 @@ def test_only_fuse_imports_our_kernels_and_they_import_nothing_of_ours() -> None
         in_kernels = module_name(path).startswith("dit_lora_kernels")
         if in_kernels:
             assert not [t for t in targets if t.split(".")[0] == "dit_lora"], path
-        elif not module_name(path).startswith(("dit_lora.fuse", "dit_lora.cli.doctor")):
+        elif not module_name(path).startswith(("dit_lora.fuse", "dit_lora.commands.doctor")):
             assert not [t for t in targets if t.startswith("dit_lora_kernels")], path
 
 

@@ -5,14 +5,25 @@ from typing import Annotated
 
 import typer
 
+from dit_lora.cli.arguments import NewFolder
 from dit_lora.terminal import echo
+
+EXAMPLES = {
+    "convert": ("convert videochat2 --help",),
+    "convert opendit": ("convert opendit video-dit-mine --weights epoch99/ema.pt",),
+    "convert videochat2": (
+        "convert videochat2 videochat2-mistral --llm Mistral-7B-Instruct-v0.2 "
+        "--qformer-tokenizer bert-base-uncased --vision umt_l16_qformer.pth "
+        "--stage videochat2_mistral_7b_stage2.pth --stage videochat2_mistral_7b_stage3.pth",
+    ),
+}
 
 convert = typer.Typer(help="Make checkpoints of released files.")
 
 
 @convert.command("videochat2")
 def convert_videochat2(
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    out: NewFolder,
     llm: Annotated[
         Path, typer.Option(help="Folder of the language model: Mistral, Vicuna, Phi-3.")
     ],
@@ -57,7 +68,7 @@ def convert_videochat2(
 
 @convert.command("opendit")
 def convert_opendit(
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    out: NewFolder,
     weights: Annotated[
         Path,
         typer.Option(
@@ -82,8 +93,3 @@ def convert_opendit(
     quiet_libraries()
     for line in convert_checkpoint(out, weights, heads=heads, vae=vae, text_encoder=text_encoder):
         echo(line)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the command."""
-    app.add_typer(convert, name="convert", no_args_is_help=True)

@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from dit_lora.cli.arguments import BaseModel
 from dit_lora.terminal import echo
+
+EXAMPLES = {
+    "export": (
+        "export runs/kitten --to comfyui --out kitten-comfyui",
+        "export runs/kitten runs/snow --weight 1 --weight 0.5 --to diffusers --out both",
+    )
+}
 
 
 def export(
@@ -23,9 +31,7 @@ def export(
     weight: Annotated[
         list[float] | None, typer.Option(help="One for each adapter, in order; by default 1.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Base checkpoint; by default the run's.")
-    ] = None,
+    model: BaseModel = None,
 ) -> None:
     """Write an adapter, or several added up, in another form; what was written is read back and compared."""
     from dit_lora.results.export.export import ExportRequest
@@ -33,8 +39,3 @@ def export(
 
     request = ExportRequest(tuple(targets), to, out, tuple(weight or ()), model)
     echo(run(request, echo))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command()(export)

@@ -7,12 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from dit_lora.cli.completion import families, launches, recipes_and_families
-from dit_lora.cli.json_output import JsonFlag, print_json
+from dit_lora.cli.arguments import families, launches, recipes_and_families
+from dit_lora.cli.json_output import JsonFlag, answer
 from dit_lora.config.catalog import StockRecipe, accelerate_configs, recipe_names, write_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, default_recipes
 from dit_lora.terminal import echo
+
+EXAMPLES = {
+    "recipes": ("recipes", "recipes --family cogvideox"),
+    "init": ("init smoke/cogvideox my-run", "init cogvideox/5b_t2v kitten --accelerate ddp"),
+}
 
 
 def recipes(
@@ -28,10 +33,7 @@ def recipes(
     defaults = default_recipes()
     records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
     chosen = [record for record in records if family in (None, record["family"])]
-    if as_json:
-        print_json(context, {"recipes": chosen})
-    else:
-        _render(chosen)
+    answer(context, as_json, {"recipes": chosen}, lambda: _render(chosen))
 
 
 def init(
@@ -109,9 +111,3 @@ def _amount(words: str) -> str:
         return "-"
     unit = "s" if match[2] == "seconds" else match[2]
     return f"{match[1]} {unit}{' +' if 'activations' in words.lower() else ''}"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the command."""
-    for verb in (recipes, init):
-        app.command()(verb)

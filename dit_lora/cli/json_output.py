@@ -5,10 +5,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TextIO
 
 import typer
+
+from dit_lora.errors import CheckFailedError
 
 _OUT = "dit_lora.json"
 """Key under which a command's context keeps its standard output."""
@@ -25,11 +27,23 @@ JsonFlag = Annotated[
 ]
 
 
-def print_json(context: typer.Context, document: Any) -> None:
-    """Print the one document of a command that was asked for JSON."""
-    out: TextIO = context.meta[_OUT]
-    out.write(json.dumps(document, indent=2) + "\n")
-    out.flush()
+def answer(
+    context: typer.Context,
+    as_json: bool,
+    record: Any,
+    tell: Callable[[], object],
+    *,
+    passed: bool = True,
+) -> None:
+    """Print what a verb found out, as the one JSON document or as `tell` does; exit 1 if it did not pass."""
+    if as_json:
+        out: TextIO = context.meta[_OUT]
+        out.write(json.dumps(record, indent=2) + "\n")
+        out.flush()
+    else:
+        tell()
+    if not passed:
+        raise typer.Exit(CheckFailedError.exit_code)
 
 
 @contextlib.contextmanager

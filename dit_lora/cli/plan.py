@@ -5,10 +5,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from dit_lora.cli.completion import Overrides, RecipeFile
-from dit_lora.cli.json_output import JsonFlag, print_json
-from dit_lora.errors import CheckFailedError, DitLoraError
+from dit_lora.cli.arguments import Overrides, RecipeFile
+from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.errors import DitLoraError
 
+EXAMPLES = {
+    "plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16")
+}
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
 
 
@@ -30,7 +33,7 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
-    from dit_lora.cli.plan_table import render
+    from dit_lora.commands.plan import render
     from dit_lora.planning.budget import Launch
     from dit_lora.planning.search import plan as run
     from dit_lora.training.session.session import quiet_libraries
@@ -38,12 +41,8 @@ def plan(
     quiet_libraries()
     size = _memory_here() if gpu is None else parse_size(gpu)
     planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
-    if as_json:
-        print_json(context, planned.record())
-    else:
-        render(planned)
-    if not planned.budget.fits:
-        raise typer.Exit(CheckFailedError.exit_code)
+    fits = planned.budget.fits
+    answer(context, as_json, planned.record(), lambda: render(planned), passed=fits)
 
 
 def parse_size(text: str) -> int:
@@ -60,8 +59,3 @@ def _memory_here() -> int | None:
     if not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command()(plan)

@@ -1,16 +1,23 @@
 """The verb `dit-lora push`: a run's result on the Hugging Face Hub."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dit_lora.cli.arguments import RunFolder
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
+EXAMPLES = {
+    "push": (
+        "push runs/kitten me/kitten-lora --dry-run",
+        "push runs/kitten me/kitten-lora --private",
+    )
+}
+
 
 def push(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: RunFolder,
     repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if it is not there.")],
     public: Annotated[
         bool,
@@ -37,8 +44,3 @@ def push(
         echo(f"nothing was sent; the card is in {run / 'README.md'}")
         return
     echo(run_push(run, repo_id, private=not public, say=lambda line: echo(line, err=True)))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command()(push)

@@ -1,20 +1,22 @@
 """The verb `dit-lora quarantine`: which samples a run leaves out, on what evidence, and how to take one back."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dit_lora.cli.json_output import JsonFlag, print_json
+from dit_lora.cli.arguments import RunFolder
+from dit_lora.cli.json_output import JsonFlag, answer
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 from dit_lora.training.session.run_lock import holder_of, is_live
 
+EXAMPLES = {"quarantine": ("quarantine runs/kitten", "quarantine runs/kitten --release clip.mp4")}
+
 
 def quarantine(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: RunFolder,
     release: Annotated[
         list[str] | None,
         typer.Option(help="Take this sample back into the run; repeatable.", show_default=False),
@@ -34,15 +36,7 @@ def quarantine(
     released = held.release(release or [])
     if released:
         held.save()
-    if as_json:
-        rows = [asdict(record) for record in held.records]
-        print_json(context, {"left_out": rows, "released": released})
-        return
-    for name in released:
-        echo(f"released {name}: train.resume=auto trains on it again")
-    echo("\n".join(record.told() for record in held.records) or f"{run} leaves no sample out")
-
-
-def register(app: typer.Typer) -> None:
-    """Put the verb into the `dit-lora` command."""
-    app.command()(quarantine)
+    lines = [f"released {name}: train.resume=auto trains on it again" for name in released]
+    lines += [record.told() for record in held.records] or [f"{run} leaves no sample out"]
+    record = {"left_out": [asdict(one) for one in held.records], "released": released}
+    answer(context, as_json, record, lambda: echo("\n".join(lines)))

@@ -1,16 +1,18 @@
 """The verb `dit-lora report`: a run as one page, written or served."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dit_lora.cli.arguments import RunFolder
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
+EXAMPLES = {"report": ("report runs/kitten", "report runs/kitten --serve")}
+
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: RunFolder,
     serve: Annotated[
         bool, typer.Option("--serve", help="Show it to this machine's browser, and follow the run.")
     ] = False,
@@ -34,8 +36,3 @@ def report(
     from dit_lora.report.run.page import write_report
 
     echo(write_report(run))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command()(report)

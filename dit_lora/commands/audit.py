@@ -124,12 +124,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     # The memo is the cache's: training reads it and refuses what was rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
     judged = audit_media(
-        sources.clips,
-        data,
-        shapes=samples.shapes,
-        memo=memo,
-        digests=digests,
-        progress=progress,
+        sources.clips, data, shapes=samples.shapes, memo=memo, digests=digests, progress=progress
     )
     digests.save()
     # A family without a text limit is conditioned on classes: captions are then labels.

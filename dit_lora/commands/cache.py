@@ -91,17 +91,12 @@ def stats(target: str, overrides: Sequence[str]) -> Outcome:
 
 def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> Outcome:
     """Remove what cannot be used, and what none of the recipes `keep` uses, if any is given."""
-    needed: dict[str, set[str]] | None = None
-    if keep:
-        recipes = [load_recipe(path) for path in keep]
-        # The union over recipes that share the cache: an entry of any stays.
-        needed = {kind: set() for kind in _KINDS}
-        for recipe in recipes:
-            for kind, keys in zip(_KINDS, _keys(recipe), strict=True):
-                needed[kind] |= keys
+    recipes = [load_recipe(path) for path in keep]
+    keys_of_each = [dict(zip(_KINDS, _keys(recipe), strict=True)) for recipe in recipes]
 
     def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.Pruned:
-        wanted = needed[cache.root.name] if needed is not None else None
+        # The union over recipes that share the cache: an entry of any stays.
+        wanted = set().union(*(keys[cache.root.name] for keys in keys_of_each)) if keep else None
         return maintenance.prune(cache, wanted, on_progress=tell)
 
     return _each(target, overrides, "pruning", work)

@@ -20,11 +20,7 @@ from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.base import (
-    Sampler,
-    Sampling,
-    VideoShape,
-)
+from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.parsing import read_json
 from dit_lora.results.origin import base_of, family_of, find_adapter, whole_pipeline
@@ -57,16 +53,14 @@ def sample(request: SampleRequest) -> list[Path]:
     request = _from_hub(request)
     whole = whole_pipeline(request.target)
     adapter = None if whole else find_adapter(request.target)
-    made = read_provenance(adapter) if adapter else _made(whole)
+    made = read_provenance(adapter) if adapter else _provenance(whole)
     model = _base_model(request, made, whole, adapter)
     family = get_family(made.get("family") or family_of(model))
     # What was trained may add classes.
     sampler: Sampler = family.open(model, index=made.get("index") if adapter else None)
     video = made.get("video", {})
     shape = VideoShape(
-        frames=_value("frames", request.frames, video),
-        height=_value("height", request.height, video),
-        width=_value("width", request.width, video),
+        *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
     )
     sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,7 +102,7 @@ def _file_name(prompt: str, how: Sampling) -> str:
     return f"seed_{how.seed}_{words}_{digest}"
 
 
-def _made(whole: Path | None) -> dict[str, Any]:
+def _provenance(whole: Path | None) -> dict[str, Any]:
     file = (whole or Path()) / PROVENANCE_FILE
     return read_json(file) if file.is_file() else {}
 

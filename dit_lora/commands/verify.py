@@ -87,16 +87,18 @@ def find_target(target: Path, model: str | None) -> Target:
     return Target("diffusion", file, base_of(target, file, made, model), made)
 
 
-def _pipeline(folder: Path, model: str | None) -> Target:
-    if model:
+def _pipeline(folder: Path, other_base: str | None) -> Target:
+    if other_base:
         raise DitLoraError(f"--model does not apply: {folder} is a whole model, not an adapter")
     # Read now, to say in one line which file is torn; the loader's own error would not name it.
     for weights in sorted((folder / "transformer").glob("*.safetensors")):
         header_of(weights)
     file = folder / PROVENANCE_FILE
     made = read_json(file) if file.is_file() else {}
-    config = _named(made, str(folder))
-    return Target("pipeline", folder, config, made)
+    model = ModelConfig(family=made.get("family") or "", path=str(folder))
+    if not model.family:
+        model = model.model_copy(update={"family": family_of(model)})
+    return Target("pipeline", folder, model, made)
 
 
 def _chat_folder(target: Path) -> Path | None:
@@ -127,11 +129,6 @@ def _made(file: Path) -> dict[str, Any]:
         return parse_json(header_of(file).get(PROVENANCE_KEY, "{}"))
     except ValueError:
         return {}
-
-
-def _named(made: Mapping[str, Any], path: str) -> ModelConfig:
-    config = ModelConfig(family=made.get("family") or "", path=path)
-    return config if config.family else config.model_copy(update={"family": family_of(config)})
 
 
 def verify_adapter(

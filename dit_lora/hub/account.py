@@ -111,7 +111,7 @@ def in_words(error: BaseException) -> HubError:
     """Return what went wrong, without a token; an `UnreachableError` if it may go right later."""
     cause = _cause(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
-        words = _first_line(cause)
+        words = _line(str(cause)) or type(cause).__name__
         # An error page in place of JSON is the Hub's trouble, not ours.
         if isinstance(cause, ValueError) and not isinstance(cause, json.JSONDecodeError):
             return HubError(f"the Hub does not take it: {words}")
@@ -119,20 +119,14 @@ def in_words(error: BaseException) -> HubError:
             return UnreachableError(f"the Hub's answer has no {words}")
         return UnreachableError(f"the Hub cannot be reached: {words}")
     status = cause.response.status_code
-    if status == 401:
-        return HubError(
-            "the Hub does not know this token (401): log in with `hf auth login`, or correct HF_TOKEN, which "
-            "comes first if it is set"
-        )
-    if status == 403:
-        return HubError(
-            f"this token may not do that (403: {_message(cause)}): log in with one that may write there, by "
-            "`hf auth login`"
-        )
-    if status == 412:
-        return UnreachableError("the repository has changed meanwhile (412)")
-    said = f"the Hub answered {status}: {_message(cause)}"
-    return UnreachableError(said) if status in _TRANSIENT else HubError(said)
+    answer = _line(cause.server_message or "") or cause.response.reason_phrase
+    words = {
+        401: "the Hub does not know this token (401): log in with `hf auth login`, or correct HF_TOKEN, which comes "
+        "first if it is set",
+        403: f"this token may not do that (403: {answer}): log in with one that may write there, by `hf auth login`",
+        412: "the repository has changed meanwhile (412)",
+    }.get(status, f"the Hub answered {status}: {answer}")
+    return UnreachableError(words) if status in _TRANSIENT else HubError(words)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -145,16 +139,9 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _message(error: HfHubHTTPError) -> str:
-    return without_tokens(_line(error.server_message or "")) or error.response.reason_phrase
-
-
-def _first_line(error: BaseException) -> str:
-    return without_tokens(_line(str(error))) or type(error).__name__
-
-
 def _line(text: str) -> str:
-    return text.strip().partition("\n")[0][:300].rstrip(". ")
+    """Return the first line, cut short, without a token."""
+    return without_tokens(text.strip().partition("\n")[0][:300].rstrip(". "))
 
 
 def _retry_after(error: BaseException) -> float | None:

@@ -33,7 +33,7 @@ OURS = (ADAPTER_FILE, CHAT_ADAPTER_FILE, "adapter_config.json", BASE_FILE)
 
 @dataclass(frozen=True)
 class Shown:
-    """What the model made of one validation prompt, as files of the repository or as answers."""
+    """The model's outputs for one validation prompt, as files of the repository or as answers."""
 
     prompt: str
     before: str | None = None
@@ -48,7 +48,7 @@ class Contents:
     run: RunFiles
     facts: Mapping[str, Any]
     made: Mapping[str, Any]
-    """What the result's header says of its making."""
+    """The provenance in the result's header."""
     kind: str
     """`lora`, `peft` or `pipeline`."""
     files: Mapping[str, Path | bytes] = field(default_factory=dict)

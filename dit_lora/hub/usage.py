@@ -1,8 +1,10 @@
 """Write the code that loads a published result and samples from it as the run's validation did; it runs as pasted."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from importlib import resources
+
+import jinja2
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.families import get_family
@@ -37,9 +39,28 @@ def install_line(contents: Contents) -> str:
 
 def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     """Return Python source; `repo_id` is where the result is on the Hub."""
-    if "pipeline" in contents.facts:
-        return "\n".join(_diffusion(contents, repo_id, prompt))
-    return "\n".join(_chat(contents, repo_id))
+    is_pipeline = "pipeline" in contents.facts
+    name = "use_pipeline.jinja" if is_pipeline else "use_chat.jinja"
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
+    code = environment.from_string(template).render(
+        facts=contents.facts["pipeline" if is_pipeline else "model"],
+        repo_id=repo_id,
+        prompt=prompt,
+        base=_base(contents),
+        on_hub=contents.base is not None,
+        base_weights=BASE_FILE if BASE_FILE in contents.files else None,
+        has_adapter="adapter_config.json" in contents.files,
+        is_whole=contents.kind == "pipeline",
+        is_video=_is_video(contents),
+        ours=needs_ours(contents),
+        dtype=_dtype(contents) if is_pipeline else contents.made["dtype"],
+        literal=literal,
+        repr=repr,
+    )
+    return code.rstrip()
 
 
 def literal(text: str) -> str:
@@ -48,95 +69,8 @@ def literal(text: str) -> str:
 
 
 def _is_video(contents: Contents) -> bool:
-    return contents.facts.get("pipeline", {}).get("output") == "frames" and bool(
-        contents.facts["pipeline"]["fps"]
-    )
-
-
-def _diffusion(contents: Contents, repo_id: str, prompt: str) -> list[str]:
-    facts = contents.facts["pipeline"]
-    name, whole, ours = facts["class"], contents.kind == "pipeline", needs_ours(contents)
-    base_weights = BASE_FILE in contents.files and not ours
-    source = literal(repo_id) if whole else _base(contents)
-    # In a repository Diffusers looks for our classes among its own; in a folder it imports them.
-    fetched = facts["module"] != "diffusers" and (whole or contents.base is not None)
-    if fetched:
-        source = f"snapshot_download({source})"
-    lines = ["import torch", f"from {facts['module']} import {name}"]
-    helpers = ["export_to_video"] if _is_video(contents) else []
-    helpers += ["load_image"] if facts["from_image"] else []
-    if helpers:
-        lines.append(f"from diffusers.utils import {', '.join(sorted(helpers))}")
-    if fetched:
-        lines.append("from huggingface_hub import snapshot_download")
-    if base_weights:
-        lines += [
-            "from huggingface_hub import hf_hub_download",
-            "from safetensors.torch import load_file",
-        ]
-    if ours and not whole:
-        lines += ["", "import dit_lora"]
-    lines += [
-        "",
-        'device = "cuda" if torch.cuda.is_available() else "cpu"',
-        f"pipe = {name}.from_pretrained({source}, dtype={_dtype(contents)})",
-    ]
-    if base_weights:
-        lines += [
-            f'weights = load_file(hf_hub_download("{repo_id}", "{BASE_FILE}"))',
-            "pipe.transformer.load_state_dict(weights, strict=False)  # before the adapter",
-        ]
-    if ours and not whole:
-        lines.append(f'dit_lora.load_adapter(pipe, "{repo_id}")')
-    elif not whole:
-        lines.append(f'pipe.load_lora_weights("{repo_id}")')
-    return [*lines, "pipe.to(device)", "", *_call(facts, prompt, _is_video(contents))]
-
-
-def _call(facts: Mapping[str, Any], prompt: str, video: bool) -> list[str]:
-    arguments = [f"prompt={literal(prompt)},"]
-    if facts["condition"] == "class_labels":
-        rows = f"torch.tensor({facts['label']})" if facts["labels_as_tensor"] else facts["label"]
-        arguments = [f"class_labels={rows},"]
-    if facts["from_image"]:
-        arguments.append('image=load_image("first_frame.png"),')
-    arguments += [f"{key}={value!r}," for key, value in facts["arguments"].items()]
-    arguments.append(f'generator=torch.Generator("cpu").manual_seed({facts["seed"]}),')
-    lines = ["result = pipe(", *(f"    {one}" for one in arguments), ")"]
-    if video:
-        fps = f"{facts['fps']:g}"
-        return [*lines, f'export_to_video(result.frames[0], "sample.mp4", fps={fps})']
-    return [*lines, f'result.{facts["output"]}[0].save("sample.png")']
-
-
-def _chat(contents: Contents, repo_id: str) -> list[str]:
-    model = contents.facts["model"]
-    ours = model["library"] == "dit_lora"
-    name = model["class"] if ours else "AutoModelForImageTextToText"
-    has_adapter = "adapter_config.json" in contents.files
-    base_weights = BASE_FILE in contents.files
-    lines = ["import torch"]
-    if base_weights:
-        lines.append("from huggingface_hub import hf_hub_download")
-    if has_adapter:
-        lines.append("from peft import PeftModel")
-    if base_weights:
-        lines.append("from safetensors.torch import load_file")
-    lines.append("" if ours else f"from transformers import {name}")
-    if ours:
-        lines.append(f"from {model['module']} import {name}")
-    lines += [
-        "",
-        f"model = {name}.from_pretrained({_base(contents)}, dtype={contents.made['dtype']})",
-    ]
-    if base_weights:
-        lines += [
-            f'weights = load_file(hf_hub_download("{repo_id}", "{BASE_FILE}"))',
-            "model.load_state_dict(weights, strict=False)  # before the adapter",
-        ]
-    if has_adapter:
-        lines.append(f'model = PeftModel.from_pretrained(model, "{repo_id}")')
-    return [*lines, "model.eval()"]
+    pipeline = contents.facts.get("pipeline") or {}
+    return pipeline.get("output") == "frames" and bool(pipeline["fps"])
 
 
 def _base(contents: Contents) -> str:

@@ -50,11 +50,7 @@ def write_page(path: Path, page: str) -> Path:
 
 
 def render(
-    template: str,
-    *,
-    scripts: Sequence[str] = (),
-    sources: str = "img-src data:",
-    **values: Any,
+    template: str, *, scripts: Sequence[str] = (), sources: str = "img-src data:", **values: Any
 ) -> str:
     """Return the page of a template beside this module, escaped throughout, with no token and no absolute path.
 
@@ -82,7 +78,7 @@ def _environment() -> Any:
         as_is = not isinstance(value, str) or hasattr(value, "__html__")
         return value if as_is or value.startswith(_EMBEDDED) else context["clean"](value)
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read),
         autoescape=True,
         finalize=shown,
@@ -90,6 +86,8 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["clipped"] = clipped
+    return environment
 
 
 @cache

@@ -73,6 +73,7 @@ def test_the_wheel_holds_two_packages_their_data_and_nothing_else(wheel: Path) -
             "report/*.js",
             "report/vendor/*",
             "hub/*.md",
+            "hub/*.jinja",
             "py.typed",
         )
         for path in (ROOT / "dit_lora").glob(pattern)

@@ -32,23 +32,24 @@ class Histogram:
     bins: Sequence[Bin]
 
 
-@dataclass(frozen=True)
-class Channel:
-    """The mean of one channel, and its range of a standard deviation to each side, in percent of the chart's height."""
-
-    words: str
-    low: float
-    middle: float
-    high: float
-
-
-@dataclass(frozen=True)
 class ChannelChart:
-    """Channels beside each other, and the ticks of their scale as words and percent of its height."""
+    """The mean and the standard deviation of each channel, beside each other, for all on one scale."""
 
-    about: str
-    channels: Sequence[Channel]
-    ticks: Sequence[tuple[str, float]]
+    def __init__(self, means: Sequence[float], stds: Sequence[float]) -> None:
+        self.channels = list(zip(means, stds, strict=True))
+        self._low = min(mean - std for mean, std in self.channels)
+        high = max(mean + std for mean, std in self.channels)
+        self._span = (high - self._low) or 1.0
+
+    def percent(self, value: float) -> float:
+        """Return the place of a value, in percent of the chart's height."""
+        return round(100 * (value - self._low) / self._span, 2)
+
+    @property
+    def ticks(self) -> list[tuple[str, float]]:
+        """Return the ticks of the scale, as words and percent."""
+        values = ticks(self._low, self._low + self._span)
+        return [(f"{round(tick, 9):g}", self.percent(tick)) for tick in values]
 
 
 def counted(title: str, names: Iterable[str], order: Sequence[str] = ()) -> BarChart | None:
@@ -113,20 +114,3 @@ def _binned(values: Sequence[float]) -> tuple[list[float], list[int], bool]:
     first = next(index for index, count in enumerate(counts) if count)
     last = max(index for index, count in enumerate(counts) if count)
     return [round(edge, 9) for edge in edges[first : last + 2]], counts[first : last + 1], open_end
-
-
-def channel_chart(name: str, means: Sequence[float], stds: Sequence[float]) -> ChannelChart:
-    """Return the mean and the standard deviation of each channel, for all on one scale."""
-    low = min(mean - std for mean, std in zip(means, stds, strict=True))
-    high = max(mean + std for mean, std in zip(means, stds, strict=True))
-    span = (high - low) or 1.0
-
-    def percent(value: float) -> float:
-        return round(100 * (value - low) / span, 2)
-
-    channels = []
-    for index, (mean, std) in enumerate(zip(means, stds, strict=True)):
-        words = f"channel {index}: mean {number(mean)}, standard deviation {number(std)}"
-        channels.append(Channel(words, percent(mean - std), percent(mean), percent(mean + std)))
-    places = [(f"{round(tick, 9):g}", percent(tick)) for tick in ticks(low, low + span)]
-    return ChannelChart(f"Mean and standard deviation of each channel of {name}", channels, places)

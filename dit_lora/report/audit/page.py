@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from dit_lora.report.audit.charts import (
     ChannelChart,
     Histogram,
     aspect_ratios,
-    channel_chart,
     counted,
     histogram,
 )
@@ -30,35 +29,15 @@ _CHANNELS = 128
 
 
 @dataclass(frozen=True)
-class Card:
-    """One sample of the contact sheet; `picture` is a data URI or nothing."""
-
-    file: str
-    facts: str
-    findings: Sequence[Finding]
-    more: int
-    picture: str
-
-
-@dataclass
 class Group:
     """Samples with one code before all others, and the names of those shown under another."""
 
     code: str
     count: int
-    cards: list[Card] = field(default_factory=list)
+    cards: Sequence[tuple[Judged, str]]
+    """The samples that are shown, each with its picture: a data URI or nothing."""
+    hidden: int
     elsewhere: str = ""
-    hidden: int = 0
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One row of the table of buckets."""
-
-    frames: int
-    pixels: str
-    cells: Sequence[str]
-    unused: bool
 
 
 @dataclass(frozen=True)
@@ -66,17 +45,9 @@ class Buckets:
     """A bucket report, its rows in words."""
 
     advice: Sequence[str]
-    rows: Sequence[Bucket]
+    rows: Sequence[tuple[Sequence[str], bool]]
+    """The cells of each, and whether no sample is in it."""
     dropped: Sequence[tuple[str, str, str]]
-
-
-@dataclass(frozen=True)
-class Channels:
-    """One encoded tensor over the set."""
-
-    name: str
-    facts: str
-    chart: ChannelChart | None
 
 
 def write_audit_page(
@@ -94,45 +65,29 @@ def write_audit_page(
     `totals` are `audit.summary.totals`, `buckets` a `BucketReport.as_dict()`, `encoded` the statistics of
     `audit.encoded.check_encoded`. At most `CARDS` samples are shown. Raises `DitLoraError` if it cannot be written.
     """
-    return write_page(path, _render(judged, title, totals, buckets, encoded, notes))
-
-
-def _render(
-    judged: Sequence[Judged],
-    title: str,
-    totals: Mapping[str, Any],
-    buckets: Mapping[str, Any] | None,
-    encoded: Mapping[str, Any] | None,
-    notes: Sequence[str],
-) -> str:
     rejects, warnings = _sheet(judged)
-    return render(
+    page = render(
         "audit_page.html",
         title=title,
         totals=totals,
-        shares=_shares(totals),
         notes=notes,
         rejects=rejects,
         warnings=warnings,
+        findings_of_a_card=_FINDINGS,
+        worst_first=_worst_first,
+        facts=_facts,
         codes=_codes(judged),
         charts=_charts(judged),
         buckets=bucket_rows(buckets) if buckets else None,
-        encoded=[_channels(name, stats) for name, stats in (encoded or {}).items()],
+        encoded=encoded or {},
+        drawn_channels=_CHANNELS,
+        channel_chart=ChannelChart,
+        number=number,
         outliers=_encoded_findings(judged) if encoded else [],
         duplicates=_duplicates(judged),
         lines=_LINES,
     )
-
-
-def _shares(totals: Mapping[str, Any]) -> list[tuple[Verdict, str, int, float]]:
-    """Return for each verdict what it means, its samples, and their percentage of all."""
-    meanings: tuple[tuple[Verdict, str], ...] = (
-        ("ok", "ready to train on"),
-        ("warn", "usable, worth a look"),
-        ("reject", "cannot be used"),
-    )
-    samples = max(1, totals["samples"])
-    return [(name, words, totals[name], 100 * totals[name] / samples) for name, words in meanings]
+    return write_page(path, page)
 
 
 def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
@@ -140,14 +95,20 @@ def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
     pictures = Pictures()
     rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
-    shown = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
-    cards = [_card(one, pictures) for code, ones in rejected.items() for one in ones[: shown[code]]]
-    rejects = Group("reject", count, cards, hidden=count - len(cards))
-    shown = _even(warned, CARDS - len(cards))
-    return rejects, [
-        _warning_group(code, samples, warned.get(code, []), shown.get(code, 0), judged, pictures)
-        for code, samples in _counts(judged, "warn").most_common()
-    ]
+    room = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
+    shown = [one for code, ones in rejected.items() for one in ones[: room[code]]]
+    cards = [(one, pictures.uri(one.thumbnail)) for one in shown]
+    rejects = Group("reject", count, cards, count - len(cards))
+    room = _even(warned, CARDS - len(cards))
+    groups = []
+    for code, count in _counts(judged, "warn").most_common():
+        own = warned.get(code, [])
+        files = {one.file for one in own}
+        having = [one.file for one in judged if any(f.code == code for f in one.findings)]
+        elsewhere = _names(file for file in having if file not in files)
+        cards = [(one, pictures.uri(one.thumbnail)) for one in own[: room.get(code, 0)]]
+        groups.append(Group(code, count, cards, len(own) - len(cards), elsewhere))
+    return rejects, groups
 
 
 def _by_first_code(judged: Sequence[Judged], verdict: Verdict) -> dict[str, list[Judged]]:
@@ -160,31 +121,8 @@ def _by_first_code(judged: Sequence[Judged], verdict: Verdict) -> dict[str, list
     return groups
 
 
-def _warning_group(
-    code: str,
-    count: int,
-    own: Sequence[Judged],
-    room: int,
-    judged: Sequence[Judged],
-    pictures: Pictures,
-) -> Group:
-    files = {one.file for one in own}
-    elsewhere = [
-        one.file
-        for one in judged
-        if one.file not in files and any(finding.code == code for finding in one.findings)
-    ]
-    cards = [_card(one, pictures) for one in own[:room]]
-    return Group(code, count, cards, _names(elsewhere), len(own) - len(cards))
-
-
-def _card(one: Judged, pictures: Pictures) -> Card:
-    ordered = sorted(one.findings, key=lambda f: -VERDICTS.index(f.verdict))
-    findings = [
-        Finding(f.code, clipped(f.words), f.verdict, clipped(f.remedy)) for f in ordered[:_FINDINGS]
-    ]
-    more = len(one.findings) - len(findings)
-    return Card(one.file, _facts(one.facts), findings, more, pictures.uri(one.thumbnail))
+def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: -VERDICTS.index(finding.verdict))
 
 
 def _even(groups: Mapping[str, Sequence[Judged]], room: int) -> dict[str, int]:
@@ -214,7 +152,7 @@ def _codes(judged: Sequence[Judged]) -> list[tuple[Verdict, str, int, str]]:
             remedies[finding.code] = remedies.get(finding.code) or finding.remedy
     verdicts: tuple[Verdict, ...] = ("reject", "warn")
     return [
-        (verdict, code, count, clipped(remedies[code]))
+        (verdict, code, count, remedies[code])
         for verdict in verdicts
         for code, count in _counts(judged, verdict).most_common()
     ]
@@ -256,26 +194,10 @@ def _charts(judged: Sequence[Judged]) -> list[BarChart | Histogram]:
     return [chart for chart in charts if chart is not None]
 
 
-def _channels(name: str, stats: Mapping[str, Any]) -> Channels:
-    means, stds = list(stats["mean"]), list(stats["std"])
-    facts = (
-        f"{stats['samples']:,} samples, {len(means):,} channels; largest magnitude "
-        f"{number(stats['abs_max'])} in {stats['abs_max_file'] or 'none'}"
-    )
-    if not means:
-        return Channels(name, facts, None)
-    facts += (
-        f"; means from {number(min(means), 3)} to {number(max(means), 3)}, standard deviations from "
-        f"{number(min(stds), 3)} to {number(max(stds), 3)}"
-    )
-    chart = channel_chart(name, means, stds) if len(means) <= _CHANNELS else None
-    return Channels(name, facts, chart)
-
-
 def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]]:
     """Return verdict, file and words of what the encoders' output showed."""
     found = [
-        (finding.verdict, one.file, clipped(finding.words))
+        (finding.verdict, one.file, finding.words)
         for one in judged
         for finding in one.findings
         if finding.code.startswith(("latent_", "embedding_"))
@@ -317,6 +239,8 @@ def bucket_rows(report: Mapping[str, Any]) -> Buckets:
     for row in report["buckets"]:
         shape = row["shape"]
         cells = [
+            str(shape["frames"]),
+            f"{shape['width']} x {shape['height']}",
             f"{row['clips']:,}",
             f"{row['samples']:,}",
             f"{row['share']:.1%}",
@@ -324,8 +248,7 @@ def bucket_rows(report: Mapping[str, Any]) -> Buckets:
             f"{row['worst_crop']:.0%}",
             f"{row['upscaled']:,}",
         ]
-        size = f"{shape['width']} x {shape['height']}"
-        rows.append(Bucket(shape["frames"], size, cells, unused=not row["samples"]))
+        rows.append((cells, not row["samples"]))
     dropped = [(one["id"], one["code"], clipped(one["words"])) for one in report["dropped"]]
     return Buckets(report["advice"], rows, dropped)
 

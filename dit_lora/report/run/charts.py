@@ -7,14 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dit_lora.report.charts.bars import Bar, BarChart, number, wants_log
-from dit_lora.report.charts.data import (
-    Numbers,
-    Values,
-    extremes,
-    joined,
-    means,
-    values_per_point,
-)
+from dit_lora.report.charts.data import Numbers, Values, extremes, joined, means, values_per_point
 from dit_lora.report.run.files import RunFiles
 from dit_lora.report.run.history import Metrics, mapping
 
@@ -89,42 +82,24 @@ def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
     """Return the page's charts, in order; those without data are left out."""
     metrics = run.metrics
     seconds, waiting = metrics.column("seconds"), metrics.column("data_seconds")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = 100 * (np.asarray(waiting) / np.asarray(seconds))
+    rate = Curve("samples per second", samples_a_second(metrics), 2, faint=True)
+    whole, part = Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)
+    percentage = Curve("waiting for data", share, 1)
+    peak = Curve("peak", metrics.column("peak_gib"), 4, smooth=False)
     charts = [
         _loss(run),
-        _lines(run, "loss_by_timestep", "Loss by timestep, over the run"),
+        _lines(metrics, "loss_by_timestep", "Loss by timestep, over the run"),
         _bars(metrics, "loss_by_timestep", "Loss by timestep, at the end"),
-        _lines(run, "loss_by_media", "Loss by kind of media, over the run"),
+        _lines(metrics, "loss_by_media", "Loss by kind of media, over the run"),
         _bars(metrics, "loss_by_media", "Loss by kind of media, at the end"),
-        _gradients(run),
-        _rates(run),
-        _chart(
-            run,
-            "Throughput",
-            "samples per second",
-            [Curve("samples per second", samples_a_second(metrics), 2, faint=True)],
-            from_zero=True,
-        ),
-        _chart(
-            run,
-            "Time per step",
-            "seconds",
-            [Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1)],
-            from_zero=True,
-        ),
-        _chart(
-            run,
-            "Share of the time waiting for data",
-            "percent",
-            [Curve("waiting for data", _waiting(metrics), 1)],
-            from_zero=True,
-        ),
-        _chart(
-            run,
-            "Peak memory so far",
-            "GiB",
-            [Curve("peak", metrics.column("peak_gib"), 4, smooth=False)],
-            from_zero=True,
-        ),
+        _gradients(metrics),
+        _rates(metrics),
+        _chart("Throughput", "samples per second", [rate], from_zero=True),
+        _chart("Time per step", "seconds", [whole, part], from_zero=True),
+        _chart("Share of the time waiting for data", "percent", [percentage], from_zero=True),
+        _chart("Peak memory so far", "GiB", [peak], from_zero=True),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -166,17 +141,17 @@ def _loss(run: RunFiles) -> LineChart | None:
     if run.held_out:
         losses = list(run.held_out.values())
         curves.append(Curve("held-out", losses, 1, smooth=False, steps=list(run.held_out)))
-    return _chart(run, "Loss", "loss", curves)
+    return _chart("Loss", "loss", curves)
 
 
-def _lines(run: RunFiles, key: str, title: str) -> LineChart | None:
+def _lines(metrics: Metrics, key: str, title: str) -> LineChart | None:
     """Return a chart of losses by part of the batch, such as a range of timesteps."""
-    parts = _in_order(run.metrics.groups(key))
+    parts = _in_order(metrics.groups(key))
     curves = [
         Curve(_range_name(name), values, color, sparse=True)
         for color, (name, values) in enumerate(parts)
     ]
-    return _chart(run, title, "loss", curves)
+    return _chart(title, "loss", curves)
 
 
 def _bars(metrics: Metrics, key: str, title: str) -> BarChart | None:
@@ -206,27 +181,25 @@ def _range_name(name: str) -> str:
     return name.replace("-", "\u2013")
 
 
-def _gradients(run: RunFiles) -> LineChart | None:
-    norms = run.metrics.groups("grad_norm_groups")
+def _gradients(metrics: Metrics) -> LineChart | None:
+    norms = metrics.groups("grad_norm_groups")
     name = "all groups" if len(norms) > 1 else "gradient norm"
-    curves = [Curve(name, run.metrics.column("grad_norm"), 0, faint=True)]
+    curves = [Curve(name, metrics.column("grad_norm"), 0, faint=True)]
     if len(norms) > 1:
         curves += [Curve(*item, color) for color, item in enumerate(norms.items(), start=1)]
-    return _chart(run, "Gradient norm", "norm before clipping", curves)
+    return _chart("Gradient norm", "norm before clipping", curves)
 
 
-def _rates(run: RunFiles) -> LineChart | None:
-    rates = run.metrics.groups("lr_groups")
+def _rates(metrics: Metrics) -> LineChart | None:
+    rates = metrics.groups("lr_groups")
     curves = [Curve(*item, color, smooth=False) for color, item in enumerate(rates.items())]
     peaks = [np.max(values, where=np.isfinite(values), initial=0.0) for values in rates.values()]
     # By the peaks: a warm-up or decay to zero alone reads well on a linear axis.
-    return _chart(
-        run, "Learning rate", "learning rate", curves, log=wants_log(peaks), from_zero=True
-    )
+    log = wants_log(peaks)
+    return _chart("Learning rate", "learning rate", curves, log=log, from_zero=True)
 
 
 def _chart(
-    run: RunFiles,
     title: str,
     unit: str,
     curves: Iterable[Curve],
@@ -241,13 +214,6 @@ def _chart(
     if log is None:
         log = wants_log(np.concatenate([np.asarray(curve.values) for curve in drawn]))
     return LineChart(title, unit, drawn, log, from_zero)
-
-
-def _waiting(metrics: Metrics) -> Values:
-    """Return the percentage of each step's time that passed waiting for data."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.asarray(metrics.column("data_seconds")) / np.asarray(metrics.column("seconds"))
-    return 100 * np.where(np.isfinite(share), share, np.nan)
 
 
 def share_waiting(metrics: Metrics) -> float:

@@ -19,15 +19,9 @@ EVENTS, LEFT_OUT = 1000, 1000
 """Lines of events.jsonl and quarantine.jsonl that are kept: the last ones."""
 _SILENCE, _STEPS = 180.0, 20
 """Seconds without a line, or so many steps' time, after which a run that says nothing is no longer going."""
-_FILES = (
-    "config.yaml",
-    "environment.json",
-    "status.json",
-    "data.json",
-    "facts.json",
-    "audit.json",
-    "verification.json",
-)
+_LINES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
+OBJECTS = ("environment", "status", "data", "facts", "audit", "verification")
+"""Files that hold one JSON object, by the fields of `RunFiles`."""
 
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
 
@@ -77,10 +71,8 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._metrics = Tail(self.folder / "metrics.jsonl")
-        self._held_out = Tail(self.folder / "held_out.jsonl")
-        self._events = Tail(self.folder / "events.jsonl")
-        self._quarantine = Tail(self.folder / "quarantine.jsonl")
+        self._tails = [Tail(self.folder / name) for name in _LINES]
+        self._metrics, self._held_out, self._events, self._quarantine = self._tails
         self._columns = Metrics()
         self._by_step: dict[int, float] = {}
         self._in_metrics: dict[int, float] = {}
@@ -90,8 +82,8 @@ class RunReader:
 
     def fingerprint(self) -> str:
         """Return words that change when anything of the run that a page shows does."""
-        tails = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl", *_FILES)
-        stats = [_stat(self.folder / name) for name in tails]
+        names = (*_LINES, "config.yaml", *(f"{name}.json" for name in OBJECTS))
+        stats = [_stat(self.folder / name) for name in names]
         samples = sorted((self.folder / "samples").glob("step_*/*"))
         spoke = time.time() - self._last_word() < _SILENCE
         newest = [_stat(path) for path in samples[-2:]]
@@ -105,10 +97,10 @@ class RunReader:
         notes: list[str] = []
         config = _config(self.folder)
         self._go_on()
-        found = {name: _json(self.folder / name, notes) for name in _FILES[1:]}
-        state = state or self._state(found["status.json"], config)
+        objects = {name: _json(self.folder / f"{name}.json", notes) for name in OBJECTS}
+        state = state or self._state(objects["status"], config)
         held_out = {**self._in_metrics, **self._by_step}
-        for tail in (self._metrics, self._held_out, self._events, self._quarantine):
+        for tail in self._tails:
             notes += tail.notes(going=state == "running")
         metrics = self._columns
         notes += [
@@ -119,19 +111,14 @@ class RunReader:
         return RunFiles(
             folder=self.folder,
             config=config,
-            environment=found["environment.json"],
             metrics=metrics,
-            held_out={step: held_out[step] for step in sorted(held_out)},
+            held_out=dict(sorted(held_out.items())),
             events=list(self._happened),
             event_count=self._event_count,
             quarantine=list(self._left_out),
-            status=found["status.json"],
-            data=found["data.json"],
-            facts=found["facts.json"],
-            audit=found["audit.json"],
-            verification=found["verification.json"],
             state=state,
             notes=notes,
+            **objects,
         )
 
     def _go_on(self) -> None:
@@ -172,7 +159,7 @@ class RunReader:
         return "running" if time.time() - self._last_word() < patience else "silent"
 
     def _last_word(self) -> float:
-        names = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "status.json", "config.yaml")
+        names = (*_LINES[:3], "status.json", "config.yaml")
         paths = [self.folder / name for name in names]
         paths += [*(self.folder / "samples").glob("step_*"), self.folder / "checkpoints"]
         return max((stat[0] for path in paths if (stat := _stat(path))), default=0.0)

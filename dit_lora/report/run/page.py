@@ -12,18 +12,11 @@ from dit_lora.report.pages import render, write_page
 from dit_lora.report.run.charts import curve_data, run_charts, window_of, windows_of
 from dit_lora.report.run.data import ROWS as DATA_ROWS
 from dit_lora.report.run.data import run_data
-from dit_lora.report.run.files import RunFiles, RunReader, State
+from dit_lora.report.run.files import OBJECTS, RunFiles, RunReader, State
 from dit_lora.report.run.history import mapping
 from dit_lora.report.run.recipe_diff import against_stock, flat
 from dit_lora.report.run.samples import EMBED_LIMIT_BYTES, find_sampled
-from dit_lora.report.run.words import (
-    BARS,
-    STATES,
-    event_rows,
-    figures,
-    left_out,
-    verified,
-)
+from dit_lora.report.run.words import BARS, STATES, event_rows, figures, left_out, verified
 
 SHOWN = 20
 """Events and rows that are open; the others are in a fold."""
@@ -49,7 +42,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
     sampled = find_sampled(
         run.folder, [str(one) for one in prompts] if isinstance(prompts, list) else [], embed=embed
     )
-    events = event_rows(run)
+    events, recipe = event_rows(run), run.status.get("recipe")
     packages = mapping(run.environment.get("packages"))
     machine = {key: value for key, value in run.environment.items() if key != "packages"}
     state, color = STATES[run.state]
@@ -81,7 +74,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
         data_rows=DATA_ROWS,
         left_out=left_out(run),
         shown=SHOWN,
-        diff=against_stock(run.config, _recipe_file(run)),
+        diff=against_stock(run.config, recipe if isinstance(recipe, str) else None),
         config={str(name): list(flat(section)) for name, section in run.config.items()},
         machine=list(flat(machine)) if machine else [],
         packages=list(flat(packages)) if packages else [],
@@ -90,15 +83,9 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
 
 def _public(run: RunFiles) -> RunFiles:
     """Return the run's files as others may read them, for what is drawn in charts too."""
-    names = ("config", "environment", "events", "quarantine", "status", "data", "facts", "audit")
     clean = redactor()
-    changed = {name: clean(getattr(run, name)) for name in (*names, "verification")}
-    return replace(run, **changed)
-
-
-def _recipe_file(run: RunFiles) -> str | None:
-    name = run.status.get("recipe")
-    return name if isinstance(name, str) else None
+    names = ("config", "events", "quarantine", *OBJECTS)
+    return replace(run, **{name: clean(getattr(run, name)) for name in names})
 
 
 def _about(run: RunFiles) -> list[tuple[str, str]]:

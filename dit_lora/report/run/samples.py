@@ -39,20 +39,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Answer:
-    step: int
-    label: str
-    words: str
-
-
-@dataclass(frozen=True)
 class Answered:
     """A question and what was answered, the first step first."""
 
     prompt: str
     media: str
     """The file's name; empty where the question is about none."""
-    answers: Sequence[Answer]
+    answers: Sequence[tuple[str, str]]
+    """When it was asked, and the answer."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +153,7 @@ def _find_answers(folder: Path) -> list[Answered]:
             str(one.get("prompt", "")),
             Path(str(one.get("media") or "")).name,
             [
-                Answer(step, when(step), str(answers[index].get("answer", "")))
+                (when(step), str(answers[index].get("answer", "")))
                 for step, answers in sorted(by_step.items())
                 if index < len(answers)
             ],

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -108,18 +108,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(path)
             return
         try:
-            body, kind = self._page() if path == "" else self._state()
+            if path == "state":
+                state = {"fingerprint": self.pages.fingerprint()}
+                text, kind = json.dumps(state), "application/json"
+            else:
+                text, kind = self.pages.page(), "text/html; charset=utf-8"
         except (DitLoraError, OSError) as error:
             self._say(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
             return
-        self._send(body, kind)
-
-    def _page(self) -> tuple[bytes, str]:
-        return self.pages.page().encode(errors="backslashreplace"), "text/html; charset=utf-8"
-
-    def _state(self) -> tuple[bytes, str]:
-        state = {"fingerprint": self.pages.fingerprint()}
-        return json.dumps(state).encode(), "application/json"
+        self._send(text, kind)
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -159,11 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _range(self, size: int) -> tuple[int, int, bool] | None:
         """Return first and last byte asked for, and whether that is a part; None for bytes beyond the file."""
         match = _RANGE.fullmatch(self.headers.get("Range", ""))
-        if match is None or match.groups() == (
-            "",
-            "",
-        ):  # several ranges may be answered by the whole
-            return 0, size - 1, False
+        if match is None or not any(match.groups()):
+            return 0, size - 1, False  # several ranges may be answered by the whole
         start, end = match.groups()
         if start == "":
             first, last = max(0, size - int(end)), size - 1
@@ -176,30 +170,21 @@ class _Handler(BaseHTTPRequestHandler):
         while count > 0 and (part := file.read(min(_CHUNK, count))):
             self.wfile.write(part)
             count -= len(part)
-        self.close_connection |= (
-            count > 0
-        )  # cut since: what is missing must not be the next answer's
+        # Cut since: what is missing must not be the next answer's.
+        self.close_connection |= count > 0
 
-    def _say(self, status: HTTPStatus, words: str, more: dict[str, str] | None = None) -> None:
-        self._send(
-            f"{words}\n".encode(errors="backslashreplace"),
-            "text/plain; charset=utf-8",
-            status,
-            more,
-        )
+    def _say(self, status: HTTPStatus, words: str, more: Mapping[str, str] = {}) -> None:
+        self._send(f"{words}\n", "text/plain; charset=utf-8", status, more)
 
     def _send(
-        self,
-        body: bytes,
-        kind: str,
-        status: HTTPStatus = HTTPStatus.OK,
-        more: dict[str, str] | None = None,
+        self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK, more: Mapping[str, str] = {}
     ) -> None:
-        self._head(status, kind, len(body), more or {})
+        body = text.encode(errors="backslashreplace")
+        self._head(status, kind, len(body), more)
         if self.command == "GET":
             self.wfile.write(body)
 
-    def _head(self, status: HTTPStatus, kind: str, length: int, more: dict[str, str]) -> None:
+    def _head(self, status: HTTPStatus, kind: str, length: int, more: Mapping[str, str]) -> None:
         self.send_response(status)
         headers = {
             "Content-Type": kind,

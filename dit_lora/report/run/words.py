@@ -1,6 +1,7 @@
 """A run's tables in words: headline, what the guard said and did, checks of the result, data, what is left out."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dit_lora.report.charts.bars import Bar, BarChart, number
+from dit_lora.report.charts.data import Numbers, Values
 from dit_lora.report.run.charts import percent, samples_a_second, share_waiting, window_of
 from dit_lora.report.run.files import RunFiles, State
 from dit_lora.report.run.history import mapping, number_or_nan
@@ -17,7 +19,7 @@ NONE = "\u2013"
 BARS = 16
 """Modules whose update is drawn: the largest."""
 ROWS = 500
-"""Of one table."""
+"""Rows of one table."""
 
 STATES: dict[State, tuple[str, str]] = {
     "running": ("running", "ok"),
@@ -74,16 +76,10 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Check:
-    name: str
-    passed: bool
-    words: str
-
-
-@dataclass(frozen=True)
 class Verified:
     passed: bool
-    checks: Sequence[Check]
+    checks: Sequence[tuple[str, bool, str]]
+    """Names, whether they passed, and words."""
     chart: BarChart | None
     modules: Sequence[tuple[str, str, str]]
     hidden: int
@@ -92,11 +88,8 @@ class Verified:
 def figures(run: RunFiles) -> list[Figure]:
     """Return the headline row."""
     metrics, window, asked = run.metrics, window_of(run), run.asked
-    seconds, peaks = metrics.column("seconds"), metrics.column("peak_gib")
-    seconds, peaks, rates = (
-        column[np.isfinite(column)]
-        for column in map(np.asarray, (seconds, peaks, samples_a_second(metrics)))
-    )
+    seconds, peaks = _finite(metrics.column("seconds")), _finite(metrics.column("peak_gib"))
+    rates = _finite(samples_a_second(metrics))
     waiting = share_waiting(metrics)
     short = asked is not None and run.done < asked and run.state != "running"
     of = "" if asked is None else f"of {asked:,}{', not finished' if short else ''}"
@@ -119,6 +112,11 @@ def figures(run: RunFiles) -> list[Figure]:
         Figure("Peak memory", f"{number(peaks.max(), 3)} GiB" if len(peaks) else NONE),
         Figure("Guard events", f"{run.event_count:,}", _actions(run.events)),
     ]
+
+
+def _finite(values: Numbers) -> Values:
+    column = np.asarray(values, dtype=np.float64)
+    return column[np.isfinite(column)]
 
 
 def _last_loss(run: RunFiles) -> str:
@@ -146,8 +144,8 @@ def _held_out(held_out: Mapping[int, float]) -> Figure:
 
 
 def _actions(events: Iterable[Mapping[str, Any]]) -> str:
-    acted = [str(one.get("action")) for one in events if one.get("action") not in (None, "report")]
-    counts = {name: acted.count(name) for name in dict.fromkeys(acted)}
+    acted = (one.get("action") for one in events)
+    counts = Counter(str(action) for action in acted if action not in (None, "report"))
     return ", ".join(f"{count:,} {name}" for name, count in list(counts.items())[:4])
 
 
@@ -194,7 +192,7 @@ def verified(record: Mapping[str, Any]) -> Verified | None:
     if not record:
         return None
     checks = [
-        Check(name, one.get("passed") is True, in_words(one.get("words")))
+        (name, one.get("passed") is True, in_words(one.get("words")))
         for name, one in mapping(record.get("checks")).items()
         if isinstance(one, dict)
     ]

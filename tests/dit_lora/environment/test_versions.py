@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from dit_lora.cli.doctor import decisions
+from dit_lora.commands.doctor import decisions
 from dit_lora.environment.versions import (
     KNOWN_BAD,
     TESTED,

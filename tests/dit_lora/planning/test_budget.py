@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
 from dit_lora.cli.plan import parse_size
-from dit_lora.cli.plan_table import render
+from dit_lora.commands.plan import render
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError

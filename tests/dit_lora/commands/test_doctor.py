@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dit_lora.cli.doctor import launch_config_problem, render, report
+from dit_lora.commands.doctor import launch_config_problem, render, report
 from dit_lora.environment.versions import TESTED, Device, Environment, problems
 from dit_lora.errors import DitLoraError
 

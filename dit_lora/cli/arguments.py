@@ -1,4 +1,4 @@
-"""Complete words for the shells, from names and files alone; and the arguments that verbs share."""
+"""The arguments that verbs share; and words that shells complete, from names and files alone."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dit_lora.config.catalog import accelerate_configs, recipe_names, stock_files
+from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, every_family
 from dit_lora.parsing import read_json
 
@@ -60,6 +61,20 @@ Overrides = Annotated[
         help="key.path=value, as for training.", show_default=False, autocompletion=overrides
     ),
 ]
+RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
+NewFolder = Annotated[Path, typer.Argument(help="Folder to write; must not exist.")]
+BaseModel = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
+ChatModel = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder that a verb fills. Raises `DitLoraError` where there is one, or none can be."""
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError as error:
+        raise DitLoraError(f"{out} exists; choose another folder or remove it") from error
+    except OSError as error:
+        raise DitLoraError(f"cannot make {out}: {error.strerror}") from error
 
 
 def _starting(names: Iterable[str], incomplete: str) -> list[str]:

@@ -1,0 +1,63 @@
+"""The verb `dit-lora audit`: what of a data set cannot be used, and why."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.cli.arguments import Overrides, recipe_files
+from dit_lora.errors import CheckFailedError, DitLoraError
+from dit_lora.terminal import echo
+
+EXAMPLES = {
+    "audit": ("audit clips --html audit.html", "audit cogvideox_5b_t2v.yaml data.path=clips")
+}
+
+
+def audit(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe (.yaml), or a folder, .tar or dataset of its own.",
+            autocompletion=recipe_files,
+        ),
+    ],
+    overrides: Overrides = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every verdict.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures.")] = None,
+    fix_list: Annotated[
+        Path | None, typer.Option(help="Write what to do about each file, tab separated.")
+    ] = None,
+    encode: Annotated[
+        bool, typer.Option("--encode", help="Of a recipe: fill its cache, and look at that too.")
+    ] = False,
+) -> None:
+    """Decode every clip and judge it, with its caption or class; exit 1 if training would refuse one."""
+    from dit_lora.commands.audit import audit_target
+    from dit_lora.data.audit.summary import as_json, write_fix_list, write_json
+    from dit_lora.report.audit.page import write_audit_page
+
+    result = audit_target(target, overrides or [], encode=encode)
+    for line in result.lines():
+        echo(line, err=json_file == Path("/dev/stdout"))
+    judged, notes, buckets, encoded = result.judged, result.notes, result.buckets, result.encoded
+    try:
+        if json_file:
+            whole = as_json(judged, notes=notes, buckets=buckets, encoded=encoded)
+            write_json(json_file, whole)
+        if fix_list:
+            write_fix_list(fix_list, judged)
+    except OSError as error:
+        raise DitLoraError(f"cannot write {error.filename}: {error.strerror}") from error
+    if html:
+        write_audit_page(
+            html,
+            judged,
+            title=result.title,
+            totals=result.totals,
+            notes=notes,
+            buckets=buckets,
+            encoded=encoded,
+        )
+    if not result.passed:
+        raise typer.Exit(CheckFailedError.exit_code)

@@ -1,0 +1,72 @@
+"""The verb `dit-lora faults`: what the guard makes of injected faults, as a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dit_lora.cli.json_output import JsonFlag, answer
+
+if TYPE_CHECKING:
+    from dit_lora.faults.fault import Judged
+
+EXAMPLES = {"faults": ("faults --only '*latent*'",)}
+_WIDE = 240  # characters, in a file or a pipe
+
+
+def faults(
+    context: typer.Context,
+    as_json: JsonFlag = False,
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="Processes that torchrun starts.")] = 1,
+    only: Annotated[
+        str | None, typer.Option(help="A pattern of names, for instance '*latent*'.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="The tiny checkpoint, as `dit-lora tiny` names it.")
+    ] = "cogvideox-5b",
+    engine: Annotated[
+        str, typer.Option(help="How several ranks share a step: ddp, fsdp2 or zero2.")
+    ] = "ddp",
+) -> None:
+    """Inject faults into tiny runs and show what the guard makes of each; exit 1 if it fails at one."""
+    from dit_lora.faults.suite import run_suite, totals
+    from dit_lora.faults.world import engine_of
+
+    judged = run_suite(only, ranks, model, engine_of(engine))
+    sums = totals(judged)
+    record = {"faults": [asdict(judgment) for judgment in judged], "totals": sums}
+    passed = all(judgment.passed for judgment in judged)
+    answer(context, as_json, record, lambda: _render(judged, sums), passed=passed)
+
+
+def _render(judged: "Sequence[Judged]", sums: Mapping[str, int]) -> None:
+    """Print one row a fault, then the totals, then what was not as expected."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = {
+        "fault": [one.name for one in judged],
+        "when": [one.when for one in judged],
+        "action": [one.action for one in judged],
+        "named": ["yes" if one.named else "NO" for one in judged],
+        "recovered": ["yes" if one.recovered else "NO" for one in judged],
+        "poisoned": [str(one.poisoned_files) for one in judged],
+    }
+    table = Table(box=None, pad_edge=False)
+    for heading, cells in columns.items():
+        table.add_column(heading, no_wrap=True, min_width=max(map(len, (heading, *cells))))
+    table.add_column("verdict", no_wrap=True, overflow="ellipsis")
+    for row in zip(*columns.values(), (one.verdict for one in judged), strict=True):
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+    console.print(table)
+    console.print(
+        f"\n{sums['faults']} faults: {sums['named']} named, {sums['recovered']} recovered as the policy says, "
+        f"{sums['poisoned_files']} poisoned files"
+    )
+    for judgment in judged:
+        for reason in judgment.why:
+            console.print(f"{judgment.name}: {reason}", highlight=False, markup=False)

@@ -1,0 +1,42 @@
+"""The verb `dit-lora show`: a chat model's training sample, as the model gets it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_lora.cli.arguments import Overrides, RecipeFile
+
+EXAMPLES = {"show": ("show chat_qwen.yaml",)}
+
+
+def show(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    sample: Annotated[str, typer.Option(help="A sample's id, or its number from 0.")] = "0",
+    draw: Annotated[
+        int | None,
+        typer.Option(min=0, help="As training draws it: random frames, crop, order of turns."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page, with its frames.")] = None,
+) -> None:
+    """Show one training sample as the model gets it: its tokens, and which of them are learned."""
+    from rich.console import Console
+
+    from dit_lora.commands.show import show_sample
+    from dit_lora.report.chat_sample_page import write_chat_sample_page
+
+    shown = show_sample(recipe, overrides or [], sample, draw)
+    Console().print(shown.in_terminal())
+    if html:
+        conversation = shown.entry.conversation
+        write_chat_sample_page(
+            html,
+            shown.entry.id,
+            shown.rendered,
+            shown.checkpoint.tokenizer,
+            kind=conversation.kind,
+            frames=shown.pixels,
+            seconds=shown.seconds,
+            instruction=conversation.turns[0].instruction,
+        )
