@@ -30,7 +30,7 @@ def put_numbers(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
     """Write the numbers among these values of `optimizer_state` into the optimizer; tensors are live already."""
     for group in optimizer.param_groups:
         put_back(group, group["name"], state)
-    for prefix, parameter in _named(optimizer).items():
+    for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if parameter in optimizer.state:
             put_back(optimizer.state[parameter], prefix, state)
 
@@ -61,7 +61,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
     """Forget the state of each parameter of which `optimizer_state` names a tensor so: it starts as on its first step."""
     owners = {name.rpartition("/")[0] for name in names}
-    for prefix, parameter in _named(optimizer).items():
+    for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if prefix in owners:
             optimizer.state.pop(parameter, None)
 
@@ -82,13 +82,14 @@ def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device
 def _holders(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for group in optimizer.param_groups:
         yield group["name"], group_numbers(group)
-    for prefix, parameter in _named(optimizer).items():
+    for prefix, parameter in named_parameters(optimizer.param_groups).items():
         yield prefix, optimizer.state.get(parameter, {})
 
 
-def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def named_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer's groups as `<group>/<parameter>`, in order."""
     return {
         f"{group['name']}/{name}": parameter
-        for group in optimizer.param_groups
+        for group in groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
