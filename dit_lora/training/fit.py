@@ -12,7 +12,6 @@ from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.errors import InterruptedRunError
 from dit_lora.guard.event import Event
 from dit_lora.training.base_output import check_kernels
-from dit_lora.training.best import note_best
 from dit_lora.training.guarding.agreement import note_averages, require_agreement
 from dit_lora.training.guarding.preflight import preflight
 from dit_lora.training.guarding.setup import chosen_norms
@@ -22,16 +21,10 @@ from dit_lora.training.guarding.state_checks import (
     require_not_lost,
     require_unaltered,
 )
-from dit_lora.training.journal import held_out_losses, metrics_line
+from dit_lora.training.journal import IDLE, held_out_losses, metrics_line
 from dit_lora.training.last_step import end_unread, kept_at
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.micro_batch import sample_losses
-from dit_lora.training.observed import (
-    held_out_event,
-    hidden_events,
-    idle_group_events,
-    spike_events,
-)
 from dit_lora.training.optim.build import build_schedule
 from dit_lora.training.run import Run
 from dit_lora.training.session.session import stop_signals
@@ -192,10 +185,29 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
         setup.session.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     bar.update(step - bar.n)
-    idle = idle_group_events(step, run.journal.idle_groups(line))
-    for event in [*spike_events(step, spikes), *hidden_events(step, hidden), *idle]:
-        run.journal.event(event)
-        setup.session.say(f"guard: step {step}: {event.words}")
+    for spike in spikes:
+        _report(run, step, "spike", spike.words)
+    if hidden:
+        # Values beyond the dtype's range, hidden from the loss by a clamp or a mask.
+        shown = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
+        words = f"the loss is finite, but the output of {shown} is not: something hides it"
+        _report(run, step, "hidden_infinity", words, cause="precision", module=hidden[0])
+    for name in run.journal.idle_groups(line):
+        words = (
+            f"the gradient of group {name} has been zero for {IDLE} steps, though others have one: nothing of it is "
+            "trained (said once)"
+        )
+        _report(run, step, "zero_gradient_group", words)
+
+
+def _report(
+    run: Run, step: int, kind: str, words: str, cause: str = "unknown", **facts: str
+) -> None:
+    """Say and write down what stands out in a healthy step, about which nothing is done; on the main process."""
+    verdict = {"cause": cause, "words": words, **facts}
+    if run.journal is not None:
+        run.journal.event(Event(step, kind, verdict))
+    run.setup.session.say(f"guard: step {step}: {words}")
 
 
 def validate(run: Run, step: int) -> None:
@@ -216,10 +228,13 @@ def _validate(run: Run, step: int) -> None:
         # The report and best.json sort by it, and NaN sorts nowhere.
         if math.isfinite(loss):
             run.journal.held_out(step, loss)
-            note_best(setup, run.checkpoints.saver, step)
+            run.checkpoints.note_best(step)
         else:
-            event = held_out_event(step)
-            run.journal.event(event)
-            setup.session.say(f"guard: step {step}: {event.words}")
+            _report(
+                run,
+                step,
+                "non_finite_validation",
+                "the held-out loss is not finite; it is not recorded, and nothing is trained on it",
+            )
     setup.task.show(setup, step)
     setup.session.trackers.samples(step, setup.recipe.validation.prompts)

@@ -12,13 +12,15 @@ from dit_lora.families.base import Trained
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.averages import AverageBounds
 from dit_lora.training.base_output import keep_base, note_base
+from dit_lora.training.checkpoints.compatibility import place_of
+from dit_lora.training.checkpoints.files import require_same_recipe
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
 from dit_lora.training.distributed.context_parallel import share_context
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import offload_base
-from dit_lora.training.guarding.files import GuardFiles
+from dit_lora.training.guarding.files import RunFiles
 from dit_lora.training.guarding.parity_watch import ParityWatch
 from dit_lora.training.guarding.setup import build_recovery, build_watcher, start_of_guard
 from dit_lora.training.guarding.state_checks import own_state
@@ -27,7 +29,7 @@ from dit_lora.training.identity import run_identity
 from dit_lora.training.journal import Journal
 from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.run import Run
-from dit_lora.training.saved_state import Checkpoints, require_own, resume
+from dit_lora.training.saved_state import Checkpoints, resume
 from dit_lora.training.session.session import Session, open_run_folder
 from dit_lora.training.status import told_to_trackers
 from dit_lora.training.task import Setup, Task
@@ -51,7 +53,8 @@ def prepare(
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = run_identity(setup)
     if resume_from is not None:
-        require_own(setup, identity, resume_from)  # another recipe's base is another too
+        # Before anything is compared: another recipe's base is another too.
+        require_same_recipe(resume_from, identity, place_of(session))
     # Before a checkpoint's weights are put in: the base is the model as its files have it.
     base = note_base(setup, resume_from)
     start_step, record = _resumed(setup, ema, identity, resume_from)
@@ -74,7 +77,7 @@ def prepare(
     watcher = build_watcher(setup, snapshots)
     # After the journal has dropped the lines of steps that are taken again.
     prime_spikes(watcher, journal)
-    files = GuardFiles(checkpoints, journal, watcher, start)
+    files = RunFiles(checkpoints, journal, watcher, start)
     recovery = build_recovery(setup, ema, start, snapshots, files)
     for group in groups:
         count = sum(p.numel() for p in group["params"])

@@ -1,5 +1,6 @@
 """Keeps what a run is continued from: checkpoints, written beside the loop, and the state restored from one."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,27 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
 from dit_lora.numerics.dtensors import fill, gathered
-from dit_lora.training.best import best_checkpoints
 from dit_lora.training.checkpoints.compatibility import has_dropout, moved, place_of
 from dit_lora.training.checkpoints.files import (
     Loaded,
     SavedState,
     checkpoint_steps,
     load_checkpoint,
-    require_same_recipe,
+    prune,
     save_checkpoint,
 )
 from dit_lora.training.checkpoints.writer import Saver
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.journal import held_out_losses
 from dit_lora.training.session.session import agree
 from dit_lora.training.task import AnySetup
 
-
-def require_own(setup: AnySetup, identity: Mapping[str, Any], path: Path) -> None:
-    """Raise `DitLoraError` if a checkpoint is another recipe's, before anything is compared or changed."""
-    require_same_recipe(path, identity, place_of(setup.session))
+BEST = "best.json"
 
 
 def resume(
@@ -70,9 +69,7 @@ class Checkpoints:
         averages = self.ema.tensors() if self.ema else {}
         # Every rank gathers, though one keeps the values: a rank that left this out would hang the others.
         state = SavedState(
-            engine.weights(),
-            engine.moments(),
-            gathered(averages, keep=session.is_main),
+            engine.weights(), engine.moments(), gathered(averages, keep=session.is_main)
         )
         if session.is_main:
             place = place_of(session)
@@ -92,6 +89,23 @@ class Checkpoints:
             self.saver.start(step, state, write)
         if wait:
             self.settle()
+
+    def note_best(self, step: int) -> None:
+        """Write best.json after a held-out loss or after going back, and drop checkpoints that need not stay."""
+        folder, train = self.setup.session.dir, self.setup.recipe.train
+
+        def note() -> None:
+            best = best_checkpoints(folder, train.keep_best)
+            file = folder / "checkpoints" / BEST
+            try:
+                write_whole(file, json.dumps(best, indent=2) + "\n")
+                prune(folder, step, train.keep, [one["step"] for one in best])
+            except OSError as error:
+                raise DitLoraError(f"cannot write {file}: {error}") from error
+
+        if train.keep_best and self.setup.session.is_main:
+            # In the saver's thread: the checkpoint under way is whole by then, and counted.
+            self.saver.then(note)
 
     def settle(self) -> None:
         """Wait until every checkpoint is on the disk; all ranks learn whether it is. Collective."""
@@ -130,3 +144,15 @@ def restore(loaded: Loaded, engine: Engine, ema: TrainedEMA | None = None) -> No
     engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
     for name, tensor in averages.items():
         fill(tensor, stored.averages[name])
+
+
+def best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
+    """Return the `count` measured checkpoints with the lowest held-out loss, the lowest first."""
+    if not count:
+        return []
+    losses, checkpoints = held_out_losses(run_dir), checkpoint_steps(run_dir)
+    measured = sorted((losses[step], step) for step in checkpoints if step in losses)
+    return [
+        {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss}
+        for loss, step in measured[:count]
+    ]

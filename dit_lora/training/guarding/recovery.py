@@ -24,7 +24,8 @@ from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import find_switch
 from dit_lora.guard.verdict import Verdict
 from dit_lora.training.checkpoints.files import checkpoint_path
-from dit_lora.training.guarding.state import GuardState, RunFiles
+from dit_lora.training.guarding.files import RunFiles
+from dit_lora.training.guarding.state import GuardState
 from dit_lora.training.guarding.swap import tried_elsewhere
 
 # Kinds that say that the state itself is bad: no micro-batch is replayed for them.
@@ -77,7 +78,10 @@ class RunRecovery:
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
-        """Return the step after which to go on; raise `NonFiniteError` on every rank where no rung fits. Collective."""
+        """Return the step after which to go on; raise `NonFiniteError` on every rank where no rung fits. Collective.
+
+        `control` is a micro-batch of the last healthy step.
+        """
         began = time.perf_counter()
         # A trip that carries a verdict was diagnosed where it was found: nothing is replayed then.
         own = []

@@ -1,7 +1,7 @@
 """Puts a run's guard together: what it may suspect and switch off, its snapshots, its files."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.state import decay_share, weight_peak
 from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import Switch, all_switches, find_switch
+from dit_lora.guard.switches import all_switches, find_switch
 from dit_lora.numerics.finite import describe_all
 from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.streams import fold
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.guarding.files import RunFiles
 from dit_lora.training.guarding.recovery import RunRecovery
-from dit_lora.training.guarding.state import GuardState, RunFiles
+from dit_lora.training.guarding.state import GuardStart, GuardState
 from dit_lora.training.guarding.watch import StepWatcher, new_spikes
 from dit_lora.training.micro_batch import (
     Parts,
@@ -39,18 +40,6 @@ from dit_lora.training.session.session import agree
 from dit_lora.training.task import AnySetup
 
 _CANDIDATES = 4  # samples that are read to find one to compare with
-
-
-@dataclass(frozen=True)
-class GuardStart:
-    """State from which the guard of a run goes on."""
-
-    state: GuardState
-    policy: Policy
-    switches: list[Switch]
-    quarantine: Quarantine
-    start_peak: float
-    """The largest trained weight before the run's first step."""
 
 
 def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 
 from dit_lora.config.recipe import GuardConfig
@@ -17,7 +16,7 @@ from dit_lora.training.journal import LOSS_PARTS, Journal
 
 @dataclass
 class StepWatcher:
-    """The loop's `Watcher` for one run; parts that are switched off are None."""
+    """Looks at each step without changing it; parts that are switched off are None."""
 
     snapshots: Snapshots
     monitor: Monitor | None = None
@@ -25,10 +24,12 @@ class StepWatcher:
     adaptive_clip: bool = False
 
     def forward(self, step: int) -> Any:
+        """Return a context that holds around a step's micro-steps."""
         monitor = self._due(step)
         return monitor.watching() if monitor else nullcontext()
 
-    def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
+    def gradients(self, step: int) -> None:
+        """Look at the gradients after backward and before clipping."""
         monitor = self._due(step)
         if monitor:
             monitor.gradients()
@@ -46,6 +47,7 @@ class StepWatcher:
             monitor.after_update()
 
     def clip(self, group: str) -> float | None:
+        """Return a bound on the gradient norm that is known before this step, or None."""
         if self.spikes is None or not self.adaptive_clip:
             return None
         # From earlier steps alone, so that it is known before this one and equal on all ranks.

@@ -72,7 +72,7 @@ class Watching(StepWatcher):
 
     kept: Kept
 
-    def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
+    def gradients(self, step: int) -> None:
         named = self.kept.model.named_parameters()
         self.kept.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
