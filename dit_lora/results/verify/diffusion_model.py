@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import load_adapter
@@ -15,16 +14,15 @@ from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Checkpoint, read_component_config
-from dit_lora.families.without_weights import as_constructed, from_configs
 from dit_lora.numerics.streams import Streams, generator
-from dit_lora.results.verify.reference_model import Inputs
+from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
 
 _SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
 _COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
 
 
 @dataclass(frozen=True)
-class DiffusionStock:
+class DiffusionStock(ReferenceModel):
     """The stock pipeline of one checkpoint, with nothing in it but its transformer."""
 
     checkpoint: Checkpoint
@@ -75,12 +73,6 @@ class DiffusionStock:
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Return a fresh transformer with the checkpoint's weights, on the CPU."""
         return self.checkpoint.load_transformer(dtype).eval()
-
-    def without_values(self, dtype: torch.dtype) -> nn.Module:
-        """Return a fresh transformer on the meta device; its buffers are whole."""
-        with init_empty_weights(), from_configs():
-            model = self.checkpoint.load_transformer(dtype)
-        return as_constructed(model)
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
         """Load the adapter and what was trained beside it, as users of the stock pipeline do; return the model with it.

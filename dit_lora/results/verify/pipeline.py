@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from dit_lora.errors import listed
 from dit_lora.numerics.finite import describe_bad
 from dit_lora.results.tensor_file import unreadable
-from dit_lora.results.verify.checks import Check
+from dit_lora.results.verify.checks import Check, finite
 
 _WHOLE = "a whole model, without adapter"
 
@@ -42,7 +42,7 @@ def pipeline_checks(
     misfits += [f"{name}: not in the files" for name in expected if name not in seen]
     return {
         "keys": _keys(misfits, len(seen), loader),
-        "finite": _finite(bad, len(seen)),
+        "finite": finite(bad, len(seen)),
         "effect": Check(True, f"{_WHOLE}: there is no update beside it"),
         "scale": Check(True, f"{_WHOLE}: there is no rank and no alpha"),
     }
@@ -73,10 +73,3 @@ def _keys(wrong: Sequence[str], count: int, loader: str) -> Check:
         )
         return Check(False, listed(summary, wrong))
     return Check(True, f"{loader} takes all {count} tensors of the transformer; none lacks")
-
-
-def _finite(bad: Sequence[str], count: int) -> Check:
-    if bad:
-        summary = "not finite; take an earlier checkpoint, or train again:"
-        return Check(False, listed(summary, bad))
-    return Check(True, f"all {count} tensors are finite")

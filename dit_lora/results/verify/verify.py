@@ -28,6 +28,7 @@ from dit_lora.adapters.update_norms import (
     weight_norms,
 )
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.finite import not_finite
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.results.tensor_file import header_of, tensors_of
 from dit_lora.results.verify.checks import Check, effect, finite, keys, scale
@@ -184,7 +185,7 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
         output = result.output(fresh, result.dtype)
     checks = {
         "keys": key_check,
-        "finite": finite(stored, base),
+        "finite": finite(not_finite([*stored.items(), *base.items()]), len(stored) + len(base)),
         "effect": effects,
         "scale": scale(config, layers, _ranks(stored), result.made),
         "output": output,
