@@ -152,7 +152,7 @@ def _mode(
         return next(iter(needs)) if asked == "auto" else asked
     to_come = state.gradients or weights.trained_bytes // launch.state_parts
     free = gpu - CONTEXT - state.state + state.gradients - to_come
-    return advise([needs], max(0, free), asked)[0].mode
+    return advise(needs, max(0, free), asked).mode
 
 
 def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -> Training:

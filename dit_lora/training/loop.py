@@ -7,11 +7,9 @@ ranks -> optimizer, gated on the device -> one gather of metrics and flags, the 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NoReturn
 
 import torch
-from torch import nn
 
 from dit_lora.config.optim import OptimConfig
 from dit_lora.data.loading.batch import Batch
@@ -79,11 +77,6 @@ class Loop:
     """Number of ranks that run each sample together (1 without context parallelism)."""
     norms: Norms | None = None
     """Computes gradient norms; PyTorch does where it is None."""
-
-    @cached_property
-    def bare(self) -> nn.Module:
-        """The model as replays run it, without DDP."""
-        return self.engine.bare
 
 
 def train(
@@ -180,7 +173,7 @@ def _micro_step(
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
     # A closure over the batch, not a copy of activations: replays cost memory only when one runs.
-    step.micro_batches.append(replayable(loop.losses, loop.bare, batch, place))
+    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, batch, place))
     with loop.engine.micro_step():
         output = forward(loop.losses, loop.engine.model, batch, place)
         # Noted and not acted on: to look at the flag here would cost a read by the host in every micro-step.

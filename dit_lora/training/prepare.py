@@ -10,7 +10,6 @@ from dit_lora.data.loading.training_set import Prepared
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Trained
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.training.averages import AverageBounds
 from dit_lora.training.base_output import keep_base, note_base
 from dit_lora.training.checkpoints.compatibility import place_of
 from dit_lora.training.checkpoints.files import require_same_recipe
@@ -86,7 +85,6 @@ def prepare(
         setup,
         start_step,
         ema,
-        AverageBounds(),
         base,
         recovery,
         watcher,

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,9 +22,6 @@ from safetensors.torch import load_file, save_file
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.checkpoints.compatibility import samples_remedy
-
-if TYPE_CHECKING:
-    pass
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"

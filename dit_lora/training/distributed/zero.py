@@ -74,6 +74,9 @@ class Zero2(Engine):
     gradient and its moments. The optimizer is elementwise, so that the parts together take the step of whole tensors.
     """
 
+    model: Any
+    """DeepSpeed's engine."""
+
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:

@@ -125,13 +125,6 @@ def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
 
 
 @contextmanager
-def least_memory_mode(transformer: nn.Module) -> Iterator[None]:
-    """Recompute all that the model can within: what is compared or tried may need more memory than a step."""
-    with in_mode(transformer, least_memory(transformer)):
-        yield
-
-
-@contextmanager
 def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
     """Checkpoint the model's blocks in a mode within, and in the mode of before afterwards."""
     before = _mode(transformer)

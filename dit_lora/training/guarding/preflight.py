@@ -34,7 +34,7 @@ from dit_lora.guard.replay import run as replay
 from dit_lora.guard.switches import attention_switches, eager
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.training.choose_checkpointing import choose_checkpointing
-from dit_lora.training.guarding.kernel_parity import (
+from dit_lora.training.guarding.compared_batches import (
     kept_entries,
     make_batches,
     micro_batch_of,

@@ -7,7 +7,6 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from dit_lora.config.recipe import GuardConfig
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import Spike, SpikeDetector
@@ -30,20 +29,17 @@ class StepWatcher:
 
     def gradients(self, step: int) -> None:
         """Look at the gradients after backward and before clipping."""
-        monitor = self._due(step)
-        if monitor:
+        if monitor := self._due(step):
             monitor.gradients()
 
     def before_update(self, step: int) -> None:
         # Its copy may still be under way on another stream, and reads what the optimizer writes next.
         self.snapshots.before_update()
-        monitor = self._due(step)
-        if monitor:
+        if monitor := self._due(step):
             monitor.before_update()
 
     def after_update(self, step: int) -> None:
-        monitor = self._due(step)
-        if monitor:
+        if monitor := self._due(step):
             monitor.after_update()
 
     def clip(self, group: str) -> float | None:
@@ -94,10 +90,3 @@ def prime_spikes(watcher: StepWatcher, journal: Journal | None) -> None:
     lines: list[Any] = [journal.history() if journal is not None else None]
     broadcast_object_list(lines)
     watcher.prime(lines[0])
-
-
-def new_spikes(config: GuardConfig) -> SpikeDetector | None:
-    """Return the spike detector that a recipe asks for, before any observation; None if it asks for none."""
-    if config.spike_threshold is None:
-        return None
-    return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)

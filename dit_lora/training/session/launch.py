@@ -77,13 +77,10 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
         )
     # Accelerate's default too.
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    refused = (
-        []
-        if stage == "2"
-        else [
-            f"ZeRO stage {stage}: set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
-        ]
-    )
+    refused = []
+    if stage != "2":
+        remedy = "set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
+        refused.append(f"ZeRO stage {stage}: {remedy}")
     for name, instead in _NOT_BY_DEEPSPEED.items():
         value = environment.get(f"ACCELERATE_{name}", "none").lower()
         if value not in ("none", "auto"):

@@ -13,22 +13,18 @@ from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    InitProcessGroupKwargs,
-)
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from tqdm import tqdm
 
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
-from dit_lora.errors import DitLoraError, listed, show
+from dit_lora.errors import DitLoraError, listed, show, unwritable
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
@@ -51,6 +47,7 @@ _STALL = timedelta(minutes=30)
 _PATIENCE = timedelta(days=7)
 _PASSED_ON = 1.0
 """Seconds within which a signal that comes again is the same one, passed on by a launcher."""
+T = TypeVar("T")
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -188,13 +185,9 @@ def require_free_folder(session: Session) -> None:
     Raises for a folder that cannot be written, is no run's, is in use by another process, or holds another run's
     steps (unless resuming).
     """
-    error = None
-    if session.is_main:
-        try:
+    with agreeing(session.accelerator):
+        if session.is_main:
             _take_folder(session)
-        except DitLoraError as problem:
-            error = problem
-    agree(session.accelerator, error)
 
 
 def _take_folder(session: Session) -> None:
@@ -291,6 +284,29 @@ def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     agreed = DitLoraError(first[0])
     agreed.exit_code, agreed.collective = first[1], True
     raise agreed from error
+
+
+@contextmanager
+def agreeing(accelerator: Accelerator) -> Iterator[None]:
+    """Raise on every rank the `DitLoraError` that any rank raises within, as `agree` does. Collective."""
+    error = None
+    try:
+        yield
+    except DitLoraError as problem:
+        error = problem
+    agree(accelerator, error)
+
+
+def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
+    """Return the result of `work`, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
+    result = None
+    with agreeing(session.accelerator):
+        if work is not None:
+            try:
+                result = work()
+            except OSError as problem:
+                raise unwritable(problem) from problem
+    return result
 
 
 def meet(accelerator: Accelerator) -> None:

@@ -20,12 +20,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.frames import frame_seconds
-from dit_lora.data.chat.mvbench import (
-    FrameFolder,
-    notebook_seconds,
-    read_facts,
-    read_frames_at,
-)
+from dit_lora.data.chat.mvbench import FrameFolder, notebook_seconds, read_facts, read_frames_at
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.video import ClipError, VideoHeader
 from dit_lora.errors import DitLoraError, listed
@@ -33,7 +28,7 @@ from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.results.origin import named_base, peft_base
+from dit_lora.results.source import named_base, peft_base
 from dit_lora.training.session.session import quiet_libraries
 
 MAX_TOKENS = 512
@@ -140,17 +135,11 @@ class Answerer:
         media: Media | FrameFolder | None,
         question: str,
         *,
-        start: float | None = None,
-        end: float | None = None,
-        instruction: str = "",
         history: Sequence[Turn] = (),
-        answer_prefix: str = "",
         max_tokens: int = MAX_TOKENS,
     ) -> str:
         """Return one answer about an image, a video or nothing, after the turns that came before."""
-        seen = self.look(media, start=start, end=end)
-        turns = (*history, Turn(question, "", instruction))
-        return self.say(seen, turns, answer_prefix=answer_prefix, max_tokens=max_tokens)
+        return self.say(self.look(media), (*history, Turn(question, "")), max_tokens=max_tokens)
 
     @property
     def is_tuned(self) -> bool:

@@ -4,9 +4,9 @@ Worker processes decode; the process that trains encodes, one sample at a time a
 is bit for bit what would be read from one. Memory holds the encoders, and the embeddings of the last captions.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -61,22 +61,20 @@ class LiveTexts:
     def __init__(self, captions: Mapping[str, str], encode: TextEncoder) -> None:
         self._captions = captions
         self._encode = encode
-        self._known: OrderedDict[str, Read] = OrderedDict()
+        # The least recently used goes first.
+        self._read = lru_cache(_CAPTIONS)(self._encoded)
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
         return _spec(self.read(keys[0], {})[0])
 
     def read(self, key: str, spec: Spec) -> Read:
-        if key not in self._known:
-            caption = self._captions[key]
-            tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
-            bad = describe_all(tensors, MAX_ABS)
-            self._known[key] = (tensors, f"caption {caption!r}: {bad}" if bad else None)
-        # The least recently used goes first.
-        self._known.move_to_end(key)
-        if len(self._known) > _CAPTIONS:
-            self._known.popitem(last=False)
-        return self._known[key]
+        return self._read(key)
+
+    def _encoded(self, key: str) -> Read:
+        caption = self._captions[key]
+        tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
+        bad = describe_all(tensors, MAX_ABS)
+        return tensors, f"caption {caption!r}: {bad}" if bad else None
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,7 @@ from dit_lora.numerics.streams import fold
 
 
 def load_trainable(
-    recipe: Recipe,
-    family: DiffusionFamily,
-    checkpoint: Denoiser,
-    dtype: torch.dtype,
+    recipe: Recipe, family: DiffusionFamily, checkpoint: Denoiser, dtype: torch.dtype
 ) -> tuple[nn.Module, list[dict[str, Any]], str]:
     """Return transformer, parameter groups, and lines that say what was attached; equal on all ranks.
 

@@ -13,9 +13,8 @@ from dit_lora.families.base import Sampler, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.execution.modes import evaluating
-from dit_lora.training.session.session import Session
+from dit_lora.training.session.session import Session, agreed
 from dit_lora.training.tasks.diffusion.precompute import Precomputed
-from dit_lora.training.tasks.shared import agreed
 
 
 def sample_videos(
