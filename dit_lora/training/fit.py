@@ -1,17 +1,20 @@
 """Trains a prepared run: the loop with all that happens between two steps."""
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn
 
 from tqdm import tqdm
 
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
-from dit_lora.errors import InterruptedRunError
+from dit_lora.errors import DitLoraError, InterruptedRunError, unwritable
 from dit_lora.guard.event import Event
+from dit_lora.guard.gate import NonFiniteError, PoisonedStateError
 from dit_lora.training.base_output import check_kernels
+from dit_lora.training.checkpoints.files import checkpoint_path, newest_checkpoint
 from dit_lora.training.guarding.agreement import note_averages, require_agreement
 from dit_lora.training.guarding.preflight import preflight
 from dit_lora.training.guarding.setup import chosen_norms
@@ -22,12 +25,11 @@ from dit_lora.training.guarding.state_checks import (
     require_unaltered,
 )
 from dit_lora.training.journal import IDLE, held_out_losses, metrics_line
-from dit_lora.training.last_step import end_unread, kept_at
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.micro_batch import sample_losses
 from dit_lora.training.optim.build import build_schedule
 from dit_lora.training.run import Run
-from dit_lora.training.session.session import stop_signals
+from dit_lora.training.session.session import agree, stop_signals
 from dit_lora.training.step import StepResult
 
 
@@ -62,7 +64,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
 
         def on_step(result: StepResult) -> None:
             # The step is taken: what fails from here on must not lose it.
-            with kept_at(run, result.step):
+            with _kept_at(run, result.step):
                 _after_step(run, bar, result)
             if any(every and result.step % every == 0 for every in shown):
                 on_checkpoint()
@@ -111,7 +113,7 @@ def _loop(run: Run) -> Loop:
         recovery=run.recovery,
         watcher=run.watcher,
         norms=chosen_norms(setup),
-        unreadable=lambda step, why: end_unread(run, step, why),
+        unreadable=lambda step, why: _end_unread(run, step, why),
     )
 
 
@@ -238,3 +240,64 @@ def _validate(run: Run, step: int) -> None:
             )
     setup.task.show(setup, step)
     setup.session.trackers.samples(step, setup.recipe.validation.prompts)
+
+
+@contextmanager
+def _kept_at(run: Run, step: int) -> Iterator[None]:
+    """Save `step` if a disk, a file or a process fails within, and say in the error how that went. Collective.
+
+    On several ranks only errors that all agreed on are handled: after any other, the launcher ends the rest.
+    """
+    alone = run.setup.session.accelerator.num_processes == 1
+    try:
+        yield
+    except (NonFiniteError, PoisonedStateError, InterruptedRunError):
+        raise  # whoever raised these has saved what can be saved
+    except DitLoraError as error:
+        if not (error.collective or alone):
+            raise
+        # To save gathers over all ranks, so that an error of one rank alone cannot lead there.
+        raise _ended(run, step, error) from error
+    except OSError as error:
+        if not alone:
+            raise
+        raise _ended(run, step, unwritable(error)) from error
+
+
+def _end_unread(run: Run, step: int, why: str) -> NoReturn:
+    """End the run, whose state is that of `step`, because some rank cannot read its data: `why`. Collective."""
+    accelerator = run.setup.session.accelerator
+    with _kept_at(run, step):
+        agree(accelerator, DitLoraError(f"step {step + 1}: {why}") if why else None)
+    raise AssertionError("no rank says why")
+
+
+def _ended(run: Run, step: int, error: DitLoraError) -> DitLoraError:
+    ended = DitLoraError(f"{error}{_last_effort(run, step)}")
+    ended.exit_code, ended.collective = error.exit_code, True
+    return ended
+
+
+def _last_effort(run: Run, step: int) -> str:
+    """Save a step though something failed, and say how that went. Collective."""
+    session = run.setup.session
+    # This process has taken no step: what it started from is on the disk already.
+    if step <= run.start_step:
+        return ""
+    if session.lock.lost() is None:  # else the saver, on the main process, refuses
+        run.checkpoints.saver.forget()
+    try:
+        run.checkpoints.save(step, run.recovery.record(), wait=True)
+    except DitLoraError:
+        checkpoint = newest_checkpoint(session.dir) if session.is_main else None
+        resort = (
+            f"train.resume=auto goes on from {checkpoint}"
+            if checkpoint
+            else "there is no checkpoint"
+        )
+        return f"\nstep {step} cannot be saved either; {resort}"
+    # Lines that the disk did not take before: a resume does not take their steps again.
+    if run.journal is not None:
+        run.journal.flush()
+    place = checkpoint_path(session.dir, step)
+    return f"\nstep {step} is saved in {place}: continue with train.resume=auto"

@@ -30,10 +30,17 @@ BEST = "best.json"
 
 
 def resume(
-    setup: AnySetup, ema: TrainedEMA | None, identity: Mapping[str, Any], path: Path
+    setup: AnySetup, ema: TrainedEMA | None, identity: Mapping[str, Any], path: Path | None
 ) -> tuple[int, dict[str, Any]]:
-    """Continue from a checkpoint, wherever it was written; return its step and what recovery had changed of the run."""
-    session = setup.session
+    """Continue from a checkpoint, if given, wherever it was written.
+
+    Return the step to go on from, and what the guard had changed of the run until then.
+    """
+    session, train = setup.session, setup.recipe.train
+    if path is None:
+        if train.resume == "auto":
+            session.say(f"no checkpoint in {session.dir} yet: starting at step 0")
+        return 0, {}
     place = place_of(session)
     # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
     loaded = load_checkpoint(path, identity, place)
@@ -43,10 +50,15 @@ def resume(
     # Said and not refused: sums in another order are the same training, within rounding.
     if differs:
         session.say(f"continued elsewhere: {differs}")
-    if setup.recipe.train.resume == "auto":  # which takes the newest whole one
+    if train.resume == "auto":  # which takes the newest whole one
         for step, newer in checkpoint_steps(session.dir).items():
             if step > loaded.step:
                 session.say(f"warning: passed over {newer}: it is torn or altered")
+    if loaded.step > train.steps:
+        raise DitLoraError(
+            f"train.steps is {train.steps}, and {path} is beyond it; raise train.steps or "
+            "resume an earlier checkpoint"
+        )
     return loaded.step, loaded.guard
 
 

@@ -191,7 +191,21 @@ def require_same_recipe(
     """
     about: dict[str, Any] = read_json(path / _STATE)
     # Through JSON as the stored one went: a tuple would differ from the list that it became.
-    _require_same(path, about["identity"], parse_json(json.dumps(dict(identity))), place or {})
+    stored, own = about["identity"], parse_json(json.dumps(dict(identity)))
+    different = [
+        f"{key}: {stored.get(key)!r} in the checkpoint, {own.get(key)!r} in the recipe"
+        + samples_remedy(key, stored.get(key), place or {})
+        for key in sorted({*stored, *own})
+        if stored.get(key) != own.get(key)
+    ]
+    if different:
+        raise DitLoraError(
+            listed(
+                f"train.resume: {path} belongs to another recipe; restore these values, or start afresh "
+                "with train.resume=none in another run.dir",
+                different,
+            )
+        )
     return about
 
 
@@ -219,23 +233,6 @@ def is_whole(path: Path) -> bool:
         return all(_digest(path / name) == digest for name, digest in digests.items())
     except (OSError, ValueError, KeyError):
         return False
-
-
-def _require_same(path: Path, stored: Identity, own: Identity, place: Mapping[str, Any]) -> None:
-    different = [
-        f"{key}: {stored.get(key)!r} in the checkpoint, {own.get(key)!r} in the recipe"
-        + samples_remedy(key, stored.get(key), place)
-        for key in sorted({*stored, *own})
-        if stored.get(key) != own.get(key)
-    ]
-    if different:
-        raise DitLoraError(
-            listed(
-                f"train.resume: {path} belongs to another recipe; restore these values, or start afresh "
-                "with train.resume=none in another run.dir",
-                different,
-            )
-        )
 
 
 def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:

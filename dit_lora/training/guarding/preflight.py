@@ -202,7 +202,7 @@ def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
         micro_batch.forward()
     peaks = [values["abs_max"] for values in monitor.collect().values() if "abs_max" in values]
     precision = stored_precision(
-        stored_dtype(setup.task.weight_files(setup.checkpoint)),
+        stored_dtype(setup.task.stock(setup.checkpoint).weight_files()),
         setup.dtype,
         max(peaks),
         saturates=is_emulated(setup.transformer),

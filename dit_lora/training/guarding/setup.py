@@ -197,10 +197,9 @@ def _another_sample(
 def _shared(setup: AnySetup, own: MicroBatch | None, owner: int) -> MicroBatch | None:
     """Return the micro-batch of rank `owner` on every rank, for all to run it. Collective."""
     seed = setup.recipe.train.seed
-    parts: list[Any] = [sent(own, seed) if own is not None else None]
-    broadcast_object_list(parts, from_process=owner)
-    if own is not None or parts[0] is None:
+    (parts,) = broadcast_object_list([sent(own, seed) if own is not None else None], owner)
+    if own is not None or parts is None:
         return own
-    batch, place = parts[0]
+    batch, place = parts
     batch = batch.to(setup.session.accelerator.device)
     return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, place)

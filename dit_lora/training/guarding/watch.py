@@ -87,6 +87,5 @@ def prime_spikes(watcher: StepWatcher, journal: Journal | None) -> None:
     if watcher.spikes is None:
         return
     # One rank alone has the file, and every rank's adaptive clip has to be the same number.
-    lines: list[Any] = [journal.history() if journal is not None else None]
-    broadcast_object_list(lines)
-    watcher.prime(lines[0])
+    (lines,) = broadcast_object_list([journal.history() if journal is not None else None])
+    watcher.prime(lines)

@@ -1,6 +1,6 @@
 """An optimizer's state as tensors by name: what is saved, snapshotted and put back."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
     group are `<group>/<name>`. Tables that all parameters share are there once, as `<name>`.
     """
     state, shared = {}, _shared()
-    for prefix, holder in _holders(optimizer):
+    holders: dict[str, Mapping[str, Any]] = {
+        group["name"]: group_numbers(group) for group in optimizer.param_groups
+    }
+    for prefix, parameter in named_parameters(optimizer.param_groups).items():
+        holders[prefix] = optimizer.state.get(parameter, {})
+    for prefix, holder in holders.items():
         for name, value in holder.items():
             key = name if name in shared else f"{prefix}/{name}"
             state[key] = as_tensor(value)
@@ -77,13 +82,6 @@ def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device
             state[name].copy_(value)
         else:
             state[name] = value.item() if is_number(value) else value.to(device, copy=True)
-
-
-def _holders(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for group in optimizer.param_groups:
-        yield group["name"], group_numbers(group)
-    for prefix, parameter in named_parameters(optimizer.param_groups).items():
-        yield prefix, optimizer.state.get(parameter, {})
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:

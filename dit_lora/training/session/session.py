@@ -31,8 +31,7 @@ from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import printable
 from dit_lora.training.session.launch import (
     Sharding,
-    require_for_zero,
-    require_shardable,
+    require_shared,
     started_alone,
     take_sharding,
     take_zero,
@@ -137,10 +136,10 @@ def _start(recipe: Recipe) -> Session:
     require_trackers(recipe.run.trackers)
     sharding = take_sharding(os.environ)  # before Accelerate reads it
     if sharding is not None:
-        require_shardable(recipe)
+        require_shared(recipe, "fsdp2")
     zero = take_zero(os.environ)
     if zero is not None:
-        require_for_zero(recipe, some_idle=_some_idle(recipe))
+        require_shared(recipe, "zero2", some_idle=_some_idle(recipe))
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()

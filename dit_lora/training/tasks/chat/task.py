@@ -99,9 +99,6 @@ class ChatTask:
     def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
         return entry_key({checkpoint.path.name: digests.component(checkpoint.path)})
 
-    def weight_files(self, checkpoint: ChatCheckpoint) -> Sequence[Path]:
-        return sorted(checkpoint.path.glob("*.safetensors"))
-
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         family: ChatFamily = get_family(recipe.model.family)
         chat = recipe.model_dump(mode="json")["chat"] or {}

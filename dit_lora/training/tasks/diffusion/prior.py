@@ -31,14 +31,13 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
     """
     if all(source.generate is None for source in session.recipe.data.all_sources):
         return
-    lacking: list[Any] = [_on_main(session, partial(_lacking, session))]
-    broadcast_object_list(lacking)
+    (lacking,) = broadcast_object_list([_on_main(session, partial(_lacking, session))])
     sampler = _Sampler(session, checkpoint)
     bar = tqdm(
-        lacking[0],
+        lacking,
         desc="sampling the prior",
         unit="sample",
-        disable=not session.is_main or not lacking[0],
+        disable=not session.is_main or not lacking,
         dynamic_ncols=True,
     )
     for number, index in bar:

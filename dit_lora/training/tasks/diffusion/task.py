@@ -1,6 +1,6 @@
 """Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -45,9 +45,6 @@ class DiffusionTask:
 
     def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
         return transformer_digest(checkpoint, recipe, digests)
-
-    def weight_files(self, checkpoint: Checkpoint) -> Sequence[Path]:
-        return sorted((checkpoint.path / "transformer").glob("*.safetensors"))
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         return {

@@ -1,5 +1,6 @@
 """Samples during training, by the trained weights themselves: nothing is cast."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,13 +29,10 @@ def sample_videos(
         return
     # Such a model denoises on all ranks at once, the same on each.
     takes_part = session.is_main or needs_all_ranks(model)
-    inputs = agreed(
-        session, (lambda: _inputs(session, checkpoint, encoded)) if takes_part else None
-    )
-    if inputs is None:
-        agreed(session, None)
-        return
-    agreed(session, lambda: _sample(session, checkpoint, model, inputs, step))
+    read = partial(_inputs, session, checkpoint, encoded)
+    inputs = agreed(session, read if takes_part else None)
+    work = None if inputs is None else partial(_sample, session, checkpoint, model, inputs, step)
+    agreed(session, work)
 
 
 def _inputs(
