@@ -137,7 +137,6 @@ def verify_adapter(
         found.base_name,
         stock,
         dtype,
-        found.made.get("output"),
         allow_extreme=allow_extreme_update,
     )
     if found.kind == "pipeline":

@@ -120,9 +120,7 @@ def verify_result(
         fresh = sharing_weights(fresh, live, dtype, trained=full)
     later = f"{apart}; dit-lora verify {setup.session.dir.name} does" if apart else None
     allow = setup.recipe.guard.allow_extreme_update
-    result = Result(
-        path, made, made["base_model"], stock, dtype, made["output"], later, allow, own=True
-    )
+    result = Result(path, made, made["base_model"], stock, dtype, later, allow, own=True)
     if full:
         files = sorted((path / "transformer").glob("*.safetensors"))
         checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)

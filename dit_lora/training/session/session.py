@@ -46,6 +46,7 @@ _STALL = timedelta(minutes=30)
 _PATIENCE = timedelta(days=7)
 _PASSED_ON = 1.0
 """Seconds within which a signal that comes again is the same one, passed on by a launcher."""
+_OF_A_RUN = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
 T = TypeVar("T")
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -194,7 +195,8 @@ def _take_folder(session: Session) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
-    if there == folder and any(folder.iterdir()) and not _is_run(folder):
+    is_run = any((folder / name).exists() for name in _OF_A_RUN)
+    if there == folder and any(folder.iterdir()) and not is_run:
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
     # Before the folder's files are read: until then another process may be writing them.
     session.lock.acquire()
@@ -204,11 +206,6 @@ def _take_folder(session: Session) -> None:
             f"run.dir {folder} already holds a run; continue it with train.resume=auto, "
             "or choose another run.dir"
         )
-
-
-def _is_run(folder: Path) -> bool:
-    names = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
-    return any((folder / name).exists() for name in names)
 
 
 def open_run_folder(session: Session) -> None:

@@ -10,8 +10,7 @@ import json
 import re
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.opened import open_media, open_picture
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import read_lines, write_whole
 from dit_lora.redact import redacted
 
 PROJECT = "dit-lora"
@@ -85,7 +84,7 @@ class Trackers:
         """
         if not self._names:
             return
-        known = next(_json_lines(self._folder / IDENTITY), {}).get("id")
+        known = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
         run_id = known or secrets.token_hex(4)
         if not known:
             write_whole(self._folder / IDENTITY, json.dumps({"id": run_id}) + "\n")
@@ -95,7 +94,7 @@ class Trackers:
                 self._open.append(self._opened(name, run_id, redacted(config), again_from))
             except _failures(name) as error:
                 self._say(_left_out(name, error))
-        self._events = [_public(line) for line in _json_lines(self._folder / "events.jsonl")]
+        self._events = [_public(line) for line in read_lines(self._folder / "events.jsonl")[0]]
         if known and self._events:  # TensorBoard drops the steps that are taken again
             self._each(lambda one: _log_events(one, self._events, again_from))
 
@@ -311,14 +310,6 @@ def _public(line: Mapping[str, Any]) -> dict[str, Any]:
     samples = ", ".join(event.get("sample_ids") or ())
     values = {**(event.get("verdict") or {}), **event, "samples": samples}
     return {name: values[name] if values.get(name) is not None else "" for name in _EVENT}
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file that a killed process may have torn."""
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                yield json.loads(line)
 
 
 def _prompt_of(path: Path, prompts: Sequence[str]) -> str:

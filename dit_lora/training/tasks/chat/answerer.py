@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -29,6 +28,8 @@ from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.results.source import named_base, peft_base
+from dit_lora.results.verify.output import adapters_off
+from dit_lora.results.verify.reference_model import tuner_layers
 from dit_lora.training.session.session import quiet_libraries
 
 MAX_TOKENS = 512
@@ -144,24 +145,17 @@ class Answerer:
     @property
     def is_tuned(self) -> bool:
         """True if there is a fine-tune that `as_base` can leave out."""
-        return bool(self.original) or any(True for _ in self._adapted())
+        return bool(self.original or tuner_layers(self.model))
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
         """Make the model what it was before its fine-tune within: adapters off, and the base's own weights in place."""
-        layers = list(self._adapted())
-        for layer in layers:
-            layer.enable_adapters(False)
-        self._swap()
-        try:
-            yield
-        finally:
+        with adapters_off(self.model):
             self._swap()
-            for layer in layers:
-                layer.enable_adapters(True)
-
-    def _adapted(self) -> Iterator[BaseTunerLayer]:
-        return (module for module in self.model.modules() if isinstance(module, BaseTunerLayer))
+            try:
+                yield
+            finally:
+                self._swap()
 
     def _swap(self) -> None:
         """Exchange the trained base weights and the original ones; nothing is copied."""
