@@ -124,7 +124,8 @@ def step_peak(
 
 def _within_autocast(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Function modes are off in the backward pass, where a block that is computed again needs `CudaAutocast` too."""
-    if call is None or not _emulated():
+    modes = _get_current_function_mode_stack()
+    if call is None or not any(isinstance(mode, CudaAutocast) for mode in modes):
         return call
 
     def run(block: Callable[..., Any], *args: Any) -> Any:
@@ -135,7 +136,3 @@ def _within_autocast(call: Callable[..., Any] | None) -> Callable[..., Any] | No
         return call(under, *args)
 
     return run
-
-
-def _emulated() -> bool:
-    return any(isinstance(mode, CudaAutocast) for mode in _get_current_function_mode_stack())

@@ -214,32 +214,24 @@ def _report(
 
 def validate(run: Run, step: int) -> None:
     """Measure the held-out loss and show samples, of what would be saved. Collective."""
+    setup = run.setup
     with averaged(run):
-        _validate(run, step)
+        loss = setup.task.held_out_loss(setup)
+        if run.journal is not None and loss is not None:
+            # The report and best.json sort by it, and NaN sorts nowhere.
+            if math.isfinite(loss):
+                run.journal.held_out(step, loss)
+                run.checkpoints.note_best(step)
+            else:
+                words = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
+                _report(run, step, "non_finite_validation", words)
+        setup.task.show(setup, step)
+        setup.session.trackers.samples(step, setup.recipe.validation.prompts)
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:
     """Put what is saved into the model within: the averages, if the run keeps them."""
     return run.ema.applied() if run.ema is not None else nullcontext()
-
-
-def _validate(run: Run, step: int) -> None:
-    setup = run.setup
-    loss = setup.task.held_out_loss(setup)
-    if run.journal is not None and loss is not None:
-        # The report and best.json sort by it, and NaN sorts nowhere.
-        if math.isfinite(loss):
-            run.journal.held_out(step, loss)
-            run.checkpoints.note_best(step)
-        else:
-            _report(
-                run,
-                step,
-                "non_finite_validation",
-                "the held-out loss is not finite; it is not recorded, and nothing is trained on it",
-            )
-    setup.task.show(setup, step)
-    setup.session.trackers.samples(step, setup.recipe.validation.prompts)
 
 
 @contextmanager

@@ -39,7 +39,11 @@ class DiffusionStock(ReferenceModel):
         shape = min(clips.video_specs, key=lambda one: one.volume)
         video: Spec = clips.video_specs[shape]
         if not whole:
-            video = _shrunk(video, shape, self._smallest(shape))
+            # A few patches, where the model takes so few: the check is to cost little beside a step.
+            most = _SIDE * self.checkpoint.side_step
+            small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
+            if self.checkpoint.refusal(small) is None:
+                video = _shrunk(video, shape, small)
         return {
             name: {
                 "shape": list(size),
@@ -47,12 +51,6 @@ class DiffusionStock(ReferenceModel):
             }
             for name, (size, dtype) in {**video, **clips.text_spec}.items()
         }
-
-    def _smallest(self, shape: VideoShape) -> VideoShape:
-        # A few patches, where the model takes so few: the check is to cost little beside a step.
-        most = _SIDE * self.checkpoint.side_step
-        small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
-        return small if self.checkpoint.refusal(small) is None else shape
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype

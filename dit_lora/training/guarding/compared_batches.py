@@ -73,18 +73,13 @@ def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
         return []
     largest = max(counts, key=lambda shape: shape.volume)
     kinds = [[entry] for entry in setup.data.clips.one_of_each_kind()]
-    groups = [
-        [e for e in trained_on if e.shape == shape] for shape in (largest, _most_common(counts))
-    ]
+    fullest = max(counts, key=lambda shape: (counts[shape], shape.volume))
+    groups = [[e for e in trained_on if e.shape == shape] for shape in (largest, fullest)]
     if groups[0] == groups[1]:
         groups.pop()
     batches = [samples_of(setup, entries, size) for entries in groups]
     batches += [samples_of(setup, entries, size) for entries in kinds]
     return [collate(samples) for samples in batches if samples]
-
-
-def _most_common(counts: Counter[Any]) -> Any:
-    return max(counts, key=lambda shape: (counts[shape], shape.volume))
 
 
 def make_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:

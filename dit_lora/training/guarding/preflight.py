@@ -219,8 +219,7 @@ def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[Event]:
         name = f"attention:{backend}"
         if name not in switches:
             continue  # off already, or the last resort
-        switches[name].turn_off()
-        recovery.state.switched_off.append(name)
+        turn_off(recovery, switches[name])
         words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
         events.append(kernel_event(0, "preflight", words, name, cause="attention_backend"))
     return events

@@ -352,14 +352,10 @@ def _lines(verdicts: Sequence[Verdict]) -> list[str]:
     """Return a line for each distinct verdict, beginning with all the places where it holds."""
     places: dict[str, list[str]] = {}
     for verdict in verdicts:
-        places.setdefault(verdict.words, []).append(_place(verdict))
+        rank = f"rank {verdict.rank}"
+        place = f"{', '.join(verdict.sample_ids)} ({rank})" if verdict.sample_ids else rank
+        places.setdefault(verdict.words, []).append(place)
     return [f"{', '.join(dict.fromkeys(where))}: {words}" for words, where in places.items()]
-
-
-def _place(verdict: Verdict) -> str:
-    if verdict.sample_ids:
-        return f"{', '.join(verdict.sample_ids)} (rank {verdict.rank})"
-    return f"rank {verdict.rank}"
 
 
 def _evidence(verdict: Verdict) -> dict[str, Any]:

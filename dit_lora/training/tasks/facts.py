@@ -99,13 +99,9 @@ def common_prefix(captions: Sequence[str]) -> str | None:
             break
         shared.append(column[0])
     # A trigger is a word that only these captions have: trailing "a", "of" are no part of it.
-    while shared and _usual(shared[-1]):
+    while shared and shared[-1].strip(".,:;!?\"'()[]").lower() in _USUAL:
         shared.pop()
     return " ".join(shared) or None
-
-
-def _usual(word: str) -> bool:
-    return word.strip(".,:;!?\"'()[]").lower() in _USUAL
 
 
 def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:

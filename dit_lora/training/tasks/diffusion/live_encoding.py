@@ -145,26 +145,16 @@ class LiveClips(EncodedClips):
         return LiveLoader(self, decoded, how.pin_memory)
 
 
-@dataclass(frozen=True)
-class _Decoded:
-    """A sample as a worker process gives it."""
-
-    pick: Pick
-    video_key: str
-    pixels: Pixels | str
-
-
 class _DecodedDataset(Dataset):
-    """The samples that a `ClipDataset` would read, decoded and not encoded."""
+    """The samples that a `ClipDataset` would read, decoded by a worker process and not encoded."""
 
     def __init__(self, pick: Picker, decoder: Decoder) -> None:
         self.pick = pick
         self.decoder = decoder
 
-    def __getitem__(self, position: int) -> _Decoded:
+    def __getitem__(self, position: int) -> tuple[Pick, Pixels | str]:
         pick = self.pick(position)
-        key = pick.entry.video_key_of(pick.draw)
-        return _Decoded(pick, key, self.decoder(key))
+        return pick, self.decoder(pick.entry.video_key_of(pick.draw))
 
 
 @dataclass(frozen=True)
@@ -180,12 +170,12 @@ class LiveLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for samples in self.decoded:
-            batch = collate([self._encode(sample) for sample in samples])
+            batch = collate([self._encode(pick, pixels) for pick, pixels in samples])
             yield batch.pin_memory() if self.pin_memory else batch
 
-    def _encode(self, sample: _Decoded) -> Batch:
-        self.clips.videos.decoded[sample.video_key] = sample.pixels
-        return self.clips.read(sample.pick.entry, sample.pick.text_key, sample.pick.draw)
+    def _encode(self, pick: Pick, pixels: Pixels | str) -> Batch:
+        self.clips.videos.decoded[pick.entry.video_key_of(pick.draw)] = pixels
+        return self.clips.read(pick.entry, pick.text_key, pick.draw)
 
 
 def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:
