@@ -44,7 +44,7 @@ from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.streams import Streams
 from dit_lora.training import loop as training_loop
 from dit_lora.training.distributed import engine as training_engine
-from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.journal import Journal, metrics_line
 from dit_lora.training.loop import Loop, train
@@ -148,7 +148,7 @@ def our_loop(
             snapshots.take(result.step)
 
     loop = Loop(
-        engine=Replicated(accelerator, prepared, prepared_optimizer),
+        engine=Engine(accelerator, prepared, prepared_optimizer),
         losses=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
         schedule=build_schedule(OPTIM, 1_000_000),
         optim=OPTIM,

@@ -254,7 +254,7 @@ def _advised(model: Any, entry: Model, optimizer: torch.optim.Optimizer) -> tupl
         free -= torch.cuda.memory_allocated(device)
     spec = {n: (tensor.shape, tensor.dtype) for n, tensor in tensors.items()}
     needs = measure(model, losses, spec, device)
-    advice = advise([needs], max(0, free - bytes_to_come(optimizer)), "auto")[0]
+    advice = advise(needs, max(0, free - bytes_to_come(optimizer)), "auto")
     return advice.mode, f"checkpointing {advice.words}"
 
 

@@ -12,13 +12,12 @@ from dit_lora.families import get_family
 from dit_lora.hub.after_training import push_result, require_hub
 from dit_lora.report.run.background import Reporting
 from dit_lora.training.checkpoints.files import find_checkpoint
-from dit_lora.training.finish import finish, require_verified
+from dit_lora.training.finish import finish, require_verified, summary
 from dit_lora.training.fit import fit
 from dit_lora.training.optim.build import require_optimizer
 from dit_lora.training.prepare import prepare
 from dit_lora.training.session.session import Session, require_free_folder, running
 from dit_lora.training.status import status_noted, write_data_record
-from dit_lora.training.summary import summary
 from dit_lora.training.tasks.diffusion.model import require_quantization
 from dit_lora.training.tasks.facts import write_facts
 from dit_lora.training.tasks.registry import task_of

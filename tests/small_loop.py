@@ -15,7 +15,7 @@ from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams, integers
-from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_optimizer, build_schedule
@@ -78,7 +78,7 @@ def build(
     optim = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=0.1)), clip=clip, weight_decay=0)
     prepared, optimizer = accelerator.prepare(model, build_optimizer([group], optim))
     return Loop(
-        engine=Replicated(accelerator, prepared, optimizer),
+        engine=Engine(accelerator, prepared, optimizer),
         losses=losses,
         schedule=build_schedule(optim, 10),
         optim=optim,

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,15 @@ import torch
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    PROVENANCE_FILE,
     load_adapter,
-    read_provenance,
 )
-from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.media.video import write_sample
 from dit_lora.environment.hub_files import result_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.parsing import read_json
-from dit_lora.results.origin import base_of, family_of, find_adapter, whole_pipeline
+from dit_lora.results.source import find_source
 from dit_lora.training.session.session import quiet_libraries
 
 
@@ -51,27 +48,26 @@ def sample(request: SampleRequest) -> list[Path]:
     """Write one mp4 (of an image model: png) a prompt, each from the same seed, and return their paths."""
     quiet_libraries()
     request = _from_hub(request)
-    whole = whole_pipeline(request.target)
-    adapter = None if whole else find_adapter(request.target)
-    made = read_provenance(adapter) if adapter else _provenance(whole)
-    model = _base_model(request, made, whole, adapter)
-    family = get_family(made.get("family") or family_of(model))
+    source = find_source(request.target)
+    model = source.base(request.model)
     # What was trained may add classes.
-    sampler: Sampler = family.open(model, index=made.get("index") if adapter else None)
-    video = made.get("video", {})
+    index = None if source.is_pipeline else source.made.get("index")
+    sampler: Sampler = get_family(model.family).open(model, index=index)
+    video = source.made.get("video", {})
     shape = VideoShape(
         *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
     )
     sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
-    if adapter:
-        load_adapter(pipeline, adapter)
+    if not source.is_pipeline:
+        load_adapter(pipeline, source.file)
     pipeline.to(device)
     how = Sampling(
         shape, request.inference_steps, request.guidance_scale, request.seed, request.image
     )
-    out = request.out or (adapter.parent if adapter else request.target) / "samples"
+    folder = request.target if source.is_pipeline else source.file.parent
+    out = request.out or folder / "samples"
     paths = []
     if out.exists() and not out.is_dir():
         raise DitLoraError(f"--out {out} is a file; give a folder")
@@ -102,23 +98,7 @@ def _file_name(prompt: str, how: Sampling) -> str:
     return f"seed_{how.seed}_{words}_{digest}"
 
 
-def _provenance(whole: Path | None) -> dict[str, Any]:
-    file = (whole or Path()) / PROVENANCE_FILE
-    return read_json(file) if file.is_file() else {}
-
-
-def _base_model(
-    request: SampleRequest, made: dict[str, Any], whole: Path | None, adapter: Path | None
-) -> ModelConfig:
-    """Return the whole pipeline's own config, or the adapter's base."""
-    if adapter is not None:
-        return base_of(request.target, adapter, made, request.model)
-    if request.model:
-        raise DitLoraError(f"--model does not apply: {whole} is a whole model, not an adapter")
-    return ModelConfig(family=made.get("family", ""), path=str(whole))
-
-
-def _value(name: str, asked: Any, trained: dict[str, Any]) -> Any:
+def _value(name: str, asked: Any, trained: Mapping[str, Any]) -> Any:
     value = asked if asked is not None else trained.get(name)
     if value is None:
         raise DitLoraError(f"the adapter does not say its {name}; give --{name}")

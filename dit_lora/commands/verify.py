@@ -10,7 +10,6 @@ import torch
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    PROVENANCE_FILE,
     PROVENANCE_KEY,
 )
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, chat_adapter_file
@@ -21,8 +20,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.parsing import parse_json, read_json
-from dit_lora.results.origin import base_of, family_of, find_adapter, whole_pipeline
+from dit_lora.parsing import parse_json
+from dit_lora.results.source import find_source, whole_pipeline
 from dit_lora.results.tensor_file import header_of, tensors_of
 from dit_lora.results.verify.chat_model import ChatStock
 from dit_lora.results.verify.diffusion_model import DiffusionStock
@@ -75,30 +74,17 @@ def find_target(target: Path, model: str | None) -> Target:
         raise DitLoraError(
             f"{target} does not exist; give a run's folder, or an adapter's folder or file"
         )
-    whole = whole_pipeline(target)
-    if whole is not None:
-        return _pipeline(whole, model)
     # Before the search for Diffusers' file, which refuses a folder in PEFT's format.
-    chat = _chat_folder(target)
+    chat = None if whole_pipeline(target) else _chat_folder(target)
     if chat is not None:
         return _chat(chat, model)
-    file = find_adapter(target)
-    made = _made(file)
-    return Target("diffusion", file, base_of(target, file, made, model), made)
-
-
-def _pipeline(folder: Path, other_base: str | None) -> Target:
-    if other_base:
-        raise DitLoraError(f"--model does not apply: {folder} is a whole model, not an adapter")
-    # Read now, to say in one line which file is torn; the loader's own error would not name it.
-    for weights in sorted((folder / "transformer").glob("*.safetensors")):
-        header_of(weights)
-    file = folder / PROVENANCE_FILE
-    made = read_json(file) if file.is_file() else {}
-    model = ModelConfig(family=made.get("family") or "", path=str(folder))
-    if not model.family:
-        model = model.model_copy(update={"family": family_of(model)})
-    return Target("pipeline", folder, model, made)
+    source = find_source(target, read=_made)
+    base = source.base(model)
+    if source.is_pipeline:
+        # Read now, to say in one line which file is torn; the loader's own error would not name it.
+        for weights in sorted((source.file / "transformer").glob("*.safetensors")):
+            header_of(weights)
+    return Target("pipeline" if source.is_pipeline else "diffusion", source.file, base, source.made)
 
 
 def _chat_folder(target: Path) -> Path | None:
@@ -151,7 +137,6 @@ def verify_adapter(
         found.base_name,
         stock,
         dtype,
-        found.made.get("output"),
         allow_extreme=allow_extreme_update,
     )
     if found.kind == "pipeline":

@@ -178,7 +178,7 @@ class DataConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _rate_of_clips(self) -> "DataConfig":
+    def _fits_together(self) -> "DataConfig":
         frames = self.most_frames
         if frames > 1 and self.flip:
             raise ValueError("flip is for images (frames: 1)")
@@ -186,10 +186,6 @@ class DataConfig(Section):
             raise ValueError("windows cut clips of several frames; data.frames is 1")
         if self.window_stride is not None and self.windows == 1:
             raise ValueError("window_stride needs windows: all, or a number above 1")
-        return self
-
-    @model_validator(mode="after")
-    def _one_place(self) -> "DataConfig":
         if bool(self.path) == bool(self.sources):
             raise ValueError("give data.path or data.sources, one of them")
         if self.sources and (self.caption_column or self.image_column or self.media):

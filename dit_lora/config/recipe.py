@@ -238,15 +238,11 @@ class Recipe(Section):
     hub: HubConfig = HubConfig()
 
     @model_validator(mode="after")
-    def _rate_of_clips(self) -> "Recipe":
+    def _fits_together(self) -> "Recipe":
         if self.chat is None and self.data.most_frames > 1 and self.data.fps is None:
             raise ValueError(
                 "data.fps is missing: clips of several frames are resampled to it (chat models: give chat: {})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_medium_a_prompt(self) -> "Recipe":
         media, prompts = self.validation.media, self.validation.prompts
         if media and len(media) != len(prompts):
             raise ValueError(

@@ -87,10 +87,8 @@ class Environment:
         return self.versions.get(name, "").partition("+")[2]
 
 
-@cache
-def _version(name: str) -> str:
-    """Return an installed distribution's version, read once: every run and every bundle asks for all of them."""
-    return metadata.version(name)
+_version = cache(metadata.version)
+"""Reads an installed distribution's version, once: every run and every bundle asks for all of them."""
 
 
 def probe_environment() -> Environment:

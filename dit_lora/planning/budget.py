@@ -117,7 +117,9 @@ def count(
     peak = subject.peak(recipe, largest, mode)
     parallel = recipe.train.context_parallel
     in_flight = max(0, peak - needs[str(largest)][mode])
-    at_update = _update(weights, state, launch)
+    # What takes the place of activations when the optimizer steps: gradients, and what an average moves by.
+    gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
+    at_update = max(gradients, state.ema)
     training = replace(state, activations=max(peak // parallel, at_update))
     shapes = {
         name: {one: (need + in_flight) // parallel for one, need in own.items()}
@@ -152,7 +154,7 @@ def _mode(
         return next(iter(needs)) if asked == "auto" else asked
     to_come = state.gradients or weights.trained_bytes // launch.state_parts
     free = gpu - CONTEXT - state.state + state.gradients - to_come
-    return advise([needs], max(0, free), asked)[0].mode
+    return advise(needs, max(0, free), asked).mode
 
 
 def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -> Training:
@@ -181,12 +183,6 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
         activations=0,
         encoders=encoders,
     )
-
-
-def _update(weights: Weights, state: Training, launch: Launch) -> int:
-    """Return what takes the place of activations when the optimizer steps: gradients, and what an average moves by."""
-    gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
-    return max(gradients, state.ema)
 
 
 def _optimizer(name: str, weights: Weights) -> tuple[int, int]:

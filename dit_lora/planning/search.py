@@ -17,7 +17,7 @@ from dit_lora.numerics.precision import choose_precision
 from dit_lora.planning.budget import GIB, Budget, Launch, count
 from dit_lora.planning.subject import Subject
 from dit_lora.training.execution.activation_checkpointing import MODES
-from dit_lora.training.session.launch import require_for_zero, require_shardable
+from dit_lora.training.session.launch import require_shared
 
 Settings = Mapping[str, object]
 """Keys of a recipe, and `_SHARDING`, with their values."""
@@ -99,10 +99,8 @@ def _require_possible(recipe: Recipe, launch: Launch) -> None:
     """Raise `DitLoraError` for what training refuses of a recipe and a launch together."""
     if launch.sharding != "ddp" and launch.ranks == 1:
         raise DitLoraError(f"--sharding {launch.sharding} needs --ranks 2 or more; got 1")
-    if launch.sharding == "fsdp2":
-        require_shardable(recipe)
-    if launch.sharding == "zero2":
-        require_for_zero(recipe, some_idle=False)
+    if launch.sharding != "ddp":
+        require_shared(recipe, launch.sharding)
     if recipe.train.offload != "none" and recipe.model.quantize is not None:
         raise DitLoraError("train.offload and model.quantize do not go together; leave one out")
     if launch.ranks % recipe.train.context_parallel:

@@ -17,8 +17,8 @@ from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
 from dit_lora.patching import Patches
 from dit_lora.training.execution.activation_checkpointing import (
+    BLOCK_CALLERS,
     Mode,
-    block_caller,
     blocks_called_by,
 )
 from dit_lora.training.execution.fake_step import FakeStep, Losses
@@ -116,7 +116,7 @@ def step_peak(
         for weight in step.weights.values():
             if weight.requires_grad:
                 weight.grad = torch.empty_like(weight)
-    caller = _within_autocast(block_caller(mode))
+    caller = _within_autocast(BLOCK_CALLERS[mode])
     with blocks_called_by(transformer, caller), step.live() as live:
         step.run(lambda model, tensors: losses(model, tensors).losses.mean().backward())
     return live.most
@@ -124,7 +124,8 @@ def step_peak(
 
 def _within_autocast(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Function modes are off in the backward pass, where a block that is computed again needs `CudaAutocast` too."""
-    if call is None or not _emulated():
+    modes = _get_current_function_mode_stack()
+    if call is None or not any(isinstance(mode, CudaAutocast) for mode in modes):
         return call
 
     def run(block: Callable[..., Any], *args: Any) -> Any:
@@ -135,7 +136,3 @@ def _within_autocast(call: Callable[..., Any] | None) -> Callable[..., Any] | No
         return call(under, *args)
 
     return run
-
-
-def _emulated() -> bool:
-    return any(isinstance(mode, CudaAutocast) for mode in _get_current_function_mode_stack())

@@ -1,5 +1,6 @@
 """Reads a safetensors file that is to be checked: what cannot be read is the file's fault, in one line."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -7,6 +8,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from dit_lora.errors import CheckFailedError
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes by the names that safetensors has for them."""
 
 
 def header_of(file: Path) -> dict[str, str]:
@@ -34,3 +38,12 @@ def unreadable(file: Path, error: Exception) -> CheckFailedError:
     return CheckFailedError(
         f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
     )
+
+
+def stored_dtypes(files: Iterable[Path]) -> set[str]:
+    """Return safetensors' names of the dtypes of all tensors."""
+    dtypes: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    return dtypes

@@ -74,19 +74,14 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     # Base weights that train are no base at the end: the record is of their values at loading.
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
     loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
-    records: list[Any] = [_first_record(setup.session.dir, resume_from) if main else None]
-    broadcast_object_list(records)
-    first = records[0]
+    record = _first_record(setup.session.dir, resume_from) if main else None
+    (first,) = broadcast_object_list([record])
     base = BaseOutput(None, loaded)
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
     today = _now(setup, base, first["inputs"] if first else made_up_inputs(setup))
-    agreed: list[Any] = [first or today]
-    broadcast_object_list(agreed)  # the main process'
-    base.noted = agreed[0]
-    agree(
-        setup.session.accelerator,
-        _unlike(setup, base.noted or {}, today, resumed=first is not None),
-    )
+    (noted,) = broadcast_object_list([first or today])  # the main process'
+    base.noted = noted
+    agree(setup.session.accelerator, _unlike(setup, noted, today, resumed=first is not None))
     return base
 
 

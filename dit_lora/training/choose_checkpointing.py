@@ -76,7 +76,7 @@ def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
     if setup.recipe.train.compile:
         # A compiled block is one piece, of which no attention can be kept alone.
         needs = {mode: peak for mode, peak in needs.items() if mode != "selective"}
-    return advise([needs], free(setup), asked)[0]
+    return advise(needs, free(setup), asked)
 
 
 def free_bytes(setup: AnySetup) -> int:

@@ -1,7 +1,9 @@
-"""An exponential moving average of what is trained; it moves after healthy steps only."""
+"""An exponential moving average of what is trained, which moves after healthy steps only, and its bounds."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.numerics.dtensors import as_part_of, local
+
+Tensors = Mapping[str, torch.Tensor]
+_BEYOND = 10.0
+"""An average is never beyond what its weight has been; between two looks the weight may have been larger than at both."""
 
 
 class TrainedEMA:
@@ -22,6 +28,7 @@ class TrainedEMA:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._average = EMAModel(self._own(), decay=decay, foreach=True)
+        self.bounds = AverageBounds()
 
     def _own(self) -> list[Any]:
         """Return the weights, of sharded ones this rank's part: PyTorch copies no list of DTensors."""
@@ -50,3 +57,36 @@ class TrainedEMA:
             yield
         finally:
             self._average.restore(self._own())
+
+
+@dataclass
+class AverageBounds:
+    """Largest magnitudes that trained weights, and so their averages, are known to have had; of shards, this rank's."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def note(self, weights: Tensors, averages: Tensors) -> None:
+        """Take these values as sound: they widen the bounds."""
+        for peaks in (_peaks(weights), _peaks(averages)):
+            for name, peak in peaks.items():
+                self.seen[name] = max(peak, self.seen.get(name, 0.0))
+
+    def beyond(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
+        """Return the finite averages beyond all that their weights were, each with its peak and the bound."""
+        now = _peaks(weights)
+        bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in now.items()}
+        return {
+            name: (peak, bounds[name])
+            for name, peak in _peaks(averages).items()
+            if math.isfinite(peak) and peak > _BEYOND * bounds[name]
+        }
+
+
+def _peaks(tensors: Tensors) -> dict[str, float]:
+    """Return the largest magnitude of each tensor, NaN if a value is; one read of the device."""
+    parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    # A rank's shard of a small tensor may be empty, which has no largest value.
+    filled = {name: tensor for name, tensor in parts.items() if tensor.numel()}
+    norms = torch._foreach_norm([*filled.values()], ord=float("inf")) if filled else []
+    values = torch.stack([norm.float() for norm in norms]).tolist() if filled else []
+    return dict.fromkeys(parts, 0.0) | dict(zip(filled, values, strict=True))

@@ -1,4 +1,4 @@
-"""Ends a run: writes the adapter or the whole pipeline, checks what was written, and measures it."""
+"""Ends a run: writes the adapter or the whole pipeline, checks what was written, measures it, and says so."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.remedies import HUB
 from dit_lora.environment.versions import probe_environment
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import write_whole
+from dit_lora.files import read_lines, write_whole
 from dit_lora.redact import redacted
 from dit_lora.results.verify.output import NOT_RECORDED, WRONG, note_output
 from dit_lora.results.verify.pipeline import pipeline_checks
@@ -27,8 +28,9 @@ from dit_lora.results.verify.verify import (
 )
 from dit_lora.training.base_output import BaseOutput, base_fault, kernel_fault, made_up_inputs
 from dit_lora.training.fit import averaged, validate
+from dit_lora.training.journal import held_out_losses
 from dit_lora.training.run import Run
-from dit_lora.training.session.session import Session, agree
+from dit_lora.training.session.session import Session, agreeing
 from dit_lora.training.task import AnySetup, Setup
 from dit_lora.version import __version__
 
@@ -46,29 +48,32 @@ class Written:
 def finish(run: Run) -> Written:
     """Save the adapter or whole pipeline, checked, verify the file, then validate. Collective."""
     setup, steps = run.setup, run.setup.recipe.train.steps
-    error, written = None, Written()
+    written = Written()
     with averaged(run):
         weights = setup.engine.weights()  # collective where they are sharded
         # On the weights that are saved, averages included, and before the file is written: its header has it.
         output = noted_output(setup, run.base)
-        try:
+        with agreeing(setup.session.accelerator):
             if setup.session.is_main:
-                made = {**provenance(setup), "output": output}
-                path = setup.task.save(setup, made, weights)
-                written = Written(path, verify_result(setup, path, made, weights))
-        except (OSError, SafetensorError) as problem:
-            error = DitLoraError(
-                f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint "
-                f"of step {steps} is whole: free space and run again with train.resume=auto"
-            )
-        except DitLoraError as problem:
-            error = problem
-    agree(setup.session.accelerator, error)
+                written = _write(setup, {**provenance(setup), "output": output}, weights)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
     # The run may only end once its last checkpoint is on the disk.
     run.checkpoints.settle()
     return written
+
+
+def _write(
+    setup: AnySetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> Written:
+    try:
+        path = setup.task.save(setup, made, weights)
+        return Written(path, verify_result(setup, path, made, weights))
+    except (OSError, SafetensorError) as problem:
+        raise DitLoraError(
+            f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint of step "
+            f"{setup.recipe.train.steps} is whole: free space and run again with train.resume=auto"
+        ) from problem
 
 
 def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
@@ -115,9 +120,7 @@ def verify_result(
         fresh = sharing_weights(fresh, live, dtype, trained=full)
     later = f"{apart}; dit-lora verify {setup.session.dir.name} does" if apart else None
     allow = setup.recipe.guard.allow_extreme_update
-    result = Result(
-        path, made, made["base_model"], stock, dtype, made["output"], later, allow, own=True
-    )
+    result = Result(path, made, made["base_model"], stock, dtype, later, allow, own=True)
     if full:
         files = sorted((path / "transformer").glob("*.safetensors"))
         checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
@@ -149,12 +152,35 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
 
 def require_verified(session: Session, verification: Verification | None) -> None:
     """Raise `CheckFailedError` on every rank if what the run wrote did not pass; the files stay. Collective."""
-    error = None
-    if verification is not None and not verification.passed:
-        error = CheckFailedError(
-            listed(
-                f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole",
-                verification.wrong,
-            )
+    with agreeing(session.accelerator):
+        if verification is not None and not verification.passed:
+            summary = f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole"
+            raise CheckFailedError(listed(summary, verification.wrong))
+
+
+def summary(
+    session: Session, adapter: Path, verification: Verification | None, report: Path | None
+) -> str:
+    """Return lines on what the run made, where, and by how much the held-out loss fell."""
+    losses = held_out_losses(session.dir)
+    kind = "model" if session.recipe.train.mode == "full" else "adapter"
+    lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
+    base = adapter.with_name(BASE_FILE)
+    if base.exists() and base != adapter:
+        lines.insert(
+            1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
         )
-    agree(session.accelerator, error)
+    if len(losses) > 1:
+        first, last = losses[min(losses)], losses[max(losses)]
+        change = 100 * (last / first - 1)
+        lines.append(f"held-out loss: {first:.4f} before, {last:.4f} after ({change:+.1f}%)")
+    # Of the whole run, resumes included: the file has a line for each step taken.
+    waited, spent = (
+        sum(line[name] for line in read_lines(session.dir / "metrics.jsonl")[0])
+        for name in ("data_seconds", "seconds")
+    )
+    if spent:
+        lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
+    if verification is not None:
+        lines.append(verification.line())
+    return "\n".join(lines)

@@ -1,18 +1,20 @@
 """Trains a prepared run: the loop with all that happens between two steps."""
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn
 
 from tqdm import tqdm
 
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
-from dit_lora.errors import InterruptedRunError
+from dit_lora.errors import DitLoraError, InterruptedRunError, unwritable
 from dit_lora.guard.event import Event
+from dit_lora.guard.gate import NonFiniteError, PoisonedStateError
 from dit_lora.training.base_output import check_kernels
-from dit_lora.training.best import note_best
+from dit_lora.training.checkpoints.files import checkpoint_path, newest_checkpoint
 from dit_lora.training.guarding.agreement import note_averages, require_agreement
 from dit_lora.training.guarding.preflight import preflight
 from dit_lora.training.guarding.setup import chosen_norms
@@ -22,19 +24,12 @@ from dit_lora.training.guarding.state_checks import (
     require_not_lost,
     require_unaltered,
 )
-from dit_lora.training.journal import held_out_losses, metrics_line
-from dit_lora.training.last_step import end_unread, kept_at
+from dit_lora.training.journal import IDLE, held_out_losses, metrics_line
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.micro_batch import sample_losses
-from dit_lora.training.observed import (
-    held_out_event,
-    hidden_events,
-    idle_group_events,
-    spike_events,
-)
 from dit_lora.training.optim.build import build_schedule
 from dit_lora.training.run import Run
-from dit_lora.training.session.session import stop_signals
+from dit_lora.training.session.session import agree, stop_signals
 from dit_lora.training.step import StepResult
 
 
@@ -69,7 +64,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
 
         def on_step(result: StepResult) -> None:
             # The step is taken: what fails from here on must not lose it.
-            with kept_at(run, result.step):
+            with _kept_at(run, result.step):
                 _after_step(run, bar, result)
             if any(every and result.step % every == 0 for every in shown):
                 on_checkpoint()
@@ -118,7 +113,7 @@ def _loop(run: Run) -> Loop:
         recovery=run.recovery,
         watcher=run.watcher,
         norms=chosen_norms(setup),
-        unreadable=lambda step, why: end_unread(run, step, why),
+        unreadable=lambda step, why: _end_unread(run, step, why),
     )
 
 
@@ -192,16 +187,46 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
         setup.session.say(f"warning: step {step}: {starving}")
     bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
     bar.update(step - bar.n)
-    idle = idle_group_events(step, run.journal.idle_groups(line))
-    for event in [*spike_events(step, spikes), *hidden_events(step, hidden), *idle]:
-        run.journal.event(event)
-        setup.session.say(f"guard: step {step}: {event.words}")
+    for spike in spikes:
+        _report(run, step, "spike", spike.words)
+    if hidden:
+        # Values beyond the dtype's range, hidden from the loss by a clamp or a mask.
+        shown = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
+        words = f"the loss is finite, but the output of {shown} is not: something hides it"
+        _report(run, step, "hidden_infinity", words, cause="precision", module=hidden[0])
+    for name in run.journal.idle_groups(line):
+        words = (
+            f"the gradient of group {name} has been zero for {IDLE} steps, though others have one: nothing of it is "
+            "trained (said once)"
+        )
+        _report(run, step, "zero_gradient_group", words)
+
+
+def _report(
+    run: Run, step: int, kind: str, words: str, cause: str = "unknown", **facts: str
+) -> None:
+    """Say and write down what stands out in a healthy step, about which nothing is done; on the main process."""
+    verdict = {"cause": cause, "words": words, **facts}
+    if run.journal is not None:
+        run.journal.event(Event(step, kind, verdict))
+    run.setup.session.say(f"guard: step {step}: {words}")
 
 
 def validate(run: Run, step: int) -> None:
     """Measure the held-out loss and show samples, of what would be saved. Collective."""
+    setup = run.setup
     with averaged(run):
-        _validate(run, step)
+        loss = setup.task.held_out_loss(setup)
+        if run.journal is not None and loss is not None:
+            # The report and best.json sort by it, and NaN sorts nowhere.
+            if math.isfinite(loss):
+                run.journal.held_out(step, loss)
+                run.checkpoints.note_best(step)
+            else:
+                words = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
+                _report(run, step, "non_finite_validation", words)
+        setup.task.show(setup, step)
+        setup.session.trackers.samples(step, setup.recipe.validation.prompts)
 
 
 def averaged(run: Run) -> AbstractContextManager[None]:
@@ -209,17 +234,62 @@ def averaged(run: Run) -> AbstractContextManager[None]:
     return run.ema.applied() if run.ema is not None else nullcontext()
 
 
-def _validate(run: Run, step: int) -> None:
-    setup = run.setup
-    loss = setup.task.held_out_loss(setup)
-    if run.journal is not None and loss is not None:
-        # The report and best.json sort by it, and NaN sorts nowhere.
-        if math.isfinite(loss):
-            run.journal.held_out(step, loss)
-            note_best(setup, run.checkpoints.saver, step)
-        else:
-            event = held_out_event(step)
-            run.journal.event(event)
-            setup.session.say(f"guard: step {step}: {event.words}")
-    setup.task.show(setup, step)
-    setup.session.trackers.samples(step, setup.recipe.validation.prompts)
+@contextmanager
+def _kept_at(run: Run, step: int) -> Iterator[None]:
+    """Save `step` if a disk, a file or a process fails within, and say in the error how that went. Collective.
+
+    On several ranks only errors that all agreed on are handled: after any other, the launcher ends the rest.
+    """
+    alone = run.setup.session.accelerator.num_processes == 1
+    try:
+        yield
+    except (NonFiniteError, PoisonedStateError, InterruptedRunError):
+        raise  # whoever raised these has saved what can be saved
+    except DitLoraError as error:
+        if not (error.collective or alone):
+            raise
+        # To save gathers over all ranks, so that an error of one rank alone cannot lead there.
+        raise _ended(run, step, error) from error
+    except OSError as error:
+        if not alone:
+            raise
+        raise _ended(run, step, unwritable(error)) from error
+
+
+def _end_unread(run: Run, step: int, why: str) -> NoReturn:
+    """End the run, whose state is that of `step`, because some rank cannot read its data: `why`. Collective."""
+    accelerator = run.setup.session.accelerator
+    with _kept_at(run, step):
+        agree(accelerator, DitLoraError(f"step {step + 1}: {why}") if why else None)
+    raise AssertionError("no rank says why")
+
+
+def _ended(run: Run, step: int, error: DitLoraError) -> DitLoraError:
+    ended = DitLoraError(f"{error}{_last_effort(run, step)}")
+    ended.exit_code, ended.collective = error.exit_code, True
+    return ended
+
+
+def _last_effort(run: Run, step: int) -> str:
+    """Save a step though something failed, and say how that went. Collective."""
+    session = run.setup.session
+    # This process has taken no step: what it started from is on the disk already.
+    if step <= run.start_step:
+        return ""
+    if session.lock.lost() is None:  # else the saver, on the main process, refuses
+        run.checkpoints.saver.forget()
+    try:
+        run.checkpoints.save(step, run.recovery.record(), wait=True)
+    except DitLoraError:
+        checkpoint = newest_checkpoint(session.dir) if session.is_main else None
+        resort = (
+            f"train.resume=auto goes on from {checkpoint}"
+            if checkpoint
+            else "there is no checkpoint"
+        )
+        return f"\nstep {step} cannot be saved either; {resort}"
+    # Lines that the disk did not take before: a resume does not take their steps again.
+    if run.journal is not None:
+        run.journal.flush()
+    place = checkpoint_path(session.dir, step)
+    return f"\nstep {step} is saved in {place}: continue with train.resume=auto"

@@ -5,13 +5,11 @@ ranks -> optimizer, gated on the device -> one gather of metrics and flags, the 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import torch
-from torch import nn
 
 from dit_lora.config.optim import OptimConfig
 from dit_lora.data.loading.batch import Batch
@@ -21,6 +19,8 @@ from dit_lora.fuse.gradient_norms import Norms
 from dit_lora.guard.gate import Gate, PoisonedStateError, Trip
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.guarding.recovery import RunRecovery
+from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.micro_batch import LossFunction, Place, forward, replayable
 from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.step import StepResult
@@ -38,35 +38,6 @@ class WentBackError(Exception):
         super().__init__(f"back to step {step}")
         self.step = step
         """The step after which training goes on."""
-
-
-class Recovery(Protocol):
-    """Decides what happens after a step that tripped."""
-
-    def recover(
-        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
-        """Return the step after which training goes on, one before the tripped one or earlier; or raise.
-
-        `control` is a micro-batch of the last healthy step.
-        """
-
-
-class Watcher(Protocol):
-    """Looks at a step without changing it."""
-
-    def forward(self, step: int) -> Any:
-        """Return a context that holds around a step's micro-steps."""
-
-    def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
-        """Look at the gradients after backward and before clipping."""
-
-    def before_update(self, step: int) -> None: ...
-
-    def after_update(self, step: int) -> None: ...
-
-    def clip(self, group: str) -> float | None:
-        """Return a bound on the gradient norm that is known before this step, or None."""
 
 
 @dataclass
@@ -98,19 +69,14 @@ class Loop:
     optim: OptimConfig
     accumulate: int
     seed: int
-    recovery: Recovery
-    watcher: Watcher
+    recovery: RunRecovery
+    watcher: StepWatcher
     unreadable: Callable[[int, str], NoReturn] = _unreadable
     """Ends the run on all ranks, given the last step taken and why this rank could not read its data, if so."""
     copies: int = 1
     """Number of ranks that run each sample together (1 without context parallelism)."""
     norms: Norms | None = None
     """Computes gradient norms; PyTorch does where it is None."""
-
-    @cached_property
-    def bare(self) -> nn.Module:
-        """The model as replays run it, without DDP."""
-        return self.engine.bare
 
 
 def train(
@@ -207,7 +173,7 @@ def _micro_step(
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
     # A closure over the batch, not a copy of activations: replays cost memory only when one runs.
-    step.micro_batches.append(replayable(loop.losses, loop.bare, batch, place))
+    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, batch, place))
     with loop.engine.micro_step():
         output = forward(loop.losses, loop.engine.model, batch, place)
         # Noted and not acted on: to look at the flag here would cost a read by the host in every micro-step.
@@ -227,7 +193,7 @@ def _update(
     norms = engine.gradient_norms(loop.norms)
     # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
     gate.gradients(norms)
-    loop.watcher.gradients(number, norms)
+    loop.watcher.gradients(number)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
     # A function of the step and not a scheduler: a step that is taken again cannot advance it.
     rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)

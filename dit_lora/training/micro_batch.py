@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -81,29 +80,12 @@ def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Plac
     )
 
 
-class Parts(NamedTuple):
-    """A micro-batch as it is sent to another rank."""
-
-    batch: Batch
-    """The samples, on the CPU."""
-    step: int
-    micro_step: int
-    rank: int
-
-
-def parts_of(one: MicroBatch) -> Parts:
+def sent(one: MicroBatch, seed: int) -> tuple[Batch, Place]:
+    """Return a micro-batch as it is sent to another rank, which makes an equal one of it by `replayable`."""
     # Pickled on its way: a tensor on a device would come back on the sender's.
     tensors = {name: tensor.cpu() for name, tensor in one.tensors.items()}
     batch = Batch(one.ids, one.draws, tensors, dict(one.faults))
-    return Parts(batch, one.step, one.micro_step, one.rank)
-
-
-def together(
-    parts: Parts, losses: LossFunction, model: nn.Module, seed: int, device: torch.device
-) -> MicroBatch:
-    """Return the micro-batch that another rank has sent, equal to its own bit for bit."""
-    place = Place(seed, parts.step, parts.micro_step, parts.rank)
-    return replayable(losses, model, parts.batch.to(device), place)
+    return batch, Place(seed, one.step, one.micro_step, one.rank)
 
 
 def _elsewhere(batch: Batch, number: int) -> Batch:

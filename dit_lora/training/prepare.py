@@ -6,31 +6,31 @@ from typing import Any
 
 from torch import nn
 
+from dit_lora.config.optimizers import DEFAULT
 from dit_lora.data.loading.training_set import Prepared
-from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Trained
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.training.averages import AverageBounds
 from dit_lora.training.base_output import keep_base, note_base
+from dit_lora.training.checkpoints.compatibility import SAMPLES, place_of
+from dit_lora.training.checkpoints.files import require_same_recipe
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
 from dit_lora.training.distributed.context_parallel import share_context
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import offload_base
-from dit_lora.training.guarding.files import GuardFiles
+from dit_lora.training.guarding.files import RunFiles
 from dit_lora.training.guarding.parity_watch import ParityWatch
 from dit_lora.training.guarding.setup import build_recovery, build_watcher, start_of_guard
 from dit_lora.training.guarding.state_checks import own_state
 from dit_lora.training.guarding.watch import prime_spikes
-from dit_lora.training.identity import run_identity
 from dit_lora.training.journal import Journal
 from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.run import Run
-from dit_lora.training.saved_state import Checkpoints, require_own, resume
+from dit_lora.training.saved_state import Checkpoints, resume
 from dit_lora.training.session.session import Session, open_run_folder
 from dit_lora.training.status import told_to_trackers
-from dit_lora.training.task import Setup, Task
+from dit_lora.training.task import AnySetup, Setup, Task
 
 
 def prepare(
@@ -51,10 +51,11 @@ def prepare(
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
     identity = run_identity(setup)
     if resume_from is not None:
-        require_own(setup, identity, resume_from)  # another recipe's base is another too
+        # Before anything is compared: another recipe's base is another too.
+        require_same_recipe(resume_from, identity, place_of(session))
     # Before a checkpoint's weights are put in: the base is the model as its files have it.
     base = note_base(setup, resume_from)
-    start_step, record = _resumed(setup, ema, identity, resume_from)
+    start_step, record = resume(setup, ema, identity, resume_from)
     start = start_of_guard(setup, record)
     # By the memory that is free once the model is placed.
     checkpoint_blocks(setup)
@@ -74,7 +75,7 @@ def prepare(
     watcher = build_watcher(setup, snapshots)
     # After the journal has dropped the lines of steps that are taken again.
     prime_spikes(watcher, journal)
-    files = GuardFiles(checkpoints, journal, watcher, start)
+    files = RunFiles(checkpoints, journal, watcher, start)
     recovery = build_recovery(setup, ema, start, snapshots, files)
     for group in groups:
         count = sum(p.numel() for p in group["params"])
@@ -83,7 +84,6 @@ def prepare(
         setup,
         start_step,
         ema,
-        AverageBounds(),
         base,
         recovery,
         watcher,
@@ -111,27 +111,6 @@ def _set_up(
     return Setup(session, task, checkpoint, data, engine)
 
 
-def _resumed(
-    setup: Setup[Any, Any],
-    ema: TrainedEMA | None,
-    identity: dict[str, Any],
-    resume_from: Path | None,
-) -> tuple[int, dict[str, Any]]:
-    """Return the step to go on from, and what the guard had changed of the run until then."""
-    train, session = setup.recipe.train, setup.session
-    if resume_from is None:
-        if train.resume == "auto":
-            session.say(f"no checkpoint in {session.dir} yet: starting at step 0")
-        return 0, {}
-    step, record = resume(setup, ema, identity, resume_from)
-    if step > train.steps:
-        raise DitLoraError(
-            f"train.steps is {train.steps}, and {resume_from} is beyond it; raise train.steps or "
-            "resume an earlier checkpoint"
-        )
-    return step, record
-
-
 def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
     """Open the journal and start the trackers, on the main process."""
     session = setup.session
@@ -147,3 +126,35 @@ def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) 
     )
     journal.rejected(setup.data.rejected, start_step)
     return journal
+
+
+def run_identity(setup: AnySetup) -> dict[str, Any]:
+    """Return the values that a resumed run must share with its checkpoint, flat, named as in the recipe."""
+    session, recipe = setup.session, setup.recipe
+    values = recipe.model_dump(mode="json")
+    flat = {
+        "model.family": recipe.model.family,
+        "model.dtype": str(session.precision.dtype),
+        "model.quantize": recipe.model.quantize,
+        "model (digest of the transformer's files)": setup.data.transformer_digest,
+        "data (digest of clips, captions and shape)": setup.data.data_digest,
+        "train.mode": recipe.train.mode,
+        "train.seed": recipe.train.seed,
+        "train.ema": recipe.train.ema,
+        SAMPLES: session.samples_per_step,
+        **setup.task.identity(recipe),
+    }
+    flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
+    # Compiled blocks round otherwise; left out where off, as in checkpoints from before the option.
+    if recipe.train.compile:
+        flat["train.compile"] = True
+    optim = dict(values["optim"])
+    groups = optim.pop("groups")
+    if optim["name"] == DEFAULT:
+        del optim["name"]  # as in checkpoints from before there was a choice
+    flat |= {f"optim.{key}": value for key, value in optim.items()}
+    flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
+    groups_given = recipe.optim.groups.given().values()
+    if any((group.schedule or recipe.optim.schedule) != "constant" for group in groups_given):
+        flat["train.steps"] = recipe.train.steps  # where the schedule ends
+    return flat

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dit_lora.training.averages import AverageBounds
 from dit_lora.training.base_output import BaseOutput
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.guarding.parity_watch import ParityWatch
@@ -22,7 +21,6 @@ class Run:
     start_step: int
     """The step that it goes on from; 0 at its first start."""
     ema: TrainedEMA | None
-    bounds: AverageBounds
     base: BaseOutput
     recovery: RunRecovery
     watcher: StepWatcher

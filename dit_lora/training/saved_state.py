@@ -1,5 +1,6 @@
 """Keeps what a run is continued from: checkpoints, written beside the loop, and the state restored from one."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,34 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
+from dit_lora.files import write_whole
 from dit_lora.numerics.dtensors import fill, gathered
-from dit_lora.training.best import best_checkpoints
 from dit_lora.training.checkpoints.compatibility import has_dropout, moved, place_of
 from dit_lora.training.checkpoints.files import (
     Loaded,
     SavedState,
     checkpoint_steps,
     load_checkpoint,
-    require_same_recipe,
+    prune,
     save_checkpoint,
 )
 from dit_lora.training.checkpoints.writer import Saver
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.journal import held_out_losses
 from dit_lora.training.session.session import agree
 from dit_lora.training.task import AnySetup
 
-
-def require_own(setup: AnySetup, identity: Mapping[str, Any], path: Path) -> None:
-    """Raise `DitLoraError` if a checkpoint is another recipe's, before anything is compared or changed."""
-    require_same_recipe(path, identity, place_of(setup.session))
+BEST = "best.json"
 
 
 def resume(
-    setup: AnySetup, ema: TrainedEMA | None, identity: Mapping[str, Any], path: Path
+    setup: AnySetup, ema: TrainedEMA | None, identity: Mapping[str, Any], path: Path | None
 ) -> tuple[int, dict[str, Any]]:
-    """Continue from a checkpoint, wherever it was written; return its step and what recovery had changed of the run."""
-    session = setup.session
+    """Continue from a checkpoint, if given, wherever it was written.
+
+    Return the step to go on from, and what the guard had changed of the run until then.
+    """
+    session, train = setup.session, setup.recipe.train
+    if path is None:
+        if train.resume == "auto":
+            session.say(f"no checkpoint in {session.dir} yet: starting at step 0")
+        return 0, {}
     place = place_of(session)
     # Every rank reads the file: its part of a whole tensor is a slice, and nothing is sent.
     loaded = load_checkpoint(path, identity, place)
@@ -44,10 +50,15 @@ def resume(
     # Said and not refused: sums in another order are the same training, within rounding.
     if differs:
         session.say(f"continued elsewhere: {differs}")
-    if setup.recipe.train.resume == "auto":  # which takes the newest whole one
+    if train.resume == "auto":  # which takes the newest whole one
         for step, newer in checkpoint_steps(session.dir).items():
             if step > loaded.step:
                 session.say(f"warning: passed over {newer}: it is torn or altered")
+    if loaded.step > train.steps:
+        raise DitLoraError(
+            f"train.steps is {train.steps}, and {path} is beyond it; raise train.steps or "
+            "resume an earlier checkpoint"
+        )
     return loaded.step, loaded.guard
 
 
@@ -70,9 +81,7 @@ class Checkpoints:
         averages = self.ema.tensors() if self.ema else {}
         # Every rank gathers, though one keeps the values: a rank that left this out would hang the others.
         state = SavedState(
-            engine.weights(),
-            engine.moments(),
-            gathered(averages, keep=session.is_main),
+            engine.weights(), engine.moments(), gathered(averages, keep=session.is_main)
         )
         if session.is_main:
             place = place_of(session)
@@ -92,6 +101,23 @@ class Checkpoints:
             self.saver.start(step, state, write)
         if wait:
             self.settle()
+
+    def note_best(self, step: int) -> None:
+        """Write best.json after a held-out loss or after going back, and drop checkpoints that need not stay."""
+        folder, train = self.setup.session.dir, self.setup.recipe.train
+
+        def note() -> None:
+            best = best_checkpoints(folder, train.keep_best)
+            file = folder / "checkpoints" / BEST
+            try:
+                write_whole(file, json.dumps(best, indent=2) + "\n")
+                prune(folder, step, train.keep, [one["step"] for one in best])
+            except OSError as error:
+                raise DitLoraError(f"cannot write {file}: {error}") from error
+
+        if train.keep_best and self.setup.session.is_main:
+            # In the saver's thread: the checkpoint under way is whole by then, and counted.
+            self.saver.then(note)
 
     def settle(self) -> None:
         """Wait until every checkpoint is on the disk; all ranks learn whether it is. Collective."""
@@ -130,3 +156,15 @@ def restore(loaded: Loaded, engine: Engine, ema: TrainedEMA | None = None) -> No
     engine.load(stored.weights, {name: t.clone() for name, t in stored.optimizer.items()})
     for name, tensor in averages.items():
         fill(tensor, stored.averages[name])
+
+
+def best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
+    """Return the `count` measured checkpoints with the lowest held-out loss, the lowest first."""
+    if not count:
+        return []
+    losses, checkpoints = held_out_losses(run_dir), checkpoint_steps(run_dir)
+    measured = sorted((losses[step], step) for step in checkpoints if step in losses)
+    return [
+        {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss}
+        for loss, step in measured[:count]
+    ]

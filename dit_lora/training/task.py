@@ -4,7 +4,7 @@ The loop, the guard, checkpoints and resuming know neither. A task makes the tra
 identifies them, looks at the model before and after, and writes what was trained.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -76,9 +76,6 @@ class Task(Protocol):
 
     def model_digest(self, checkpoint: Any, recipe: Recipe, digests: Digests) -> str:
         """Return the digest of the files that the model is loaded from."""
-
-    def weight_files(self, checkpoint: Any) -> Sequence[Path]:
-        """Return the model's safetensors files."""
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         """Return the task's own values that a resumed run must share, named as in the recipe."""

@@ -81,10 +81,10 @@ def test_a_bundle_that_cannot_be_written_costs_no_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def full(*arguments: Any) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "keep_bundle", full)
+    monkeypatch.setattr(files, "write_bundle", full)
     run = tmp_path / "run"
     lora_main([*poisoned, f"run.dir={run}"])
     (event,) = lines(run, "events.jsonl")

@@ -22,7 +22,7 @@ from dit_lora.guard.gate import gates_on_device
 from dit_lora.guard.state import bad_state
 from dit_lora.guard.suspects import Suspects
 from dit_lora.training.optim.build import require_optimizer
-from dit_lora.training.session.launch import require_for_zero, require_shardable
+from dit_lora.training.session.launch import require_shared
 
 CPU = torch.device("cpu")
 SMOKE = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
@@ -90,9 +90,9 @@ def recipe() -> Recipe:
 def test_its_facts_are_those_of_its_record() -> None:
     optim = recipe().optim
     require_optimizer(optim, CPU)
-    for refuse in (require_shardable, lambda one: require_for_zero(one, some_idle=False)):
+    for sharding in ("fsdp2", "zero2"):
         with pytest.raises(DitLoraError, match=r"optim\.name=leaning: set it to adamw"):
-            refuse(recipe())
+            require_shared(recipe(), sharding)
 
 
 def test_its_state_is_checked_as_its_record_says() -> None:

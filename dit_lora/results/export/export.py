@@ -4,10 +4,10 @@ import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -18,28 +18,20 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Denoiser
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import configs_alone, from_configs
-from dit_lora.results.export.chat import export_merged
-from dit_lora.results.export.formats import LayoutOf, LoraForm, write_form
+from dit_lora.results.export.formats import Exported, LoraForm, write_form
 from dit_lora.results.export.hollow import combine, hollowed, load_lora_file, load_state
-from dit_lora.results.export.key_maps import comfyui_layout, kohya_layout
+from dit_lora.results.export.merge_chat import merge_adapter
 from dit_lora.results.export.merge_pipeline import require_merged, stored_dtype, write_merged
 from dit_lora.results.export.updates import require_same, summed, updates_of
-from dit_lora.results.locate import Source, find_source, is_chat
+from dit_lora.results.source import ANY_FORMAT, Source, find_source, is_chat
 from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.tasks.chat.answerer import find_origin
 from dit_lora.training.tasks.diffusion.samples import bar
 
-Form = Literal["diffusers", "peft", "comfyui", "kohya", "folded", "merged"]
+Form = LoraForm | Literal["merged"]
 Say = Callable[[str], None]
 
-_OF_MODEL = (
-    "version",
-    "family",
-    "base_model",
-    "revision",
-    "transformer_digest",
-    "index",
-    "video",
-)
+_OF_MODEL = ("version", "family", "base_model", "revision", "transformer_digest", "index", "video")
 _OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
 
 
@@ -58,18 +50,6 @@ class ExportRequest:
     """The base checkpoint; by default the run's, or the Hub id that the adapter names."""
 
 
-@dataclass
-class _Loaded:
-    """The adapter that is exported, on a hollow model."""
-
-    model: Any
-    base: ModelConfig
-    index: Mapping[str, Any]
-    hollow: Callable[[], Any]
-    pipeline_class: Any
-    made: dict[str, Any] = field(default_factory=dict)
-
-
 def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
     """Write the adapter in that form, read back and compared before it has its name; returns `request.out`.
 
@@ -82,38 +62,32 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
     weights = _weights(request)
     if is_chat(request.targets[0], request.model):
         return _export_chat(request, say)
-    sources = [find_source(target) for target in request.targets]
+    sources = [_adapter(target) for target in request.targets]
     _require_one_base(sources)
     base = sources[0].base(request.model)
     with configs_alone(base) as configs, _aside(request.out) as staged:
-        loaded = _load(sources, weights, base, configs)
-        loaded.made = _header(loaded.made, request.to, sources, weights)
+        index = sources[0].made.get("index") or {}
+        adapter = _load(sources, weights, get_family(base.family), configs, index)
+        adapter.made = _header(adapter.made, request.to, sources, weights)
         if request.to == "merged":
-            _write_merged(loaded, staged, say)
+            _write_merged(adapter, base, index, staged, say)
         else:
-            write_form(
-                cast(LoraForm, request.to),
-                loaded.model,
-                staged,
-                hollow=loaded.hollow,
-                pipeline_class=loaded.pipeline_class,
-                family=base.family,
-                layout_of=_layout_of(request.to, base.family),
-                made=loaded.made,
-                name=request.out.name,
-            )
-        say(f"{len(updates_of(loaded.model))} layers, read back and compared: the same update")
+            write_form(request.to, adapter, staged, request.out.name)
+        say(f"{len(updates_of(adapter.model))} layers, read back and compared: the same update")
     return request.out
 
 
-def _layout_of(form: Form, name: str) -> LayoutOf | None:
-    """The layout of another program, with what the family says of its names; None of the forms that are not one."""
-    family: DiffusionFamily = get_family(name)
-    layouts: dict[str, LayoutOf] = {
-        "comfyui": partial(comfyui_layout, family.comfyui),
-        "kohya": partial(kohya_layout, family.kohya),
-    }
-    return layouts.get(form)
+def _adapter(target: Path) -> Source:
+    """Return the diffusion adapter at a target; raises `DitLoraError` where there is none."""
+    if not target.exists():
+        raise DitLoraError(f"no file or folder {target}; give a run's folder, or an adapter's")
+    source = find_source(target, ANY_FORMAT)
+    if source.is_pipeline:
+        raise DitLoraError(
+            f"{source.file} is a whole pipeline, not an adapter: there is nothing to export; "
+            "Diffusers loads it with from_pretrained"
+        )
+    return source
 
 
 @contextlib.contextmanager
@@ -158,35 +132,30 @@ def _require_one_base(sources: Sequence[Source]) -> None:
 
 
 def _load(
-    sources: Sequence[Source], weights: Sequence[float], base: ModelConfig, configs: ModelConfig
-) -> _Loaded:
+    sources: Sequence[Source],
+    weights: Sequence[float],
+    family: DiffusionFamily,
+    configs: ModelConfig,
+    index: Mapping[str, Any],
+) -> Exported:
     """Load the adapters on hollow models; several, or weighted ones, as their sum."""
-    index = sources[0].made.get("index") or {}
-    checkpoint = get_family(base.family).open(configs, index=index)
-    loaded = _Loaded(
-        model=None,
-        base=base,
-        index=index,
-        hollow=partial(_hollow, checkpoint),
-        pipeline_class=checkpoint.pipeline_class,
-    )
+    checkpoint = family.open(configs, index=index)
+    hollow, pipeline_class = partial(_hollow, checkpoint), checkpoint.pipeline_class
     models = []
     for source in sources:
-        models.append(loaded.hollow())
-        load_lora_file(models[-1], source.file, loaded.pipeline_class)
+        models.append(hollow())
+        load_lora_file(models[-1], source.file, pipeline_class)
     # One adapter at weight 1 goes as it is, with its own provenance.
     if len(sources) == 1 and weights[0] == 1:
-        loaded.model, loaded.made = models[0], dict(sources[0].made)
-        return loaded
+        return Exported(models[0], sources[0].made, family, pipeline_class, hollow)
     _require_lora_alone(sources, models)
-    state, config = combine(models, weights, loaded.hollow())
-    loaded.model = loaded.hollow()
-    load_state(loaded.model, state, config.to_dict(), "the sum of the adapters")
+    state, config = combine(models, weights, hollow())
+    total = hollow()
+    load_state(total, state, config.to_dict(), "the sum of the adapters")
     parts = [updates_of(m, weight=w) for m, w in zip(models, weights, strict=True)]
     # Ranks are concatenated: compared as products B A, for the factors differ.
-    require_same(summed(parts), updates_of(loaded.model), "the sum of the adapters")
-    loaded.made = _made_of_sum(sources, config.r)
-    return loaded
+    require_same(summed(parts), updates_of(total), "the sum of the adapters")
+    return Exported(total, _made_of_sum(sources, config.r), family, pipeline_class, hollow)
 
 
 def _hollow(checkpoint: Denoiser) -> Any:
@@ -239,11 +208,12 @@ def _header(
     return {**header, "exported": done}
 
 
-def _write_merged(loaded: _Loaded, staged: Path, say: Say) -> None:
-    family: DiffusionFamily = get_family(loaded.base.family)
-    checkpoint = family.open(loaded.base, index=loaded.index)
+def _write_merged(
+    adapter: Exported, model: ModelConfig, index: Mapping[str, Any], staged: Path, say: Say
+) -> None:
+    checkpoint = adapter.family.open(model, index=index)
     base = checkpoint.path
-    updates, weights = updates_of(loaded.model), base_weights(loaded.model)
+    updates, weights = updates_of(adapter.model), base_weights(adapter.model)
     dtype = stored_dtype(base)
     say(f"merging {len(updates)} layers into {base.name}, {str(dtype).removeprefix('torch.')}")
     write_merged(
@@ -253,13 +223,13 @@ def _write_merged(loaded: _Loaded, staged: Path, say: Say) -> None:
         weights,
         config=checkpoint.config_changes(),
         index=checkpoint.index_changes(),
-        made=loaded.made,
+        made=adapter.made,
         progress=bar("merging", "tensor", quiet=False),
     )
     # What is on disk counts, not what was in memory: the folder gets its name after this.
     say("reading it back")
-    merged = loaded.base.model_copy(update={"path": str(staged), "revision": None})
-    require_merged(base, family.open(merged).load_transformer(dtype), updates, weights)
+    merged = model.model_copy(update={"path": str(staged), "revision": None})
+    require_merged(base, adapter.family.open(merged).load_transformer(dtype), updates, weights)
 
 
 def _export_chat(request: ExportRequest, say: Say) -> Path:
@@ -277,5 +247,11 @@ def _export_chat(request: ExportRequest, say: Say) -> Path:
             f"--to {request.to} is for diffusion models; a chat model's adapter is in PEFT's format, and "
             "--to merged writes the whole checkpoint"
         )
-    folder = target.parent if target.is_file() else target
-    return export_merged(folder, request.out, request.model, say)
+    target = target.parent if target.is_file() else target
+    origin = find_origin(target, request.model)
+    if origin.adapter is None:
+        raise DitLoraError(f"{target} is no adapter and no run with one; there is nothing to merge")
+    base = get_family(origin.model.family).open(origin.model)
+    return merge_adapter(
+        origin.adapter, base.path, request.out, model_class=base.model_class, on_progress=say
+    )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,57 +10,62 @@ import peft
 import torch
 from safetensors.torch import load_file, save_file
 
-from dit_lora.adapters.diffusers_format import BASE_FILE, PROVENANCE_KEY, base_weights, save_adapter
+from dit_lora.adapters.diffusers_format import (
+    BASE_FILE,
+    PROVENANCE_KEY,
+    Tensors,
+    base_weights,
+    save_adapter,
+)
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.families.family import DiffusionFamily
 from dit_lora.results.export.hollow import folded, load_lora_file, load_state
-from dit_lora.results.export.key_maps import Layout
+from dit_lora.results.export.key_maps import Layout, comfyui_layout, kohya_layout
 from dit_lora.results.export.updates import Updates, require_same, updates_of
 
 LoraForm = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
-Hollow = Callable[[], Any]
-"""Makes a new hollow model of the base's architecture."""
-LayoutOf = Callable[[Updates], Layout]
-"""Another program's layout of an adapter's layers; raises `DitLoraError` where it has none."""
 
 
-def write_form(
-    form: LoraForm,
-    model: Any,
-    out: Path,
-    *,
-    hollow: Hollow,
-    pipeline_class: Any,
-    family: str,
-    layout_of: LayoutOf | None,
-    made: Mapping[str, Any],
-    name: str,
-) -> None:
-    """Write the adapter of a hollow model to the new folder `out` in that form, and read it back.
+@dataclass
+class Exported:
+    """An adapter to be written, on a hollow model of its base."""
 
-    `made` is the provenance for the header; `name` is the file's name in the forms that do not fix it.
-    Raises `DitLoraError` if the family has no such form, and `CheckFailedError` if what is read back is not
-    the adapter.
+    model: Any
+    made: Mapping[str, Any]
+    """The provenance for the header."""
+    family: DiffusionFamily
+    pipeline_class: Any
+    hollow: Callable[[], Any]
+    """Makes a new hollow model of the base's architecture."""
+
+
+def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
+    """Write an adapter to the new folder `out` in that form, and read it back.
+
+    `name` is the file's name in the forms that do not fix it. Raises `DitLoraError` if the family has no such form,
+    and `CheckFailedError` if what is read back is not the adapter.
     """
+    model = adapter.model
     # Taken first, since the folded form puts another model in this one's place.
     expected, trained = updates_of(model), base_weights(model)
-    if layout_of is not None:
-        layout = _layout(form, family, layout_of, expected)
-        _write_layout(form, model, out / f"{name}.safetensors", layout, made)
+    layout = _layout(form, adapter.family, expected)
+    if layout is not None:
+        _write_layout(form, expected, trained, out / f"{name}.safetensors", layout, adapter.made)
         return
     if form == "peft":
-        save_chat_adapter(model, out, made)
-        wrapped = peft.PeftModel.from_pretrained(hollow(), str(out))
+        save_chat_adapter(model, out, adapter.made)
+        wrapped = peft.PeftModel.from_pretrained(adapter.hollow(), str(out))
         require_same(expected, updates_of(wrapped.base_model.model), str(out))
     else:
         if form == "folded":
-            model = _refilled(model, hollow())
-        file = save_adapter(model, pipeline_class, out, made)
-        again = hollow()
-        load_lora_file(again, file, pipeline_class)
+            model = _refilled(model, adapter.hollow())
+        file = save_adapter(model, adapter.pipeline_class, out, adapter.made)
+        again = adapter.hollow()
+        load_lora_file(again, file, adapter.pipeline_class)
         require_same(expected, updates_of(again), file.name)
         if form == "folded":
-            _require_without_alpha(expected, file, hollow())
+            _require_without_alpha(expected, file, adapter.hollow())
     _require_weights(trained, out / BASE_FILE)
 
 
@@ -93,10 +99,13 @@ def _require_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 def _write_layout(
-    form: str, model: Any, file: Path, layout: Layout, made: Mapping[str, Any]
+    form: str,
+    updates: Updates,
+    trained: Tensors,
+    file: Path,
+    layout: Layout,
+    made: Mapping[str, Any],
 ) -> None:
-    updates = updates_of(model)
-    trained = base_weights(model)
     if trained:
         raise DitLoraError(
             listed(
@@ -113,13 +122,16 @@ def _write_layout(
     require_same(updates, layout.updates(load_file(file)), file.name)
 
 
-def _layout(form: str, family: str, layout_of: LayoutOf, updates: Updates) -> Layout:
+def _layout(form: str, family: DiffusionFamily, updates: Updates) -> Layout | None:
+    """Return another program's layout of an adapter's layers; None of the forms that are not one."""
     try:
-        return layout_of(updates)
+        if form == "comfyui":
+            return comfyui_layout(family.comfyui, updates)
+        return kohya_layout(family.kohya, updates) if form == "kohya" else None
     except DitLoraError as error:
         forms = "diffusers, folded, peft, merged"
         raise DitLoraError(
-            f"--to {form} {family}: {error}\nfor {family} there are: {forms}"
+            f"--to {form} {family.name}: {error}\nfor {family.name} there are: {forms}"
         ) from error
 
 

@@ -93,11 +93,6 @@ def state_of(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 
-def config_of(model: Any) -> peft.LoraConfig:
-    """Return PEFT's config of the attached adapter."""
-    return model.peft_config[ADAPTER_NAME]
-
-
 def combine(
     models: Sequence[Any], weights: Sequence[float], onto: Any
 ) -> tuple[State, peft.LoraConfig]:
@@ -106,7 +101,9 @@ def combine(
     `add_weighted_adapter` with `cat` puts matrices one after another, so that ranks add up. `onto` is a
     hollow model without an adapter.
     """
-    configs = [dataclasses.replace(config_of(model), lora_dropout=0.0) for model in models]
+    configs = [
+        dataclasses.replace(model.peft_config[ADAPTER_NAME], lora_dropout=0.0) for model in models
+    ]
     names = [f"adapter_{number}" for number in range(len(models))]
     wrapped: Any = peft.PeftModel(onto, configs[0], adapter_name=names[0])
     for name, config in zip(names[1:], configs[1:], strict=True):
@@ -120,8 +117,7 @@ def combine(
 
 def folded(model: Any) -> tuple[State, peft.LoraConfig]:
     """Return matrices and config of the same update with alpha equal to rank: B takes the factor alpha over rank."""
-    config = config_of(model)
-    state = state_of(model)
+    config, state = model.peft_config[ADAPTER_NAME], state_of(model)
     for name in [name for name in state if name.endswith(".lora_B.weight")]:
         layer = model.get_submodule(name.removesuffix(".lora_B.weight"))
         state[name] = state[name] * layer.scaling[ADAPTER_NAME]

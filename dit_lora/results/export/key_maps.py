@@ -5,7 +5,7 @@ Read from: Comfy-Org/ComfyUI comfy/lora.py (every layer as `diffusion_model.<its
 CogVideoX). Neither kohya-ss/sd-scripts nor musubi-tuner has a network for a family of ours.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,29 +37,17 @@ class Layout:
 
     def updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
         """Return what a file adds to each layer; raises `CheckFailedError` with every tensor that belongs to none."""
-        by_key = {key: name for name, key in self.names.items()}
-        parts: dict[str, dict[str, torch.Tensor]] = {}
-        stray = []
-        for full, tensor in tensors.items():
-            # Names of layers hold dots, so the longest known beginning of a key is the layer's.
-            key = next((key for key in _heads(full) if key in by_key), None)
-            if key is None:
-                stray.append(full)
-            else:
-                parts.setdefault(key, {})[full[len(key) + 1 :]] = tensor
-        wanted = {f"{self.down}.weight", f"{self.up}.weight", "alpha"}
-        stray += [
-            f"{key}: {', '.join(sorted(part))}"
-            for key, part in parts.items()
-            if part.keys() != wanted
-        ]
+        updates, known = {}, set()
+        for name, key in self.names.items():
+            own = [f"{key}.{self.down}.weight", f"{key}.{self.up}.weight", f"{key}.alpha"]
+            if all(full in tensors for full in own):
+                a, b, alpha = (tensors[full] for full in own)
+                updates[name] = [Term(a, b, alpha.item() / len(a))]
+                known |= {*own}
+        stray = [full for full in tensors if full not in known]
         if stray:
             raise CheckFailedError(listed("these tensors belong to no layer", stray))
-        return {by_key[key]: [self._term(part)] for key, part in parts.items()}
-
-    def _term(self, part: Mapping[str, torch.Tensor]) -> Term:
-        a, b = part[f"{self.down}.weight"], part[f"{self.up}.weight"]
-        return Term(a, b, part["alpha"].item() / len(a))
+        return updates
 
 
 def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> Layout:
@@ -99,9 +87,3 @@ def _in_comfyui(names: Mapping[str, str], name: str) -> str | None:
     number, _, inner = rest.partition(".")
     theirs = names.get(f"{list_name}.*.{inner}") if number.isdecimal() else None
     return theirs and theirs.replace("*", number)
-
-
-def _heads(key: str) -> Iterable[str]:
-    """Return the names that a key may begin with, longest first."""
-    parts = key.split(".")
-    return (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))

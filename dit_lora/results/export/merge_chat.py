@@ -1,5 +1,6 @@
 """A chat model's adapter merged into its checkpoint: a folder that needs no PEFT."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 
 from dit_lora.adapters.attach import ADAPTER_NAME, tied_layers
@@ -19,8 +19,8 @@ from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.parsing import read_json
+from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 _SHARD = "5GB"
 
@@ -113,19 +113,13 @@ def _class_of(base: Path) -> type[PreTrainedModel]:
 
 def _stored_dtype(base: Path) -> torch.dtype:
     """Return the dtype of a checkpoint's floating weights; of several, one that holds all of them."""
-    stored = set()
-    for file in sorted(base.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            stored |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    unknown = sorted(stored - _INTEGERS - _DTYPES.keys())
-    floating = [dtype for name, dtype in _DTYPES.items() if name in stored]
+    stored = stored_dtypes(sorted(base.glob("model*.safetensors")))
+    unknown = sorted(stored - _INTEGERS - FLOATS.keys())
+    floating = [dtype for name, dtype in FLOATS.items() if name in stored]
     if unknown or not floating:
         raise DitLoraError(
             f"{base} needs model*.safetensors in fp32, bf16 or fp16, to merge into; "
             f"got {', '.join(unknown) or 'none'}"
         )
-    widest = floating[0]
-    for dtype in floating[1:]:
-        # No half-precision type holds both bf16 and fp16; fp32 does.
-        widest = torch.promote_types(widest, dtype)
-    return widest
+    # No half-precision type holds both bf16 and fp16; fp32 does.
+    return functools.reduce(torch.promote_types, floating)

@@ -16,8 +16,8 @@ from dit_lora.adapters.own_files import copy_own
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.parsing import read_json
 from dit_lora.results.export.updates import Updates, update
+from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHARDS = "transformer/diffusion_pytorch_model.safetensors.index.json"
 # Files of a variant, such as fp16's, have its name between; they are not read.
 _WEIGHTS = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")
@@ -104,11 +104,8 @@ def require_merged(base: Path, transformer: Any, updates: Updates, weights: Tens
 
 def stored_dtype(base: Path) -> torch.dtype:
     """Return the widest dtype of the transformer's weights, in which loading them loses nothing."""
-    stored = set()
-    for file in _weight_files(base / "transformer"):
-        with safe_open(file, framework="pt") as opened:
-            stored |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    kinds = [_FLOATS[name] for name in stored if name in _FLOATS]
+    stored = stored_dtypes(_weight_files(base / "transformer"))
+    kinds = [FLOATS[name] for name in stored if name in FLOATS]
     return functools.reduce(torch.promote_types, kinds)
 
 
@@ -138,7 +135,7 @@ def _require_mergeable(
             files[file] = list(opened.keys())
             for name in wanted.intersection(files[file]):
                 dtype = opened.get_slice(name).get_dtype()
-                faults += [] if dtype in _FLOATS else [f"{name}: {dtype}"]
+                faults += [] if dtype in FLOATS else [f"{name}: {dtype}"]
     present = {name for names in files.values() for name in names}
     faults += [f"{name}: not there" for name in wanted - present]
     if faults:

@@ -1,5 +1,6 @@
 """Terms that an adapter adds to each weight, whatever file it is written in: to compare files, and to merge them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +66,7 @@ def summed(many: Sequence[Updates]) -> Updates:
 
 def update(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of one layer's terms, computed in `dtype`."""
-    first, *others = (term.update(dtype) for term in terms)
-    for other in others:
-        first += other
-    return first
+    return functools.reduce(torch.add, (term.update(dtype) for term in terms))
 
 
 def require_same(expected: Updates, found: Updates, what: str) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -15,15 +14,14 @@ from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.families.without_weights import as_constructed, from_configs
 from dit_lora.numerics.streams import generator
-from dit_lora.results.verify.reference_model import Inputs
+from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
 
 _POSITIONS = 8  # of which the logits are compared, at the end
 
 
 @dataclass(frozen=True)
-class ChatStock:
+class ChatStock(ReferenceModel):
     """The stock model of one checkpoint."""
 
     checkpoint: ChatCheckpoint
@@ -66,11 +64,6 @@ class ChatStock:
         )
         return model.requires_grad_(False).eval()
 
-    def without_values(self, dtype: torch.dtype) -> nn.Module:
-        with init_empty_weights(), from_configs():
-            model = self.load(dtype)
-        return as_constructed(model)
-
     def put(self, model: nn.Module, file: Path) -> nn.Module:
         base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
         # Before PEFT wraps the layers and renames their weights.
@@ -83,10 +76,7 @@ class ChatStock:
             device = next(model.parameters()).device.type
             lazy = device == "meta"  # to which no file is read
             PeftModel.from_pretrained(
-                model,
-                file.parent,
-                torch_device="cpu" if lazy else device,
-                low_cpu_mem_usage=lazy,
+                model, file.parent, torch_device="cpu" if lazy else device, low_cpu_mem_usage=lazy
             )
         return model
 

@@ -9,7 +9,6 @@ import torch
 
 from dit_lora.adapters.update_norms import EXTREME, STRONG, LoadedLayer, ModuleUpdate
 from dit_lora.errors import listed
-from dit_lora.numerics.finite import not_finite
 
 Tensors = Mapping[str, torch.Tensor]
 NOT_RECORDED = "not recorded"
@@ -26,13 +25,12 @@ class Check:
         return {"passed": self.passed, "words": self.words}
 
 
-def finite(tensors: Tensors, base: Tensors) -> Check:
-    """Check that no NaN and no Inf is in the adapter or in the base weights beside it."""
-    bad = not_finite([*tensors.items(), *base.items()])
+def finite(bad: Sequence[str], count: int) -> Check:
+    """Check that there is no NaN and no Inf, given what is `bad` of so many tensors."""
     if bad:
         summary = "not finite; take an earlier checkpoint, or train again:"
         return Check(False, listed(summary, bad))
-    return Check(True, f"all {len(tensors) + len(base)} tensors are finite")
+    return Check(True, f"all {count} tensors are finite")
 
 
 def keys(
@@ -95,7 +93,7 @@ def effect(
     if extreme and not allow_extreme:
         return _extreme(extreme)
     if not updates:
-        return no_adapter(base)
+        return Check(True, f"no adapter: {len(base)} base weights were trained in full")
     # Single dead modules are a note; all of them dead is a failure.
     dead = [one for one in updates if one.is_lost]
     if len(dead) == len(updates):
@@ -152,10 +150,6 @@ def percent(share: float) -> str:
     """Return two digits, or all that are before the point."""
     value = 100 * share
     return f"{value:.0f}%" if value >= 100 else f"{value:.2g}%"
-
-
-def no_adapter(base: Sequence[str]) -> Check:
-    return Check(True, f"no adapter: {len(base)} base weights were trained in full")
 
 
 def scale(

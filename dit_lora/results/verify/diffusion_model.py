@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import load_adapter
@@ -15,16 +14,15 @@ from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import Checkpoint, read_component_config
-from dit_lora.families.without_weights import as_constructed, from_configs
 from dit_lora.numerics.streams import Streams, generator
-from dit_lora.results.verify.reference_model import Inputs
+from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
 
 _SIDE = 4  # patches of height and of width that made-up latents have, where the model takes so few
 _COMPUTE = "compute"  # in place of a dtype: the one that the model computes in
 
 
 @dataclass(frozen=True)
-class DiffusionStock:
+class DiffusionStock(ReferenceModel):
     """The stock pipeline of one checkpoint, with nothing in it but its transformer."""
 
     checkpoint: Checkpoint
@@ -41,7 +39,11 @@ class DiffusionStock:
         shape = min(clips.video_specs, key=lambda one: one.volume)
         video: Spec = clips.video_specs[shape]
         if not whole:
-            video = _shrunk(video, shape, self._smallest(shape))
+            # A few patches, where the model takes so few: the check is to cost little beside a step.
+            most = _SIDE * self.checkpoint.side_step
+            small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
+            if self.checkpoint.refusal(small) is None:
+                video = _shrunk(video, shape, small)
         return {
             name: {
                 "shape": list(size),
@@ -49,12 +51,6 @@ class DiffusionStock:
             }
             for name, (size, dtype) in {**video, **clips.text_spec}.items()
         }
-
-    def _smallest(self, shape: VideoShape) -> VideoShape:
-        # A few patches, where the model takes so few: the check is to cost little beside a step.
-        most = _SIDE * self.checkpoint.side_step
-        small = VideoShape(shape.frames, min(shape.height, most), min(shape.width, most))
-        return small if self.checkpoint.refusal(small) is None else shape
 
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
@@ -75,12 +71,6 @@ class DiffusionStock:
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Return a fresh transformer with the checkpoint's weights, on the CPU."""
         return self.checkpoint.load_transformer(dtype).eval()
-
-    def without_values(self, dtype: torch.dtype) -> nn.Module:
-        """Return a fresh transformer on the meta device; its buffers are whole."""
-        with init_empty_weights(), from_configs():
-            model = self.checkpoint.load_transformer(dtype)
-        return as_constructed(model)
 
     def put(self, model: nn.Module, file: Path) -> nn.Module:
         """Load the adapter and what was trained beside it, as users of the stock pipeline do; return the model with it.

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from dit_lora.errors import listed
 from dit_lora.numerics.finite import describe_bad
 from dit_lora.results.tensor_file import unreadable
-from dit_lora.results.verify.checks import Check
+from dit_lora.results.verify.checks import Check, finite
 
 _WHOLE = "a whole model, without adapter"
 
@@ -40,9 +40,15 @@ def pipeline_checks(
         except (OSError, SafetensorError) as error:
             raise unreadable(file, error) from error
     misfits += [f"{name}: not in the files" for name in expected if name not in seen]
+    keys = Check(True, f"{loader} takes all {len(seen)} tensors of the transformer; none lacks")
+    if misfits:
+        summary = (
+            f"{loader} does not load the transformer as it is; use the folder as the run wrote it"
+        )
+        keys = Check(False, listed(summary, misfits))
     return {
-        "keys": _keys(misfits, len(seen), loader),
-        "finite": _finite(bad, len(seen)),
+        "keys": keys,
+        "finite": finite(bad, len(seen)),
         "effect": Check(True, f"{_WHOLE}: there is no update beside it"),
         "scale": Check(True, f"{_WHOLE}: there is no rank and no alpha"),
     }
@@ -64,19 +70,3 @@ def _misfit(
         if not torch.allclose(tensor.to(values.dtype), values, rtol=0, atol=0, equal_nan=True):
             return f"{name}: not what was trained"
     return None
-
-
-def _keys(wrong: Sequence[str], count: int, loader: str) -> Check:
-    if wrong:
-        summary = (
-            f"{loader} does not load the transformer as it is; use the folder as the run wrote it"
-        )
-        return Check(False, listed(summary, wrong))
-    return Check(True, f"{loader} takes all {count} tensors of the transformer; none lacks")
-
-
-def _finite(bad: Sequence[str], count: int) -> Check:
-    if bad:
-        summary = "not finite; take an earlier checkpoint, or train again:"
-        return Check(False, listed(summary, bad))
-    return Check(True, f"all {count} tensors are finite")

@@ -1,13 +1,16 @@
 """Describes a checkpoint as its own library loads it, which a run and its result are compared with."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from dit_lora.families.without_weights import as_constructed, from_configs
 from dit_lora.numerics.dtensors import is_sharded
 from dit_lora.numerics.quantized_linear import NarrowLinear
 
@@ -59,32 +62,42 @@ def tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
-class ReferenceModel(Protocol):
+class ReferenceModel(ABC):
     """One checkpoint as its own library loads it."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The name of what loads it, for messages."""
 
+    @abstractmethod
     def inputs(self, clips: Any, *, whole: bool) -> Inputs:
         """Return what made-up inputs are drawn by, for a model trained on these; `whole` keeps height and width."""
 
+    @abstractmethod
     def output(
         self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the model's output of made-up inputs; `dtype` is what it computes in."""
 
+    @abstractmethod
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Return a fresh model with the checkpoint's weights, on the CPU."""
 
     def without_values(self, dtype: torch.dtype) -> nn.Module:
         """Return a fresh model on the meta device; its buffers are whole."""
+        with init_empty_weights(), from_configs():
+            model = self.load(dtype)
+        return as_constructed(model)
 
+    @abstractmethod
     def put(self, model: nn.Module, file: Path) -> nn.Module:
         """Load an adapter and what was trained beside it, as users of that library do; return the model with it."""
 
+    @abstractmethod
     def stored(self, file: Path) -> dict[str, torch.Tensor]:
         """Return the adapter's tensors by the names that a loaded one has."""
 
+    @abstractmethod
     def weight_files(self) -> list[Path]:
         """Return the safetensors files of the model."""

@@ -28,6 +28,7 @@ from dit_lora.adapters.update_norms import (
     weight_norms,
 )
 from dit_lora.errors import DitLoraError, listed
+from dit_lora.numerics.finite import not_finite
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.results.tensor_file import header_of, tensors_of
 from dit_lora.results.verify.checks import Check, effect, finite, keys, scale
@@ -108,8 +109,6 @@ class Result:
     stock: ReferenceModel
     dtype: torch.dtype
     """The dtype that the fresh model computes in."""
-    noted: Mapping[str, Any] | None
-    """The record that `output` compares; None for a file that says nothing of it."""
     later: str | None = None
     """The reason why the output is not compared here, and what does it."""
     allow_extreme: bool = False
@@ -141,13 +140,14 @@ class Result:
 
     def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
         """Return the check `output`, for the model with the result in it."""
-        if self.noted is None:
+        noted = self.made.get("output")
+        if noted is None:
             return Check(True, "not recorded at training's end: the file says nothing of it")
-        if self.later and not {NOT_RECORDED, WRONG} & self.noted.keys():
+        if self.later and not {NOT_RECORDED, WRONG} & noted.keys():
             return Check(True, f"not compared: {self.later}")
         made = self.made.get("base_model") or "the checkpoint that it was trained on"
         try:
-            return compare_output(self.stock, model, self.noted, dtype, made, own=self.own)
+            return compare_output(self.stock, model, noted, dtype, made, own=self.own)
         except torch.OutOfMemoryError:
             device = next(model.parameters()).device
             return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
@@ -184,7 +184,7 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
         output = result.output(fresh, result.dtype)
     checks = {
         "keys": key_check,
-        "finite": finite(stored, base),
+        "finite": finite(not_finite([*stored.items(), *base.items()]), len(stored) + len(base)),
         "effect": effects,
         "scale": scale(config, layers, _ranks(stored), result.made),
         "output": output,

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,9 +22,6 @@ from safetensors.torch import load_file, save_file
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.parsing import parse_json, read_json
 from dit_lora.training.checkpoints.compatibility import samples_remedy
-
-if TYPE_CHECKING:
-    pass
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
@@ -194,7 +191,21 @@ def require_same_recipe(
     """
     about: dict[str, Any] = read_json(path / _STATE)
     # Through JSON as the stored one went: a tuple would differ from the list that it became.
-    _require_same(path, about["identity"], parse_json(json.dumps(dict(identity))), place or {})
+    stored, own = about["identity"], parse_json(json.dumps(dict(identity)))
+    different = [
+        f"{key}: {stored.get(key)!r} in the checkpoint, {own.get(key)!r} in the recipe"
+        + samples_remedy(key, stored.get(key), place or {})
+        for key in sorted({*stored, *own})
+        if stored.get(key) != own.get(key)
+    ]
+    if different:
+        raise DitLoraError(
+            listed(
+                f"train.resume: {path} belongs to another recipe; restore these values, or start afresh "
+                "with train.resume=none in another run.dir",
+                different,
+            )
+        )
     return about
 
 
@@ -222,23 +233,6 @@ def is_whole(path: Path) -> bool:
         return all(_digest(path / name) == digest for name, digest in digests.items())
     except (OSError, ValueError, KeyError):
         return False
-
-
-def _require_same(path: Path, stored: Identity, own: Identity, place: Mapping[str, Any]) -> None:
-    different = [
-        f"{key}: {stored.get(key)!r} in the checkpoint, {own.get(key)!r} in the recipe"
-        + samples_remedy(key, stored.get(key), place)
-        for key in sorted({*stored, *own})
-        if stored.get(key) != own.get(key)
-    ]
-    if different:
-        raise DitLoraError(
-            listed(
-                f"train.resume: {path} belongs to another recipe; restore these values, or start afresh "
-                "with train.resume=none in another run.dir",
-                different,
-            )
-        )
 
 
 def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:

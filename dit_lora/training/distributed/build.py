@@ -6,7 +6,7 @@ from torch import nn
 
 from dit_lora.families import get_family
 from dit_lora.training.distributed.context_parallel import ContextParallel
-from dit_lora.training.distributed.engine import Engine, Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.fsdp import shard
 from dit_lora.training.distributed.zero import Zero2
 from dit_lora.training.execution.offload import placement
@@ -27,4 +27,4 @@ def build_engine(session: Session, model: nn.Module, optimizer: Any) -> Engine:
         return ContextParallel(accelerator, model, optimizer, degree=degree)
     # With offload the model is on two devices already, and Accelerate must not move it to one.
     placed = placement(model, optimizer)
-    return Replicated(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))
+    return Engine(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))

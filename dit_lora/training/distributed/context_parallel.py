@@ -10,7 +10,7 @@ from torch import nn
 from dit_lora.data.loading.training_set import Prepared
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Denoiser, Trained
-from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.token_split import (
     BACKENDS,
     context_problems,
@@ -22,7 +22,7 @@ from dit_lora.training.session.session import Session
 
 
 @dataclass
-class ContextParallel(Replicated):
+class ContextParallel(Engine):
     """Replicated weights, where every `degree` ranks run the same samples, each on its share of the tokens."""
 
     degree: int = 1

@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.dtensors import GATHERING, fill, gathered, spread, without_gathering
 from dit_lora.numerics.parameters import trainable_state
-from dit_lora.training.distributed.engine import Replicated, Tensors
+from dit_lora.training.distributed.engine import Engine, Tensors
 from dit_lora.training.execution.blocks import repeated_blocks
-from dit_lora.training.optim.state import load_optimizer_state, optimizer_state
+from dit_lora.training.optim.state import load_optimizer_state, named_parameters, optimizer_state
 from dit_lora.training.session.launch import Sharding
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 @dataclass
-class Sharded(Replicated):
+class Sharded(Engine):
     """Every rank holds a part of each weight, gradient and moment; a forward pass needs all ranks."""
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -41,7 +41,7 @@ class Sharded(Replicated):
         return self.model
 
     @property
-    def bytes_in_flight(self) -> int:  # type: ignore[override]
+    def bytes_in_flight(self) -> int:
         """Bytes of the root's weights and of two blocks': the next one is gathered while one computes."""
         blocks = [_bytes(block) for block in _outermost(repeated_blocks(self.model))]
         most = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
@@ -77,11 +77,7 @@ class Sharded(Replicated):
 
     def _spread(self, moments: Tensors) -> dict[str, torch.Tensor]:
         """Return each moment sharded as its parameter is; step counts, which have no shape, as they are."""
-        like = {
-            f"{group['name']}/{name}": parameter
-            for group in self.optimizer.param_groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        }
+        like = named_parameters(self.optimizer.param_groups)
         return {
             name: spread(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
             for name, tensor in moments.items()

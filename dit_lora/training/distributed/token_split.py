@@ -5,7 +5,7 @@ a share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). Diffusers has plans 
 CogVideoX's is here, because its stock attention processor calls PyTorch past the dispatcher.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.models.cogvideox import CogVideoXProcessor
 
-Plan = dict[str, Any]
 
-
-def _cogvideox(model: Any) -> Plan:
-    """Return a plan that splits both streams before the first block, and the positions, and joins the output layer's."""
+def _plan(model: Any) -> dict[str, Any]:
+    """Return CogVideoX's plan: it splits both streams before the first block, and the positions, and joins the output layer's."""
     # Hooks on the first block's inputs split what the embeddings made of whole samples; all blocks behind it see a share.
     tokens = ContextParallelInput(split_dim=1, expected_dims=3)
     plan: dict[str, Any] = {
@@ -39,17 +37,13 @@ def _cogvideox(model: Any) -> Plan:
     return plan
 
 
-# By the name of the model's class: the processor that exchanges tokens there, and what makes its plan.
-_PLANS: dict[str, tuple[type, Callable[[Any], Plan]]] = {
-    "CogVideoXTransformer3DModel": (CogVideoXProcessor, _cogvideox)
-}
 BACKENDS = ("native", "flash", "_native_flash", "_native_cudnn")
 """Diffusers' attention backends that train and exchange tokens."""
 
 
 def has_context_plan(model: Any) -> bool:
     """Return whether it is known how this model's tokens are split."""
-    return type(model).__name__ in _PLANS
+    return type(model).__name__ == "CogVideoXTransformer3DModel"
 
 
 def context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]]) -> list[str]:
@@ -70,11 +64,10 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, rank
 
     Raises `DitLoraError` if an attention processor would attend to its own rank's tokens alone.
     """
-    processor_class, _ = _PLANS[type(model).__name__]
     others = {
         type(processor).__name__
         for processor in _processors(model)
-        if not isinstance(processor, processor_class)
+        if not isinstance(processor, CogVideoXProcessor)
     }
     if others:
         summary = "train.context_parallel: these attention processors do not exchange tokens"
@@ -97,8 +90,7 @@ def whole_context(model: Any) -> Iterator[None]:
         yield
         return
     # The hooks come off and processors forget the ranks, so that a rank may run what the others do not.
-    _, plan = _PLANS[type(model).__name__]
-    remove_context_parallel(model, plan(model))
+    remove_context_parallel(model, _plan(model))
     _configure(model, None)
     try:
         yield
@@ -108,9 +100,8 @@ def whole_context(model: Any) -> Iterator[None]:
 
 def _apply(model: Any, config: Any) -> None:
     """Put Diffusers' hooks that split and join tokens on the model, and tell its processors of the ranks."""
-    _, plan = _PLANS[type(model).__name__]
     _configure(model, config)
-    apply_context_parallel(model, config.context_parallel_config, plan(model))
+    apply_context_parallel(model, config.context_parallel_config, _plan(model))
 
 
 def _configure(model: Any, config: ParallelConfig | None) -> None:

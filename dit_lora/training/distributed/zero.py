@@ -6,22 +6,20 @@ DeepSpeed spreads and gathers. The step is this package's, as under DDP: its cli
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dit_lora.config.optim import OptimConfig
 from dit_lora.fuse.gradient_norms import Norms
-from dit_lora.guard.gate import weights_are_bad
 from dit_lora.numerics.parameters import trainable_state
-from dit_lora.training.optim.build import clip_gradients, gradient_norms
-
-Tensors = Mapping[str, torch.Tensor]
+from dit_lora.training.distributed.engine import Engine, Tensors
+from dit_lora.training.optim.build import gradient_norms
+from dit_lora.training.optim.state import named_parameters
 
 _BUCKET = 50_000_000
 """Elements of the largest bucket in which gradients wait to be averaged; DeepSpeed's own default is 2 GB of them."""
@@ -69,14 +67,15 @@ class _Part:
         }
 
 
-class Zero2:
-    """Implements `Engine` with the parts and the collectives of DeepSpeed's ZeRO, and nothing else of it.
+class Zero2(Engine):
+    """Spreads gradients and moments with the parts and the collectives of DeepSpeed's ZeRO, and nothing else of it.
 
     A group's parameters are one flat tensor, of which this rank's optimizer holds a part: fp32 weights, their
     gradient and its moments. The optimizer is elementwise, so that the parts together take the step of whole tensors.
     """
 
-    lockstep: ClassVar[bool] = False
+    model: Any
+    """DeepSpeed's engine."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -84,7 +83,7 @@ class Zero2:
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
         self._micro_steps = 0
-        parameters = [_named(group) for group in optimizer.param_groups]
+        parameters = [named_parameters([group]) for group in optimizer.param_groups]
         trained = sum(one.numel() for named in parameters for one in named.values())
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
         self._bucket = min(_BUCKET, trained)
@@ -96,9 +95,10 @@ class Zero2:
             model=prepared, optimizer=optimizer, config=self._config()
         )
         self.optimizer = self._zero.optimizer
+        flat = (group["params"][0] for group in self.optimizer.param_groups)
         self._parts = [
             _Part(part, part.numel() * accelerator.process_index, named)
-            for part, named in zip(self._flat(), parameters, strict=True)
+            for part, named in zip(flat, parameters, strict=True)
         ]
         self._disarm()
 
@@ -120,9 +120,6 @@ class Zero2:
             "timers": {"throughput": {"enabled": False}},
         }
 
-    def _flat(self) -> list[torch.Tensor]:
-        return [group["params"][0] for group in self.optimizer.param_groups]
-
     @property
     def bare(self) -> nn.Module:
         return self.model.module
@@ -131,9 +128,6 @@ class Zero2:
     def bytes_in_flight(self) -> int:
         """Bytes of the bucket of fp32 gradients: weights are never gathered in a pass."""
         return 4 * self._bucket
-
-    def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
-        """Do nothing: the parts are what they are from the start."""
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
@@ -158,9 +152,6 @@ class Zero2:
             hook.remove()
         self._zero._grad_acc_hooks.clear()
 
-    def alone(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
         """Return each group's gradient norm; the squares of all ranks' parts are added in fp64, where none overflows."""
         averaged = self._zero.averaged_gradients
@@ -177,14 +168,6 @@ class Zero2:
         whole = self.accelerator.reduce(squares, reduction="sum").sqrt()
         return dict(zip(own, whole.unbind(), strict=True))
 
-    def clip(
-        self,
-        norms: Tensors,
-        optim: OptimConfig,
-        adaptive: Callable[[str], float | None],
-    ) -> torch.Tensor:
-        return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
-
     def step(self, bad: torch.Tensor) -> None:
         """Take the step unless `bad`, which fused AdamW reads on the device; then gather the weights that it left."""
         # DeepSpeed calls the optimizer itself, so that the flag has to be there already.
@@ -195,9 +178,6 @@ class Zero2:
             del self.optimizer.found_inf
         self._zero.zero_grad(set_to_none=True)
         self._micro_steps = 0
-
-    def weights_are_bad(self) -> torch.Tensor:
-        return weights_are_bad(self.optimizer)
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's state; `<group>/<parameter>/part` is what the optimizer holds of a parameter's weights."""
@@ -231,9 +211,6 @@ class Zero2:
                 for value in self.optimizer.state.get(part.tensor, {}).values():
                     value.zero_()
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return trainable_state(self.bare)
-
     def moments(self) -> dict[str, torch.Tensor]:
         state = {}
         for part in self._parts:
@@ -266,11 +243,6 @@ class Zero2:
         for name, place in part.places().items():
             whole[place] = values[name].flatten()
         return whole[part.first : part.first + part.tensor.numel()].clone()
-
-
-def _named(group: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    named = zip(group["param_names"], group["params"], strict=True)
-    return {f"{group['name']}/{name}": parameter for name, parameter in named}
 
 
 def _owner(name: str) -> str:

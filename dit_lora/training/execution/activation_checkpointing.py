@@ -95,11 +95,6 @@ def blocks_called_by(transformer: nn.Module, function: Callable[..., Any] | None
         call_blocks_by(transformer, None)
 
 
-def block_caller(mode: Mode) -> Callable[..., Any] | None:
-    """Return what `call_blocks_by` takes for a mode."""
-    return _FUNCTIONS[mode]
-
-
 def least_memory(transformer: nn.Module) -> Mode:
     """Return the mode that needs the least memory: `full`, or `none` of a model without checkpointing."""
     return "full" if supports_checkpointing(transformer) else "none"
@@ -121,14 +116,7 @@ def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
     """
     require_checkpointing(transformer, mode)
     if supports_checkpointing(transformer):
-        call_blocks_by(transformer, _FUNCTIONS[mode])
-
-
-@contextmanager
-def least_memory_mode(transformer: nn.Module) -> Iterator[None]:
-    """Recompute all that the model can within: what is compared or tried may need more memory than a step."""
-    with in_mode(transformer, least_memory(transformer)):
-        yield
+        call_blocks_by(transformer, BLOCK_CALLERS[mode])
 
 
 @contextmanager
@@ -199,8 +187,9 @@ def _policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_FUNCTIONS: dict[Mode, Callable[..., Any] | None] = {
+BLOCK_CALLERS: dict[Mode, Callable[..., Any] | None] = {
     "none": None,
     "selective": _selectively,
     "full": _fully,
 }
+"""What `call_blocks_by` takes for each mode."""

@@ -3,7 +3,7 @@
 The count is of the run's own model, autocast and shapes, on fake tensors: no weight is read, no memory taken.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,15 +184,11 @@ class Advice(NamedTuple):
     fits: bool
 
 
-def advise(shapes: Sequence[Needs], free: int, asked: Literal["auto", Mode]) -> list[Advice]:
-    """Return for each shape the mode that recomputes least and fits `SHARE` of the free bytes, or the one asked for.
+def advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
+    """Return the mode that recomputes least and fits `SHARE` of the free bytes, or the one asked for.
 
     Where nothing fits, the mode that needs least.
     """
-    return [_advise(needs, free, asked) for needs in shapes]
-
-
-def _advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
     fitting = [mode for mode in MODES if mode in needs and needs[mode] <= SHARE * free]
     best = fitting[0] if fitting else min(needs, key=lambda mode: needs[mode])
     mode = best if asked == "auto" else asked

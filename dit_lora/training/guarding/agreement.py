@@ -136,7 +136,7 @@ def _moved(tensor: torch.Tensor, held: torch.Tensor | None) -> float:
 def note_averages(run: Run) -> None:
     """Take the run's state at its start as sound."""
     if run.ema is not None:
-        run.bounds.note(trainable_state(run.setup.transformer), _named(run.ema.tensors()))
+        run.ema.bounds.note(trainable_state(run.setup.transformer), _named(run.ema.tensors()))
 
 
 def _require_sound_averages(run: Run, step: int) -> None:
@@ -144,12 +144,12 @@ def _require_sound_averages(run: Run, step: int) -> None:
     if run.ema is None:
         return
     weights, averages = trainable_state(run.setup.transformer), _named(run.ema.tensors())
-    beyond = run.bounds.beyond(weights, averages)
+    beyond = run.ema.bounds.beyond(weights, averages)
     rank, host = run.setup.session.accelerator.process_index, socket.gethostname()
     reports: list[Any] = gather_object([(rank, host, beyond)] if beyond else [])
     if not reports:
         # Only once all ranks agree that they are sound: a bad value would widen its own bound.
-        run.bounds.note(weights, averages)
+        run.ema.bounds.note(weights, averages)
         return
     rank, host, beyond = reports[0]
     name, (peak, bound) = next(iter(beyond.items()))

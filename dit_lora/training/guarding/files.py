@@ -10,20 +10,21 @@ from tqdm import tqdm
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.sources.scan import class_names
+from dit_lora.environment.versions import probe_environment
+from dit_lora.guard.bundle import write_bundle
 from dit_lora.guard.event import Event
 from dit_lora.guard.replay import MicroBatch
+from dit_lora.numerics.precision import DTYPES
 from dit_lora.terminal import printable
-from dit_lora.training.best import note_best
-from dit_lora.training.bundles import keep_bundle
 from dit_lora.training.checkpoints.files import checkpoint_steps, remove_checkpoints_after
-from dit_lora.training.guarding.setup import GuardStart
+from dit_lora.training.guarding.state import GuardStart
 from dit_lora.training.guarding.watch import StepWatcher, prime_spikes
 from dit_lora.training.journal import Journal
 from dit_lora.training.saved_state import Checkpoints
 
 
-class GuardFiles:
-    """Implements `RunFiles` in a run's folder."""
+class RunFiles:
+    """Changes a run's files for recovery; called on every rank, written by one."""
 
     def __init__(
         self,
@@ -45,36 +46,42 @@ class GuardFiles:
             self.journal.event(event)
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
+        """Drop the lines of the steps after `step`; if another trajectory follows, their checkpoints too."""
         if self.journal is not None:
             self.checkpoints.saver.wait()  # a checkpoint under way may be one to remove
             with self.checkpoints.saver.noted():
                 self.journal.rewind(step)
                 if other_trajectory:
                     remove_checkpoints_after(self.setup.session.dir, step)
-            note_best(self.setup, self.checkpoints.saver, step)
+            self.checkpoints.note_best(step)
         # Collective, so outside of the condition: every rank's medians go back with the run.
         prime_spikes(self.watcher, self.journal)
 
     def quarantined(self, quarantine: Quarantine) -> None:
+        """Write the list of samples that are left out."""
         if self.setup.session.is_main:
             with self.checkpoints.saver.noted():
                 quarantine.save()
 
     def left_out(self, step: int, guard: Mapping[str, Any]) -> None:
+        """Save, with the guard's record, if it is due after this step, which changed nothing."""
         train = self.setup.recipe.train
         if step % train.save_every == 0 or step == train.steps:
             self.save(step, guard)
 
     def save(self, step: int, guard: Mapping[str, Any]) -> None:
+        """Checkpoint the weights as they are, with the guard's record; raises if they are not finite."""
         self.checkpoints.save(step, guard, wait=True)
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
+        """Rename these samples' bad cache entries and say so."""
         if not self.setup.session.is_main:
             return []
         aside = self.setup.data.clips.set_aside_bad(samples)
         return [f"set aside {path}: the next start encodes it anew" for path in aside]
 
     def newest_saved(self) -> int:
+        """Return the step of the newest checkpoint, equal on all ranks; 0 without one."""
         steps = [0]
         if self.setup.session.is_main:
             self.checkpoints.saver.wait()  # one may be under way
@@ -83,7 +90,10 @@ class GuardFiles:
         return steps[0]
 
     def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
-        """Write a bundle on the rank that ran the micro-batch, as far as `guard.bundles` goes; return its path."""
+        """Write what `dit-lora replay` needs, on the rank that ran the micro-batch, as far as `guard.bundles` goes.
+
+        Return its path in the run's folder, or None.
+        """
         setup = self.setup
         if self._bundles >= setup.recipe.guard.bundles:
             return None
@@ -97,22 +107,34 @@ class GuardFiles:
         earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))  # of the same step
         folder = setup.session.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
         try:
-            keep_bundle(
-                folder,
-                micro_batch,
-                event.record(),
-                weights,
-                _whole_recipe(setup.recipe, micro_batch),
-                setup.session.precision,
-                setup.data.transformer_digest,
-                self.start.state.switched_off,
-                self.start.start_peak,
-            )
+            facts, limit = self._facts(micro_batch, event), setup.recipe.guard.bundle_mib
+            write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
         except OSError as error:  # a run is worth more than a bundle
             words = f"warning: cannot write {folder}: {error.strerror}"
             tqdm.write(printable(words), file=sys.stderr)
             return None
         return f"bundles/{folder.name}"
+
+    def _facts(self, micro_batch: MicroBatch, event: Event) -> dict[str, Any]:
+        """Return what it takes to run a micro-batch again elsewhere, beside its tensors and the weights."""
+        setup = self.setup
+        return {
+            "event": event.record(),
+            "recipe": _whole_recipe(setup.recipe, micro_batch).model_dump(mode="json"),
+            "replay": {
+                "step": micro_batch.step,
+                "micro_step": micro_batch.micro_step,
+                "rank": micro_batch.rank,
+                "ids": micro_batch.ids,
+                "draws": micro_batch.draws,
+                "faults": dict(micro_batch.faults),
+            },
+            "switched_off": list(self.start.state.switched_off),
+            "start_peak": self.start.start_peak,
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype is setup.dtype),
+            "transformer_digest": setup.data.transformer_digest,
+            "packages": dict(probe_environment().versions),
+        }
 
     def say(self, line: str) -> None:
         self.setup.session.say(line)

@@ -1,46 +1,60 @@
-"""Compares fused kernels again while a run trains: one that goes wrong late is off, and its steps are taken again."""
+"""Compares a run's fused kernels with the stock model, before the first step and again while it trains.
+
+One that differs is switched off; one that goes wrong late too, and its steps are taken again.
+"""
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 
 from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import listed
-from dit_lora.guard.block_parity import is_repeated
+from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, fusion_of
+from dit_lora.guard.block_parity import PASSES, Coverage, Learning, blocks_of, is_repeated
 from dit_lora.guard.event import kernel_event
 from dit_lora.guard.gate import NonFiniteError
+from dit_lora.guard.parity import Difference, How, differences, first_difference
+from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.switches import COMPILE, Switch
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.guarding.kernel_parity import (
-    KernelParity,
-    micro_batch_of,
-    several_rows,
-    turn_off,
-)
+from dit_lora.training.execution.activation_checkpointing import in_mode, least_memory
+from dit_lora.training.guarding.compared_batches import micro_batch_of, several_rows, turn_off
+from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.guarding.state_checks import own_state
 from dit_lora.training.loop import WentBackError
+from dit_lora.training.task import AnySetup
 
 _RECENT = 4
 """Number of micro-batches that are kept to be compared on: where they are of one sample, two of them make one."""
 
+_NO_MEMORY = "there was no memory for it"
 _BLOCKS = 8
 """Number of repeated blocks that one comparison takes: a kernel is the same in all, and fp32 costs."""
 
 
 @dataclass
-class ParityWatch(KernelParity):
-    """Compares every `guard.parity_every` steps, and keeps the state that the last comparison passed on.
+class ParityWatch:
+    """Compares a run's kernels with the stock model before its first step and every `guard.parity_every` steps.
 
-    It runs forward passes of its own between two steps; weights, gradients, buffers, random state and the order of
+    It keeps the state that the last comparison passed on, and what it knows of the model from one to the next. It runs forward passes of its own between two steps; weights, gradients, buffers, random state and the order of
     data are the same bits afterwards.
     """
 
+    setup: AnySetup
+    recovery: RunRecovery
+    learning: Learning | None = None
+    """Tells which inputs of the model's blocks have a gradient in training."""
+    only: Collection[str] | None = None
+    """Names of the blocks that are compared, where not all are."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """The blocks that the last comparison reached, over all ranks."""
     ema: TrainedEMA | None = None
     start_step: int = 0
     _recent: deque[Batch] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -64,12 +78,19 @@ class ParityWatch(KernelParity):
 
     @property
     def switches(self) -> list[Switch]:
-        """Switches that are compared; without torch.compile once the run has started.
+        """Switches that are compared: kernels that are on, and attention backends that the recipe names.
 
-        What it made is compared before the first step.
+        Once the run has started without torch.compile: what it made is compared before the first step.
         """
-        switches = super().switches
-        return [s for s in switches if s.name != COMPILE] if self._held is not None else switches
+        off = self.recovery.state.switched_off
+        switches = self.recovery.suspects.switches
+        on = [switch for switch in switches if not {switch.name, switch.part_of} & {*off}]
+        return [
+            switch
+            for switch in on
+            if (switch.cause == "kernel" or switch.insisted)
+            and not (switch.name == COMPILE and self._held is not None)
+        ]
 
     def noting(self, batches: Iterable[Batch], start_step: int) -> Iterator[Batch]:
         """Yield the same micro-batches; the last ones that training is given after that step are remembered."""
@@ -103,6 +124,89 @@ class ParityWatch(KernelParity):
         if differing:
             self._act(step, differing, time.perf_counter() - began)
         self._hold(step)
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names of the blocks in which a kernel replaced something; of all, with a switch of another kind."""
+        names, places = blocks_of(self.setup.transformer), [module for _, module in self._places]
+        ours = {*OPS, ATTENTION, KERNELS, COMPILE}
+        if any(s.name.partition(":")[0] not in ours for s in self.switches):
+            return names
+        return [name for name in names if any(_holds(name, module) for module in places)]
+
+    def differing(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> Iterator[tuple[Switch, Difference, int]]:
+        """Yield what differs on any rank, with that rank; switch it off before asking for the next. Collective."""
+        self.coverage = Coverage()
+        self.only = self.blocks if self.only is None else self.only
+        ranks: dict[str, int] = {}
+
+        def compare(switch: Switch, others: Sequence[Switch]) -> Difference | None:
+            for index, one in enumerate(micro_batches):
+                # One batch says whether a kernel repeats itself. One that is wrong now and then must be met alone
+                # as it was met among all.
+                passes = 0 if index else 4 * PASSES if switch.part_of else PASSES
+                difference = self._difference(one, switch, others, passes)
+                # A kernel may be wrong on one GPU alone: all ranks have to switch it off together.
+                every: list[Difference | None] = gather_object([difference])
+                first = next(((r, d) for r, d in enumerate(every) if d is not None), None)
+                if first is not None:
+                    ranks[switch.name] = first[0]
+                    return first[1]
+            return None
+
+        for switch, difference in differences(self.switches, compare):
+            yield switch, difference, ranks[switch.name]
+        self._gather_coverage()
+
+    def _difference(
+        self, one: MicroBatch, switch: Switch, others: Sequence[Switch], passes: int
+    ) -> Difference | None:
+        model = self.setup.transformer
+        in_blocks = switch.name != COMPILE and (switch.cause == "kernel" or switch.part_of)
+        if switch.name == COMPILE and self.setup.recipe.train.batch_size == 1:
+            one = one.single(0)  # for two samples it would be compiled once more
+        # The whole stock model may need more memory than the run has chosen its checkpointing for.
+        mode = "none" if in_blocks else least_memory(model)
+        how = How(self.learning, self.coverage, passes, self.only)
+        try:
+            with in_mode(model, mode):
+                return first_difference(
+                    switch, lambda: one.forward().losses, model, others=others, how=how
+                )
+        except torch.OutOfMemoryError:
+            self.coverage.missed[""] = _NO_MEMORY
+            return None
+
+    def _gather_coverage(self) -> None:
+        """Set the coverage to what was compared on every rank, and what was not on any."""
+        every: list[Coverage] = gather_object([self.coverage])
+        # Compared only if on every rank: each GPU runs its own copy of the kernel.
+        compared = set.intersection(*(one.compared for one in every))
+        missed = {name: why for one in every for name, why in one.missed.items()}
+        places = [module for _, module in self._places]
+        telling = {n for n in missed if not places or any(_holds(n, m) for m in places)}
+        self.coverage = Coverage(compared, {n: missed[n] for n in telling - compared})
+
+    @property
+    def _places(self) -> list[tuple[str, str]]:
+        """Pairs of an op and the module in which it replaced something."""
+        fusion = fusion_of(self.setup.transformer)
+        return fusion.replaced if fusion is not None else []
+
+    def not_compared(self) -> list[tuple[Switch, str]]:
+        """Return the kernels that are on and that no comparison reached, and why."""
+        compared, missed = self.coverage.compared, self.coverage.missed
+        why = next(iter(missed.values()), "no sample's forward pass reached it")
+        left = []
+        for switch in self.switches:
+            modules = [module for op, module in self._places if op == switch.name]
+            reached = [m for m in modules if any(_holds(block, m) for block in compared)]
+            is_whole = any(one.part_of == switch.name for one in self.switches)
+            if not is_whole and not (reached if modules else compared):
+                left.append((switch, why))
+        return left
 
     def trained_with(self, step: int) -> str:
         """Say which steps may have been trained with a kernel that is found to be wrong after `step`, if any were."""
@@ -176,6 +280,10 @@ class ParityWatch(KernelParity):
         guard.snapshots.take(target)
         # Checkpoints after it hold what the wrong kernel had trained.
         guard.files.rewind(target, other_trajectory=True)
+
+
+def _holds(block: str, module: str) -> bool:
+    return block in ("", module) or module.startswith(f"{block}.")
 
 
 def some_blocks(names: Sequence[str], turn: int) -> tuple[set[str], int]:

@@ -34,7 +34,7 @@ from dit_lora.guard.replay import run as replay
 from dit_lora.guard.switches import attention_switches, eager
 from dit_lora.numerics.saturation import is_emulated
 from dit_lora.training.choose_checkpointing import choose_checkpointing
-from dit_lora.training.guarding.kernel_parity import (
+from dit_lora.training.guarding.compared_batches import (
     kept_entries,
     make_batches,
     micro_batch_of,
@@ -202,7 +202,7 @@ def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
         micro_batch.forward()
     peaks = [values["abs_max"] for values in monitor.collect().values() if "abs_max" in values]
     precision = stored_precision(
-        stored_dtype(setup.task.weight_files(setup.checkpoint)),
+        stored_dtype(setup.task.stock(setup.checkpoint).weight_files()),
         setup.dtype,
         max(peaks),
         saturates=is_emulated(setup.transformer),
@@ -219,8 +219,7 @@ def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[Event]:
         name = f"attention:{backend}"
         if name not in switches:
             continue  # off already, or the last resort
-        switches[name].turn_off()
-        recovery.state.switched_off.append(name)
+        turn_off(recovery, switches[name])
         words = f"{name} differs from fp64 at this model's own calls; switched off for this run"
         events.append(kernel_event(0, "preflight", words, name, cause="attention_backend"))
     return events

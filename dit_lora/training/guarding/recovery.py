@@ -24,7 +24,8 @@ from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import find_switch
 from dit_lora.guard.verdict import Verdict
 from dit_lora.training.checkpoints.files import checkpoint_path
-from dit_lora.training.guarding.state import GuardState, RunFiles
+from dit_lora.training.guarding.files import RunFiles
+from dit_lora.training.guarding.state import GuardState
 from dit_lora.training.guarding.swap import tried_elsewhere
 
 # Kinds that say that the state itself is bad: no micro-batch is replayed for them.
@@ -77,7 +78,10 @@ class RunRecovery:
     def recover(
         self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
-        """Return the step after which to go on; raise `NonFiniteError` on every rank where no rung fits. Collective."""
+        """Return the step after which to go on; raise `NonFiniteError` on every rank where no rung fits. Collective.
+
+        `control` is a micro-batch of the last healthy step.
+        """
         began = time.perf_counter()
         # A trip that carries a verdict was diagnosed where it was found: nothing is replayed then.
         own = []
@@ -348,14 +352,10 @@ def _lines(verdicts: Sequence[Verdict]) -> list[str]:
     """Return a line for each distinct verdict, beginning with all the places where it holds."""
     places: dict[str, list[str]] = {}
     for verdict in verdicts:
-        places.setdefault(verdict.words, []).append(_place(verdict))
+        rank = f"rank {verdict.rank}"
+        place = f"{', '.join(verdict.sample_ids)} ({rank})" if verdict.sample_ids else rank
+        places.setdefault(verdict.words, []).append(place)
     return [f"{', '.join(dict.fromkeys(where))}: {words}" for words, where in places.items()]
-
-
-def _place(verdict: Verdict) -> str:
-    if verdict.sample_ids:
-        return f"{', '.join(verdict.sample_ids)} (rank {verdict.rank})"
-    return f"rank {verdict.rank}"
 
 
 def _evidence(verdict: Verdict) -> dict[str, Any]:

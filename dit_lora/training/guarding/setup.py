@@ -1,7 +1,7 @@
 """Puts a run's guard together: what it may suspect and switch off, its snapshots, its files."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +17,23 @@ from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.policy import Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
+from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.guard.state import decay_share, weight_peak
 from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import Switch, all_switches, find_switch
+from dit_lora.guard.switches import all_switches, find_switch
 from dit_lora.numerics.finite import describe_all
 from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.streams import fold
 from dit_lora.training.ema import TrainedEMA
+from dit_lora.training.guarding.files import RunFiles
 from dit_lora.training.guarding.recovery import RunRecovery
-from dit_lora.training.guarding.state import GuardState, RunFiles
-from dit_lora.training.guarding.watch import StepWatcher, new_spikes
-from dit_lora.training.micro_batch import (
-    Parts,
-    Place,
-    parts_of,
-    replayable,
-    sample_losses,
-    together,
-)
-from dit_lora.training.session.session import agree
+from dit_lora.training.guarding.state import GuardStart, GuardState
+from dit_lora.training.guarding.watch import StepWatcher
+from dit_lora.training.micro_batch import Place, replayable, sample_losses, sent
+from dit_lora.training.session.session import agreeing
 from dit_lora.training.task import AnySetup
 
 _CANDIDATES = 4  # samples that are read to find one to compare with
-
-
-@dataclass(frozen=True)
-class GuardStart:
-    """State from which the guard of a run goes on."""
-
-    state: GuardState
-    policy: Policy
-    switches: list[Switch]
-    quarantine: Quarantine
-    start_peak: float
-    """The largest trained weight before the run's first step."""
 
 
 def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
@@ -123,19 +106,19 @@ def build_watcher(setup: AnySetup, snapshots: Snapshots) -> StepWatcher:
     monitor = None
     if config.monitor_every:
         monitor = Monitor(setup.transformer, every=config.monitor_every)
-    return StepWatcher(snapshots, monitor, new_spikes(config), config.adaptive_clip)
+    spikes = None
+    if config.spike_threshold is not None:
+        spikes = SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
+    return StepWatcher(snapshots, monitor, spikes, config.adaptive_clip)
 
 
 def chosen_norms(setup: AnySetup) -> Norms | None:
     """Return what computes gradient norms; equal on all ranks, or clipping would make their weights differ."""
-    error, norms, why = None, None, None
+    norms, why = None, None
     trained = [p for group in setup.optimizer.param_groups for p in group["params"]]
-    try:
+    # Agreed on before the gather below, which a rank with an error would never reach.
+    with agreeing(setup.session.accelerator):
         norms, why = choose_norms(setup.recipe.kernels.finite_norm, trained)
-    except DitLoraError as problem:
-        error = problem
-    # Before the gather below, which a rank with an error would never reach.
-    agree(setup.session.accelerator, error)
     reasons = [reason for reason in gather_object([why]) if reason is not None]
     setup.session.say(
         f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}"
@@ -213,10 +196,10 @@ def _another_sample(
 
 def _shared(setup: AnySetup, own: MicroBatch | None, owner: int) -> MicroBatch | None:
     """Return the micro-batch of rank `owner` on every rank, for all to run it. Collective."""
-    parts: list[Parts | None] = [parts_of(own) if own is not None else None]
-    broadcast_object_list(parts, from_process=owner)
-    if own is not None or parts[0] is None:
+    seed = setup.recipe.train.seed
+    (parts,) = broadcast_object_list([sent(own, seed) if own is not None else None], owner)
+    if own is not None or parts is None:
         return own
-    device = setup.session.accelerator.device
-    losses, seed = sample_losses(setup.checkpoint), setup.recipe.train.seed
-    return together(parts[0], losses, setup.transformer, seed, device)
+    batch, place = parts
+    batch = batch.to(setup.session.accelerator.device)
+    return replayable(sample_losses(setup.checkpoint), setup.transformer, batch, place)

@@ -5,10 +5,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 
-from dit_lora.config.recipe import GuardConfig
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import Spike, SpikeDetector
@@ -17,7 +15,7 @@ from dit_lora.training.journal import LOSS_PARTS, Journal
 
 @dataclass
 class StepWatcher:
-    """The loop's `Watcher` for one run; parts that are switched off are None."""
+    """Looks at each step without changing it; parts that are switched off are None."""
 
     snapshots: Snapshots
     monitor: Monitor | None = None
@@ -25,27 +23,27 @@ class StepWatcher:
     adaptive_clip: bool = False
 
     def forward(self, step: int) -> Any:
+        """Return a context that holds around a step's micro-steps."""
         monitor = self._due(step)
         return monitor.watching() if monitor else nullcontext()
 
-    def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
-        monitor = self._due(step)
-        if monitor:
+    def gradients(self, step: int) -> None:
+        """Look at the gradients after backward and before clipping."""
+        if monitor := self._due(step):
             monitor.gradients()
 
     def before_update(self, step: int) -> None:
         # Its copy may still be under way on another stream, and reads what the optimizer writes next.
         self.snapshots.before_update()
-        monitor = self._due(step)
-        if monitor:
+        if monitor := self._due(step):
             monitor.before_update()
 
     def after_update(self, step: int) -> None:
-        monitor = self._due(step)
-        if monitor:
+        if monitor := self._due(step):
             monitor.after_update()
 
     def clip(self, group: str) -> float | None:
+        """Return a bound on the gradient norm that is known before this step, or None."""
         if self.spikes is None or not self.adaptive_clip:
             return None
         # From earlier steps alone, so that it is known before this one and equal on all ranks.
@@ -89,13 +87,5 @@ def prime_spikes(watcher: StepWatcher, journal: Journal | None) -> None:
     if watcher.spikes is None:
         return
     # One rank alone has the file, and every rank's adaptive clip has to be the same number.
-    lines: list[Any] = [journal.history() if journal is not None else None]
-    broadcast_object_list(lines)
-    watcher.prime(lines[0])
-
-
-def new_spikes(config: GuardConfig) -> SpikeDetector | None:
-    """Return the spike detector that a recipe asks for, before any observation; None if it asks for none."""
-    if config.spike_threshold is None:
-        return None
-    return SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
+    (lines,) = broadcast_object_list([journal.history() if journal is not None else None])
+    watcher.prime(lines)

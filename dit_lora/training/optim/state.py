@@ -1,6 +1,6 @@
 """An optimizer's state as tensors by name: what is saved, snapshotted and put back."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
     group are `<group>/<name>`. Tables that all parameters share are there once, as `<name>`.
     """
     state, shared = {}, _shared()
-    for prefix, holder in _holders(optimizer):
+    holders: dict[str, Mapping[str, Any]] = {
+        group["name"]: group_numbers(group) for group in optimizer.param_groups
+    }
+    for prefix, parameter in named_parameters(optimizer.param_groups).items():
+        holders[prefix] = optimizer.state.get(parameter, {})
+    for prefix, holder in holders.items():
         for name, value in holder.items():
             key = name if name in shared else f"{prefix}/{name}"
             state[key] = as_tensor(value)
@@ -30,7 +35,7 @@ def put_numbers(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
     """Write the numbers among these values of `optimizer_state` into the optimizer; tensors are live already."""
     for group in optimizer.param_groups:
         put_back(group, group["name"], state)
-    for prefix, parameter in _named(optimizer).items():
+    for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if parameter in optimizer.state:
             put_back(optimizer.state[parameter], prefix, state)
 
@@ -61,7 +66,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
     """Forget the state of each parameter of which `optimizer_state` names a tensor so: it starts as on its first step."""
     owners = {name.rpartition("/")[0] for name in names}
-    for prefix, parameter in _named(optimizer).items():
+    for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if prefix in owners:
             optimizer.state.pop(parameter, None)
 
@@ -79,16 +84,10 @@ def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device
             state[name] = value.item() if is_number(value) else value.to(device, copy=True)
 
 
-def _holders(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for group in optimizer.param_groups:
-        yield group["name"], group_numbers(group)
-    for prefix, parameter in _named(optimizer).items():
-        yield prefix, optimizer.state.get(parameter, {})
-
-
-def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def named_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer's groups as `<group>/<parameter>`, in order."""
     return {
         f"{group['name']}/{name}": parameter
-        for group in optimizer.param_groups
+        for group in groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }

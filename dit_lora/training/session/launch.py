@@ -77,13 +77,10 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
         )
     # Accelerate's default too.
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    refused = (
-        []
-        if stage == "2"
-        else [
-            f"ZeRO stage {stage}: set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
-        ]
-    )
+    refused = []
+    if stage != "2":
+        remedy = "set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
+        refused.append(f"ZeRO stage {stage}: {remedy}")
     for name, instead in _NOT_BY_DEEPSPEED.items():
         value = environment.get(f"ACCELERATE_{name}", "none").lower()
         if value not in ("none", "auto"):
@@ -96,22 +93,6 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
     return int(stage)
 
 
-def require_for_zero(recipe: Recipe, *, some_idle: bool) -> None:
-    """Raise `DitLoraError` with everything in the recipe that ZeRO's parts rule out.
-
-    `some_idle` says that a step may leave what trains without a gradient.
-    """
-    refused = _others(recipe, "zero2")
-    if some_idle:
-        refused.append(
-            "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
-            "for zero; train the adapter alone"
-        )
-    if refused:
-        summary = "not with DeepSpeed's ZeRO; launch with accelerate_configs/ddp.yaml, or"
-        raise DitLoraError(listed(summary, refused))
-
-
 _NOT_BY_DEEPSPEED = {
     "DEEPSPEED_CONFIG_FILE": "the recipe says everything else",
     "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "more GPUs share it further",
@@ -120,19 +101,17 @@ _NOT_BY_DEEPSPEED = {
 }
 
 
-def require_shardable(recipe: Recipe) -> None:
-    """Raise `DitLoraError` with everything in the recipe that sharded weights rule out."""
-    refused = _others(recipe, "fsdp2")
-    if refused:
-        summary = "not with sharded weights (FSDP); launch with accelerate_configs/ddp.yaml, or"
-        raise DitLoraError(listed(summary, refused))
+def require_shared(
+    recipe: Recipe, sharding: Literal["fsdp2", "zero2"], *, some_idle: bool = False
+) -> None:
+    """Raise `DitLoraError` with everything in the recipe that a launch which shares a model out rules out.
 
-
-def _others(recipe: Recipe, sharding: Literal["fsdp2", "zero2"]) -> list[str]:
-    """Return the settings that read whole tensors or place weights, with what to set them to."""
+    That is what reads whole tensors or places weights. `some_idle` says that a step may leave what trains without a
+    gradient.
+    """
     optimizer = recipe.optim.name
     is_shared = sharding in OPTIMIZERS[optimizer].sharding
-    return [
+    refused = [
         f"{name}={value}: set it to {instead}"
         for name, value, instead in (
             ("optim.name", optimizer, optimizer if is_shared else DEFAULT),
@@ -142,6 +121,15 @@ def _others(recipe: Recipe, sharding: Literal["fsdp2", "zero2"]) -> list[str]:
         )
         if value != instead
     ]
+    if some_idle and sharding == "zero2":
+        refused.append(
+            "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
+            "for zero; train the adapter alone"
+        )
+    if refused:
+        what = "sharded weights (FSDP)" if sharding == "fsdp2" else "DeepSpeed's ZeRO"
+        summary = f"not with {what}; launch with accelerate_configs/ddp.yaml, or"
+        raise DitLoraError(listed(summary, refused))
 
 
 def _is_on(value: str) -> bool:

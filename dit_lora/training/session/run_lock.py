@@ -57,8 +57,8 @@ class Holder:
         restarts = os.environ.get("SLURM_RESTART_COUNT", "")
         return cls(
             host=socket.gethostname(),
-            boot=_text("/proc/sys/kernel/random/boot_id"),
-            namespace=_link("/proc/self/ns/pid"),
+            boot=_of_kernel("/proc/sys/kernel/random/boot_id"),
+            namespace=_of_kernel("/proc/self/ns/pid"),
             pid=os.getpid(),
             born=psutil.Process().create_time(),
             since=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -311,16 +311,10 @@ def _now_at(folder: Path) -> float:
         probe.unlink()
 
 
-def _text(path: str) -> str:
+def _of_kernel(path: str) -> str:
+    """Return what a file or a link of /proc says; nothing where there is none."""
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
+        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
     except OSError:
         return ""
 

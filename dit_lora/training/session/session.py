@@ -13,30 +13,25 @@ from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    InitProcessGroupKwargs,
-)
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from tqdm import tqdm
 
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
-from dit_lora.errors import DitLoraError, listed, show
+from dit_lora.errors import DitLoraError, listed, show, unwritable
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.files import write_whole
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import printable
 from dit_lora.training.session.launch import (
     Sharding,
-    require_for_zero,
-    require_shardable,
+    require_shared,
     started_alone,
     take_sharding,
     take_zero,
@@ -51,6 +46,8 @@ _STALL = timedelta(minutes=30)
 _PATIENCE = timedelta(days=7)
 _PASSED_ON = 1.0
 """Seconds within which a signal that comes again is the same one, passed on by a launcher."""
+_OF_A_RUN = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
+T = TypeVar("T")
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -140,10 +137,10 @@ def _start(recipe: Recipe) -> Session:
     require_trackers(recipe.run.trackers)
     sharding = take_sharding(os.environ)  # before Accelerate reads it
     if sharding is not None:
-        require_shardable(recipe)
+        require_shared(recipe, "fsdp2")
     zero = take_zero(os.environ)
     if zero is not None:
-        require_for_zero(recipe, some_idle=_some_idle(recipe))
+        require_shared(recipe, "zero2", some_idle=_some_idle(recipe))
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
@@ -188,13 +185,9 @@ def require_free_folder(session: Session) -> None:
     Raises for a folder that cannot be written, is no run's, is in use by another process, or holds another run's
     steps (unless resuming).
     """
-    error = None
-    if session.is_main:
-        try:
+    with agreeing(session.accelerator):
+        if session.is_main:
             _take_folder(session)
-        except DitLoraError as problem:
-            error = problem
-    agree(session.accelerator, error)
 
 
 def _take_folder(session: Session) -> None:
@@ -202,7 +195,8 @@ def _take_folder(session: Session) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise DitLoraError(f"run.dir {folder} cannot be written: {there} is no folder that may be")
-    if there == folder and any(folder.iterdir()) and not _is_run(folder):
+    is_run = any((folder / name).exists() for name in _OF_A_RUN)
+    if there == folder and any(folder.iterdir()) and not is_run:
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
     # Before the folder's files are read: until then another process may be writing them.
     session.lock.acquire()
@@ -212,11 +206,6 @@ def _take_folder(session: Session) -> None:
             f"run.dir {folder} already holds a run; continue it with train.resume=auto, "
             "or choose another run.dir"
         )
-
-
-def _is_run(folder: Path) -> bool:
-    names = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
-    return any((folder / name).exists() for name in names)
 
 
 def open_run_folder(session: Session) -> None:
@@ -291,6 +280,29 @@ def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     agreed = DitLoraError(first[0])
     agreed.exit_code, agreed.collective = first[1], True
     raise agreed from error
+
+
+@contextmanager
+def agreeing(accelerator: Accelerator) -> Iterator[None]:
+    """Raise on every rank the `DitLoraError` that any rank raises within, as `agree` does. Collective."""
+    error = None
+    try:
+        yield
+    except DitLoraError as problem:
+        error = problem
+    agree(accelerator, error)
+
+
+def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
+    """Return the result of `work`, on the ranks that have any; a `DitLoraError` of one is raised on all. Collective."""
+    result = None
+    with agreeing(session.accelerator):
+        if work is not None:
+            try:
+                result = work()
+            except OSError as problem:
+                raise unwritable(problem) from problem
+    return result
 
 
 def meet(accelerator: Accelerator) -> None:

@@ -21,12 +21,11 @@ from dit_lora.data.media.video import VideoHeader
 from dit_lora.data.sources.clips import Clip
 from dit_lora.data.sources.hf_datasets import name_on_hub
 from dit_lora.data.sources.scan import scan
-from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.base import Sampling
 from dit_lora.files import write_whole
 from dit_lora.numerics.dtensors import stock_class
-from dit_lora.training.session.session import agree
+from dit_lora.training.session.session import agreeing
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.samples import read_headers
 
@@ -80,14 +79,10 @@ _USUAL = frozenset(
 
 def write_facts(setup: Setup[Any, Any]) -> None:
     """Write RUN/facts.json, on the main process; a problem there is raised on all ranks. Collective."""
-    error = None
-    if setup.session.is_main:
-        try:
+    with agreeing(setup.session.accelerator):
+        if setup.session.is_main:
             text = json.dumps(_facts(setup), indent=2, ensure_ascii=False)
             write_whole(setup.session.dir / FACTS_FILE, text + "\n")
-        except DitLoraError as problem:
-            error = problem
-    agree(setup.session.accelerator, error)
 
 
 def common_prefix(captions: Sequence[str]) -> str | None:
@@ -104,13 +99,9 @@ def common_prefix(captions: Sequence[str]) -> str | None:
             break
         shared.append(column[0])
     # A trigger is a word that only these captions have: trailing "a", "of" are no part of it.
-    while shared and _usual(shared[-1]):
+    while shared and shared[-1].strip(".,:;!?\"'()[]").lower() in _USUAL:
         shared.pop()
     return " ".join(shared) or None
-
-
-def _usual(word: str) -> bool:
-    return word.strip(".,:;!?\"'()[]").lower() in _USUAL
 
 
 def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
@@ -125,18 +116,10 @@ def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
             "model": {"class": model.__name__, "module": model.__module__, "library": library},
             "data": {**_of_conversations(setup.data.clips.entries), **common},
         }
-    clips = _clips(setup)
-    return {
-        "pipeline": _pipeline(setup, clips[0]),
-        "data": {**_of_clips(setup, clips), **common},
-    }
-
-
-def _clips(setup: Setup[Any, Any]) -> list[Clip]:
-    """Return the clips that are trained on; one that is cut into windows is there once."""
-    recipe = setup.recipe
-    clips = scan(recipe.data, recipe.cache_dir).clips
-    return [clip for clip in clips if clip.id not in setup.data.rejected]
+    # One that is cut into windows is there once.
+    scanned = scan(data, recipe.cache_dir).clips
+    clips = [clip for clip in scanned if clip.id not in setup.data.rejected]
+    return {"pipeline": _pipeline(setup, clips[0]), "data": {**_of_clips(setup, clips), **common}}
 
 
 def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
@@ -146,7 +129,7 @@ def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     shapes = Counter(str(entry.shape or one) for entry in entries)
     captions = [clip.caption for clip in clips]
     headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
-    by_class = "class_labels" in _conditions(setup, clips[0])
+    by_class = "class_labels" in setup.checkpoint.conditions(clips[0].caption)
     facts: dict[str, Any] = {
         "kind": "images" if recipe.data.most_frames == 1 else "clips",
         "clips": len(clips),
@@ -194,16 +177,12 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _conditions(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
-    return dict(setup.checkpoint.conditions(clip.caption))
-
-
 def _pipeline(setup: Setup[Any, Any], clip: Clip) -> dict[str, Any]:
     """Return the pipeline's class, and the arguments with which validation calls it."""
     checkpoint = setup.checkpoint
     recipe = setup.recipe
     cls = checkpoint.pipeline_class
-    conditions = _conditions(setup, clip)
+    conditions = dict(checkpoint.conditions(clip.caption))
     called, output = _called(setup, conditions)
     ours = cls.__module__.startswith("dit_lora.")
     labels = conditions.get("class_labels")

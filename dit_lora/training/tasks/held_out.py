@@ -9,10 +9,10 @@ from accelerate.utils import gather_object
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.training_set import AnyEntry, TrainingSet
 from dit_lora.data.media.media import UnreadableError
+from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.numerics.streams import Streams, fold
 from dit_lora.training.execution.modes import evaluating
 from dit_lora.training.task import AnySetup
-from dit_lora.training.tasks.shared import of_any_rank, own_share
 
 
 class HeldOut(NamedTuple):
@@ -35,10 +35,15 @@ def mean_loss(setup: AnySetup, clips: TrainingSet, draws: Sequence[HeldOut]) -> 
     seed = fold(setup.recipe.train.seed, "held_out")
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # of losses, of weights
     faults: dict[str, str] = {}
+    together, rank = needs_all_ranks(model), accelerator.process_index
+    # A rank that had fewer draws would leave the others waiting inside a forward pass.
+    own_share = draws if together else draws[rank :: accelerator.num_processes]
     with evaluating(setup.model):
-        for one in own_share(draws, accelerator, model):
+        for one in own_share:
             sample, wrong = _sample_of(clips, one)
-            if of_any_rank(wrong, model) or sample is None:
+            # Where all ranks run it together, it is left out if it is bad on any.
+            is_bad = any(gather_object([bool(wrong)])) if together else bool(wrong)
+            if is_bad or sample is None:
                 faults |= wrong
                 continue
             batch = sample.to(accelerator.device)

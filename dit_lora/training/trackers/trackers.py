@@ -5,28 +5,31 @@ absolute path and no token (`dit_lora.redact`).
 """
 
 import importlib
+import io
 import json
 import re
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from dit_lora.data.media.media import MediaFile
+from dit_lora.data.media.opened import open_media, open_picture
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import read_lines, write_whole
 from dit_lora.redact import redacted
-from dit_lora.training.trackers.animation import add_animation
 
 PROJECT = "dit-lora"
 IDENTITY = "trackers.json"
 """File in the run's folder with the id by which its trackers know the run, so that a resumed one goes on there."""
 _ANSWER = ("prompt", "media", "answer")
 _EVENT = ("step", "kind", "cause", "module", "samples", "action", "words")
+_LONGEST_SIDE = 320
+"""Pixels of an animation: TensorBoard's files hold what they show."""
 _ROWS = 100
 """A table has the last events alone: it is sent again with each of them."""
 _WANDB = {
@@ -81,7 +84,7 @@ class Trackers:
         """
         if not self._names:
             return
-        known = next(_json_lines(self._folder / IDENTITY), {}).get("id")
+        known = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
         run_id = known or secrets.token_hex(4)
         if not known:
             write_whole(self._folder / IDENTITY, json.dumps({"id": run_id}) + "\n")
@@ -91,7 +94,7 @@ class Trackers:
                 self._open.append(self._opened(name, run_id, redacted(config), again_from))
             except _failures(name) as error:
                 self._say(_left_out(name, error))
-        self._events = [_public(line) for line in _json_lines(self._folder / "events.jsonl")]
+        self._events = [_public(line) for line in read_lines(self._folder / "events.jsonl")[0]]
         if known and self._events:  # TensorBoard drops the steps that are taken again
             self._each(lambda one: _log_events(one, self._events, again_from))
 
@@ -210,7 +213,7 @@ def _log_samples(tracker: GeneralTracker, captions: Mapping[Path, str], step: in
     """Log videos and images as files with their captions, which Accelerate's `log_images` does not take."""
     if isinstance(tracker, TensorBoardTracker):
         for path, caption in captions.items():
-            add_animation(tracker.tracker, f"samples/{path.stem}", path, caption, step)
+            _add_animation(tracker.tracker, f"samples/{path.stem}", path, caption, step)
         return
     library = importlib.import_module(tracker.name)
     kinds = {".mp4": library.Video, ".png": library.Image}
@@ -221,12 +224,39 @@ def _log_samples(tracker: GeneralTracker, captions: Mapping[Path, str], step: in
     _log(tracker, shown, step)
 
 
+def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -> None:
+    """Add a GIF of a video (.mp4) or a PNG of an image to a `SummaryWriter`, the caption as its description.
+
+    PyTorch's `add_video` needs moviepy and an FFmpeg, and keeps no caption.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+    milliseconds = 0.0
+    if path.suffix == ".mp4":
+        with open_media(MediaFile(path)) as container:
+            milliseconds = 1000 / float(container.streams.video[0].average_rate or 8)
+            frames = [frame.to_image() for frame in container.decode(video=0)]
+    else:
+        with open_picture(MediaFile(path)) as image:
+            frames = [image.convert("RGB")]
+    for frame in frames:
+        frame.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+    data, kind = io.BytesIO(), "GIF" if len(frames) > 1 else "PNG"
+    # A PNG takes none of these.
+    frames[0].save(
+        data, kind, save_all=kind == "GIF", append_images=frames[1:], duration=milliseconds, loop=0
+    )
+    width, height = frames[0].size
+    picture = Summary.Image(
+        height=height, width=width, colorspace=3, encoded_image_string=data.getvalue()
+    )
+    about = SummaryMetadata(summary_description=caption)
+    value = Summary.Value(tag=tag, image=picture, metadata=about)
+    writer.file_writer.add_summary(Summary(value=[value]), step)
+
+
 def _log_table(
-    tracker: GeneralTracker,
-    tag: str,
-    columns: Sequence[str],
-    rows: Sequence[list[Any]],
-    step: int,
+    tracker: GeneralTracker, tag: str, columns: Sequence[str], rows: Sequence[list[Any]], step: int
 ) -> None:
     if not isinstance(tracker, TensorBoardTracker):
         table = importlib.import_module(tracker.name).Table
@@ -280,14 +310,6 @@ def _public(line: Mapping[str, Any]) -> dict[str, Any]:
     samples = ", ".join(event.get("sample_ids") or ())
     values = {**(event.get("verdict") or {}), **event, "samples": samples}
     return {name: values[name] if values.get(name) is not None else "" for name in _EVENT}
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file that a killed process may have torn."""
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                yield json.loads(line)
 
 
 def _prompt_of(path: Path, prompts: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from dit_lora.numerics.dtensors import whole
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.streams import Streams
-from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_optimizer, build_schedule
@@ -126,7 +126,7 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
 
     recovery = Recorder(state)
     loop = Loop(
-        engine=Replicated(accelerator, model, optimizer),
+        engine=Engine(accelerator, model, optimizer),
         losses=losses,
         schedule=build_schedule(OPTIM, STEPS),
         optim=OPTIM,

@@ -22,7 +22,7 @@ from dit_lora.guard import replay as numerics_replay
 from dit_lora.guard.gate import Trip
 from dit_lora.guard.replay import MicroBatch, Outcome
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_optimizer, build_schedule
@@ -72,7 +72,7 @@ class Watching(StepWatcher):
 
     kept: Kept
 
-    def gradients(self, step: int, norms: Mapping[str, torch.Tensor]) -> None:
+    def gradients(self, step: int) -> None:
         named = self.kept.model.named_parameters()
         self.kept.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
@@ -105,7 +105,7 @@ def tripped(
         return output
 
     loop = Loop(
-        engine=Replicated(accelerator, model, optimizer),
+        engine=Engine(accelerator, model, optimizer),
         losses=losses,
         schedule=build_schedule(OPTIM, 3),
         optim=OPTIM,

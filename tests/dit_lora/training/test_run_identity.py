@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.numerics.precision import Precision
-from dit_lora.training.identity import run_identity
+from dit_lora.training.prepare import run_identity
 from dit_lora.training.session.session import Session
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.registry import task_of

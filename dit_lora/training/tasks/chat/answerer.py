@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,12 +19,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.chat.conversation import Conversation, Kind, Turn
 from dit_lora.data.chat.frames import frame_seconds
-from dit_lora.data.chat.mvbench import (
-    FrameFolder,
-    notebook_seconds,
-    read_facts,
-    read_frames_at,
-)
+from dit_lora.data.chat.mvbench import FrameFolder, notebook_seconds, read_facts, read_frames_at
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.video import ClipError, VideoHeader
 from dit_lora.errors import DitLoraError, listed
@@ -33,7 +27,9 @@ from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.results.origin import named_base, peft_base
+from dit_lora.results.source import named_base, peft_base
+from dit_lora.results.verify.output import adapters_off
+from dit_lora.results.verify.reference_model import tuner_layers
 from dit_lora.training.session.session import quiet_libraries
 
 MAX_TOKENS = 512
@@ -140,39 +136,26 @@ class Answerer:
         media: Media | FrameFolder | None,
         question: str,
         *,
-        start: float | None = None,
-        end: float | None = None,
-        instruction: str = "",
         history: Sequence[Turn] = (),
-        answer_prefix: str = "",
         max_tokens: int = MAX_TOKENS,
     ) -> str:
         """Return one answer about an image, a video or nothing, after the turns that came before."""
-        seen = self.look(media, start=start, end=end)
-        turns = (*history, Turn(question, "", instruction))
-        return self.say(seen, turns, answer_prefix=answer_prefix, max_tokens=max_tokens)
+        return self.say(self.look(media), (*history, Turn(question, "")), max_tokens=max_tokens)
 
     @property
     def is_tuned(self) -> bool:
         """True if there is a fine-tune that `as_base` can leave out."""
-        return bool(self.original) or any(True for _ in self._adapted())
+        return bool(self.original or tuner_layers(self.model))
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
         """Make the model what it was before its fine-tune within: adapters off, and the base's own weights in place."""
-        layers = list(self._adapted())
-        for layer in layers:
-            layer.enable_adapters(False)
-        self._swap()
-        try:
-            yield
-        finally:
+        with adapters_off(self.model):
             self._swap()
-            for layer in layers:
-                layer.enable_adapters(True)
-
-    def _adapted(self) -> Iterator[BaseTunerLayer]:
-        return (module for module in self.model.modules() if isinstance(module, BaseTunerLayer))
+            try:
+                yield
+            finally:
+                self._swap()
 
     def _swap(self) -> None:
         """Exchange the trained base weights and the original ones; nothing is copied."""

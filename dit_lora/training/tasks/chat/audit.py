@@ -6,7 +6,7 @@ from dataclasses import replace
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.finding import Finding, Judged
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.runner import audit_media, remembered
+from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip
@@ -40,20 +40,6 @@ def audit_conversations(
         for name in samples.names
     ]
     return every, _of_text(samples, every), _notes(samples)
-
-
-def audited(recipe: Recipe, found: ChatSamples, digests: Digests) -> dict[str, str]:
-    """Return what an earlier audit rejected of these samples' files, decoding nothing."""
-    memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
-    if not memo:
-        return {}
-    clips = [Clip(name, media, "") for name, media in found.media.items()]
-    rejected = {}
-    for one in remembered(clips, None, memo=memo, digests=digests):
-        reasons = [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
-        if reasons:
-            rejected[one.file] = f"{one.file}: {'; '.join(reasons)}"
-    return rejected
 
 
 def _of_text(found: ChatSamples, judged: list[Judged]) -> Findings:

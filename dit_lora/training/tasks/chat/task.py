@@ -16,6 +16,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.loading.training_set import Prepared
+from dit_lora.data.sources.clips import Clip
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint
 from dit_lora.families.family import ChatFamily
@@ -23,10 +24,10 @@ from dit_lora.results.verify.chat_model import ChatStock
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.chat.audit import audited
 from dit_lora.training.tasks.chat.samples import digest_of, find_conversations, training_set
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.tasks.chat.validation import write_answers
+from dit_lora.training.tasks.diffusion.cache_plan import audited
 from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.held_out import HeldOut, mean_loss
 from dit_lora.training.tasks.rejects import Rejects
@@ -56,13 +57,14 @@ class ChatTask:
             found = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
             digests = Digests(recipe.cache_dir / "digests.json")
             model = self.model_digest(checkpoint, recipe, digests)
-            at_fault = audited(recipe, found, digests)
+            clips = [Clip(name, media, "") for name, media in found.media.items()]
+            at_fault = audited(recipe, clips, digests)
             if not quiet:
                 digests.save()
         rejects.add({**found.rejected, **at_fault, **_without_effect(recipe, found.entries)})
         entries = rejects.without(found.entries, lambda entry: entry.id)
-        clips = training_set(entries, checkpoint, recipe)
-        session.say(_told(clips))
+        conversations = training_set(entries, checkpoint, recipe)
+        session.say(_told(conversations))
         if recipe.validation.conversations is not None:
             data = recipe.data.model_copy(
                 update={"path": recipe.validation.conversations, "sources": ()}
@@ -72,7 +74,9 @@ class ChatTask:
             held_out = training_set(
                 rejects.without(others.entries, lambda entry: entry.id), checkpoint, recipe
             )
-        return PreparedChat(clips, digest_of(entries), model, rejects.found, held_out=held_out)
+        return PreparedChat(
+            conversations, digest_of(entries), model, rejects.found, held_out=held_out
+        )
 
     def load_trainable(
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
@@ -94,9 +98,6 @@ class ChatTask:
 
     def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
         return entry_key({checkpoint.path.name: digests.component(checkpoint.path)})
-
-    def weight_files(self, checkpoint: ChatCheckpoint) -> Sequence[Path]:
-        return sorted(checkpoint.path.glob("*.safetensors"))
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         family: ChatFamily = get_family(recipe.model.family)

@@ -12,9 +12,9 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.files import write_whole
 from dit_lora.training.execution.modes import evaluating
+from dit_lora.training.session.session import agreed
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.chat.answerer import Answerer
-from dit_lora.training.tasks.shared import agreed
 
 ANSWERS = "answers.json"
 

@@ -1,13 +1,12 @@
 """Makes the cache entry of a sample or a caption, and the facts that its key depends on."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import judge_frames
 from dit_lora.data.cache.cache import entry_key
@@ -37,7 +36,6 @@ class Encoding:
     digests: Digests
     text_facts: Mapping[str, Any]
     video_facts: Mapping[str, Any]
-    _by_shape: dict[VideoShape, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -66,7 +64,13 @@ class Encoding:
     def video(self, sample: Sample, *, mirrored: bool = False) -> Job:
         """Return the job that encodes a sample. Raises `OSError` if its file cannot be read."""
         # Everything that changes the latents is in the key: no entry is ever stale, only unused.
-        facts = {**self._of_shape(sample.shape), "media": self.digests.media(sample.clip.media)}
+        facts = {
+            **self.video_facts,
+            **asdict(sample.shape),
+            "fps": self.recipe.data.fps,
+            "decode": DECODE_VERSION,
+            "media": self.digests.media(sample.clip.media),
+        }
         # Keys of samples that do without an option are those from before it was offered: old caches stay good.
         if sample.start:
             facts["start"] = sample.start
@@ -80,17 +84,6 @@ class Encoding:
             return encode(pixels.video, pixels.image)
 
         return Job(sample.id, entry_key(facts), facts, make)
-
-    def _of_shape(self, shape: VideoShape) -> dict[str, Any]:
-        """Return the facts that all samples of a shape share."""
-        if shape not in self._by_shape:
-            self._by_shape[shape] = {
-                **self.video_facts,
-                **asdict(shape),
-                "fps": self.recipe.data.fps,
-                "decode": DECODE_VERSION,
-            }
-        return self._by_shape[shape]
 
     def decode(self, sample: Sample, *, mirrored: bool = False) -> Pixels:
         """Return the sample's frames and first image; raises `ClipError` if nothing can be learned from them."""

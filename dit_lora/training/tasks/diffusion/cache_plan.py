@@ -1,9 +1,11 @@
 """Plans a recipe's cache: each sample's entries and each caption's, before anything is encoded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.runner import remembered
@@ -11,6 +13,7 @@ from dit_lora.data.cache.cache import entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.fill import Job
 from dit_lora.data.loading.encoded import Entry
+from dit_lora.data.sources.clips import Clip
 from dit_lora.families.base import Encoders, Opened
 from dit_lora.training.tasks.diffusion.cache_entries import Encoding
 from dit_lora.training.tasks.diffusion.samples import Sample, Samples, bar, find_samples
@@ -92,7 +95,12 @@ def make_plan(
     if not quiet:
         digests.save()
     # By content and not by name: a file that was mended since is judged anew.
-    rejected |= _audited(recipe, samples, digests)
+    at_fault = audited(recipe, samples.clips, digests, recipe.data, samples.shapes)
+    windows: dict[str, list[str]] = {}
+    for sample in samples.all:
+        windows.setdefault(sample.clip.id, []).append(sample.id)
+    for file, words in at_fault.items():
+        rejected |= dict.fromkeys(windows.get(file, [file]), words)
     return Plan(encoding, samples, tuple(wanted), rejected, texts, transformer)
 
 
@@ -104,19 +112,20 @@ def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> 
     return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
 
 
-def _audited(recipe: Recipe, found: Samples, digests: Digests) -> dict[str, str]:
-    """Return what `dit-lora audit` rejected of this recipe's samples, with the reason; decodes nothing."""
+def audited(
+    recipe: Recipe,
+    clips: Sequence[Clip],
+    digests: Digests,
+    data: DataConfig | None = None,
+    shapes: Sequence[VideoShape] = (),
+) -> dict[str, str]:
+    """Return what `dit-lora audit` rejected of these clips' files, by file, with the reason; decodes nothing."""
     memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
     if not memo:
         return {}
-    shapes = found.shapes
-    judged = remembered(found.clips, recipe.data, memo=memo, digests=digests, shapes=shapes)
     rejected = {}
-    samples: dict[str, list[str]] = {}
-    for sample in found.all:
-        samples.setdefault(sample.clip.id, []).append(sample.id)
-    for one in judged:
+    for one in remembered(clips, data, memo=memo, digests=digests, shapes=shapes):
         reasons = [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
-        for name in samples.get(one.file, [one.file]) if reasons else ():
-            rejected[name] = f"{one.file}: {'; '.join(reasons)}"
+        if reasons:
+            rejected[one.file] = f"{one.file}: {'; '.join(reasons)}"
     return rejected

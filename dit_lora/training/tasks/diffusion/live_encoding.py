@@ -4,9 +4,9 @@ Worker processes decode; the process that trains encodes, one sample at a time a
 is bit for bit what would be read from one. Memory holds the encoders, and the embeddings of the last captions.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -61,22 +61,20 @@ class LiveTexts:
     def __init__(self, captions: Mapping[str, str], encode: TextEncoder) -> None:
         self._captions = captions
         self._encode = encode
-        self._known: OrderedDict[str, Read] = OrderedDict()
+        # The least recently used goes first.
+        self._read = lru_cache(_CAPTIONS)(self._encoded)
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
         return _spec(self.read(keys[0], {})[0])
 
     def read(self, key: str, spec: Spec) -> Read:
-        if key not in self._known:
-            caption = self._captions[key]
-            tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
-            bad = describe_all(tensors, MAX_ABS)
-            self._known[key] = (tensors, f"caption {caption!r}: {bad}" if bad else None)
-        # The least recently used goes first.
-        self._known.move_to_end(key)
-        if len(self._known) > _CAPTIONS:
-            self._known.popitem(last=False)
-        return self._known[key]
+        return self._read(key)
+
+    def _encoded(self, key: str) -> Read:
+        caption = self._captions[key]
+        tensors = {name: one[0].cpu() for name, one in self._encode([caption]).items()}
+        bad = describe_all(tensors, MAX_ABS)
+        return tensors, f"caption {caption!r}: {bad}" if bad else None
 
 
 @dataclass(frozen=True)
@@ -144,26 +142,16 @@ class LiveClips(EncodedClips):
         return LiveLoader(self, decoded, how.pin_memory)
 
 
-@dataclass(frozen=True)
-class _Decoded:
-    """A sample as a worker process gives it."""
-
-    pick: Pick
-    video_key: str
-    pixels: Pixels | str
-
-
 class _DecodedDataset(Dataset):
-    """The samples that a `ClipDataset` would read, decoded and not encoded."""
+    """The samples that a `ClipDataset` would read, decoded by a worker process and not encoded."""
 
     def __init__(self, pick: Picker, decoder: Decoder) -> None:
         self.pick = pick
         self.decoder = decoder
 
-    def __getitem__(self, position: int) -> _Decoded:
+    def __getitem__(self, position: int) -> tuple[Pick, Pixels | str]:
         pick = self.pick(position)
-        key = pick.entry.video_key_of(pick.draw)
-        return _Decoded(pick, key, self.decoder(key))
+        return pick, self.decoder(pick.entry.video_key_of(pick.draw))
 
 
 @dataclass(frozen=True)
@@ -179,12 +167,12 @@ class LiveLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for samples in self.decoded:
-            batch = collate([self._encode(sample) for sample in samples])
+            batch = collate([self._encode(pick, pixels) for pick, pixels in samples])
             yield batch.pin_memory() if self.pin_memory else batch
 
-    def _encode(self, sample: _Decoded) -> Batch:
-        self.clips.videos.decoded[sample.video_key] = sample.pixels
-        return self.clips.read(*sample.pick)
+    def _encode(self, pick: Pick, pixels: Pixels | str) -> Batch:
+        self.clips.videos.decoded[pick.entry.video_key_of(pick.draw)] = pixels
+        return self.clips.read(*pick)
 
 
 def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:

@@ -106,11 +106,7 @@ def _missing(videos: TensorCache, plan: Plan) -> list[Wanted]:
 
 
 def _cached(
-    session: Session,
-    checkpoint: Encoders,
-    plan: Plan,
-    rejects: Rejects,
-    videos: TensorCache,
+    session: Session, checkpoint: Encoders, plan: Plan, rejects: Rejects, videos: TensorCache
 ) -> EncodedClips:
     """Fill the caches with all missing entries, and return the training set that reads them. Collective."""
     # Texts come first, and their encoder is freed before the VAE is loaded: one of them fits where both do not.

@@ -19,7 +19,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.streams import fold
-from dit_lora.training.session.session import Session, agree
+from dit_lora.training.session.session import Session, agreeing
 
 
 def generate_prior(session: Session, checkpoint: Sampler) -> None:
@@ -31,14 +31,13 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
     """
     if all(source.generate is None for source in session.recipe.data.all_sources):
         return
-    lacking: list[Any] = [_on_main(session, partial(_lacking, session))]
-    broadcast_object_list(lacking)
+    (lacking,) = broadcast_object_list([_on_main(session, partial(_lacking, session))])
     sampler = _Sampler(session, checkpoint)
     bar = tqdm(
-        lacking[0],
+        lacking,
         desc="sampling the prior",
         unit="sample",
-        disable=not session.is_main or not lacking[0],
+        disable=not session.is_main or not lacking,
         dynamic_ncols=True,
     )
     for number, index in bar:
@@ -52,16 +51,14 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
 
 def _on_main(session: Session, work: Callable[[], Any]) -> Any:
     """Return the result of `work` on the main process, None on others; raise its error on all. Collective."""
-    result, error = None, None
-    if session.is_main:
-        try:
-            result = work()
-        except DitLoraError as problem:
-            error = problem
-        except OSError as problem:
-            reason = f"{problem.filename or 'a file'}: {problem.strerror or problem}"
-            error = DitLoraError(f"the prior's samples: cannot write {reason}")
-    agree(session.accelerator, error)
+    result = None
+    with agreeing(session.accelerator):
+        if session.is_main:
+            try:
+                result = work()
+            except OSError as problem:
+                reason = f"{problem.filename or 'a file'}: {problem.strerror or problem}"
+                raise DitLoraError(f"the prior's samples: cannot write {reason}") from problem
     return result
 
 

@@ -1,6 +1,6 @@
 """Trains diffusion models by the common loop: clips are encoded once, samples come from the stock pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -8,18 +8,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
+from dit_lora.adapters.groups import recipe_groups
 from dit_lora.adapters.own_files import own_files
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
+from dit_lora.numerics.saturation import FP16_MAX, is_emulated
+from dit_lora.numerics.streams import fold
 from dit_lora.results.verify.diffusion_model import DiffusionStock
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
-from dit_lora.training.tasks.diffusion.model import load_trainable
+from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
 from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
 from dit_lora.training.tasks.diffusion.validation import sample_videos
 from dit_lora.training.tasks.held_out import HeldOut, mean_loss
@@ -41,13 +45,34 @@ class DiffusionTask:
     def load_trainable(
         self, recipe: Recipe, family: DiffusionFamily, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
-        return load_trainable(recipe, family, checkpoint, dtype)
+        """Return transformer, parameter groups, and lines that say what was attached; equal on all ranks.
+
+        In mode `lora` base weights are in `dtype` and what trains is fp32; in mode `full` everything is fp32.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(fold(recipe.train.seed, "weights"))  # model.from_scratch draws them
+            full = recipe.train.mode == "full"
+            transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
+        report = "full: every weight trains, in fp32"
+        if not full:
+            # Before the adapter is attached: PEFT wraps the quantised layers as they are.
+            narrowed = quantized(recipe, transformer, family.group_patterns)
+            attached = attach_lora(
+                transformer, recipe.lora, family.lora_targets, seed=recipe.train.seed
+            )
+            report = f"{narrowed}{attached}"
+        if is_emulated(transformer):
+            report += (
+                f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, in which this "
+                "checkpoint was trained"
+            )
+        groups = recipe_groups(
+            transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
+        )
+        return transformer, groups, f"{report}\n{put_kernels(recipe, transformer)}"
 
     def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
         return transformer_digest(checkpoint, recipe, digests)
-
-    def weight_files(self, checkpoint: Checkpoint) -> Sequence[Path]:
-        return sorted((checkpoint.path / "transformer").glob("*.safetensors"))
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
         return {
@@ -80,7 +105,7 @@ class DiffusionTask:
         return mean_loss(setup, setup.data.clips, made)
 
     def show(self, setup: DiffusionSetup, step: int) -> None:
-        sample_videos(setup.session, setup.checkpoint, setup.model, setup.data, step)
+        sample_videos(setup, step)
 
     def stock(self, checkpoint: Checkpoint) -> DiffusionStock:
         return DiffusionStock(checkpoint)

@@ -1,5 +1,6 @@
 """Samples during training, by the trained weights themselves: nothing is cast."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,45 +10,38 @@ from tqdm import tqdm
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Sampler, Sampling, Tensors
+from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
 from dit_lora.training.execution.modes import evaluating
-from dit_lora.training.session.session import Session
+from dit_lora.training.session.session import agreed
+from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.precompute import Precomputed
-from dit_lora.training.tasks.shared import agreed
 
 
-def sample_videos(
-    session: Session, checkpoint: Sampler, model: nn.Module, encoded: Precomputed, step: int
-) -> None:
+def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
     """Write samples/step_NNNNNN/prompt_NN.mp4 (an image: .png) for each validation prompt, all from one seed.
 
     The stock pipeline denoises with the transformer in training, under the autocast that training uses.
     """
+    session = setup.session
     if not session.recipe.validation.prompts:
         return
     # Such a model denoises on all ranks at once, the same on each.
-    takes_part = session.is_main or needs_all_ranks(model)
-    inputs = agreed(
-        session, (lambda: _inputs(session, checkpoint, encoded)) if takes_part else None
-    )
-    if inputs is None:
-        agreed(session, None)
-        return
-    agreed(session, lambda: _sample(session, checkpoint, model, inputs, step))
+    takes_part = session.is_main or needs_all_ranks(setup.model)
+    inputs = agreed(session, partial(_inputs, setup) if takes_part else None)
+    agreed(session, None if inputs is None else partial(_sample, setup, inputs, step))
 
 
-def _inputs(
-    session: Session, checkpoint: Sampler, encoded: Precomputed
-) -> list[tuple[Tensors, Sampling]]:
-    settings, device = session.recipe.validation, session.accelerator.device
+def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
+    settings, device = setup.recipe.validation, setup.session.accelerator.device
+    encoded = setup.data
     negative = _encoded(encoded, encoded.clips.empty_text_key, device)
     return [
         (
-            checkpoint.conditions(_encoded(encoded, key, device), negative),
+            setup.checkpoint.conditions(_encoded(encoded, key, device), negative),
             Sampling(
-                VideoShape.of(session.recipe.data),
+                VideoShape.of(setup.recipe.data),
                 settings.inference_steps,
                 settings.guidance_scale,
                 settings.seed,
@@ -59,14 +53,10 @@ def _inputs(
 
 
 def _sample(
-    session: Session,
-    checkpoint: Sampler,
-    model: nn.Module,
-    inputs: list[tuple[Tensors, Sampling]],
-    step: int,
+    setup: Setup[Precomputed, Checkpoint], inputs: list[tuple[Tensors, Sampling]], step: int
 ) -> None:
-    transformer = session.accelerator.unwrap_model(model)
-    pipeline = checkpoint.pipeline(session.precision.dtype, transformer, text=False)
+    session, transformer = setup.session, setup.transformer
+    pipeline = setup.checkpoint.pipeline(setup.dtype, transformer, text=False)
     for component in pipeline.components.values():
         # The transformer is where training has it, which may be in several places.
         if isinstance(component, nn.Module) and component is not transformer:
@@ -76,8 +66,8 @@ def _sample(
     told = f"sampling at step {step}"
     bar = tqdm(inputs, desc=told, unit="sample", leave=False, disable=not session.is_main)
     for index, (conditions, how) in enumerate(bar):
-        with evaluating(model):
-            video = checkpoint.generate(pipeline, conditions, how)
+        with evaluating(setup.model):
+            video = setup.checkpoint.generate(pipeline, conditions, how)
         if session.is_main:
             name = f"step_{step:06d}/prompt_{index:02d}"
             write_sample(session.dir / "samples" / name, video, session.recipe.data.fps)

@@ -27,7 +27,7 @@ from dit_lora.training.checkpoints.files import (
     remove_checkpoints_after,
     save_checkpoint,
 )
-from dit_lora.training.distributed.engine import Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.state import drop_optimizer_state, optimizer_state
 from dit_lora.training.saved_state import restore
 
@@ -59,13 +59,13 @@ def save(
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
-    engine = Replicated(Accelerator(cpu=True), model, optimizer)
+    engine = Engine(Accelerator(cpu=True), model, optimizer)
     return SavedState(engine.weights(), engine.moments())
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loaded:
     loaded = load_checkpoint(path, IDENTITY)
-    restore(loaded, Replicated(Accelerator(cpu=True), model, optimizer))
+    restore(loaded, Engine(Accelerator(cpu=True), model, optimizer))
     return loaded
 
 

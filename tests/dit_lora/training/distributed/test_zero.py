@@ -23,7 +23,7 @@ from dit_lora.guard.replay import run as replay
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.streams import Streams
-from dit_lora.training.distributed.engine import Engine, Replicated
+from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.zero import Zero2
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
@@ -99,7 +99,7 @@ class Training:
         self.engine: Engine = (
             Zero2(accelerator, model, optimizer)
             if zero
-            else Replicated(accelerator, *accelerator.prepare(model, optimizer))
+            else Engine(accelerator, *accelerator.prepare(model, optimizer))
         )
         self.recorder = Recorder(self.engine)
         self.results: list[StepResult] = []

@@ -7,7 +7,7 @@ import pytest
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.training.session.launch import require_for_zero, take_zero
+from dit_lora.training.session.launch import require_shared, take_zero
 
 ASKED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 
@@ -56,10 +56,10 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_what_needs_whole_tensors_or_leaves_some_without_a_gradient_is_refused_by_name(
     recipe_values: dict[str, Any],
 ) -> None:
-    require_for_zero(parse_recipe(recipe_values, "test"), some_idle=False)
+    require_shared(parse_recipe(recipe_values, "test"), "zero2")
     recipe_values["optim"]["name"] = "adamw_8bit"
     with pytest.raises(DitLoraError) as error:
-        require_for_zero(parse_recipe(recipe_values, "test"), some_idle=True)
+        require_shared(parse_recipe(recipe_values, "test"), "zero2", some_idle=True)
     assert [line.split(":")[0].strip(" -") for line in str(error.value).splitlines()[1:]] == [
         "optim.name=adamw_8bit",
         "optim.groups.connector or backbone",

@@ -17,9 +17,9 @@ from dit_lora.errors import DitLoraError
 from dit_lora.training.execution.activation_checkpointing import (
     MODES,
     Mode,
+    in_mode,
     is_attention,
     least_memory,
-    least_memory_mode,
     require_checkpointing,
     set_checkpointing,
 )
@@ -178,7 +178,7 @@ def test_for_a_while_everything_is_computed_again_and_then_as_before(
     step = tiny_step(tiny_checkpoints, "cogvideox-2b")
     full = calls(step, "full")
     before = calls(step, mode)
-    with least_memory_mode(step.transformer), Calls() as found:
+    with in_mode(step.transformer, least_memory(step.transformer)), Calls() as found:
         step.gradients()
     assert found.ops == full
     with Calls() as found:
@@ -188,5 +188,5 @@ def test_for_a_while_everything_is_computed_again_and_then_as_before(
 
 def test_a_model_without_checkpointing_stays_as_it_is() -> None:
     model = nn.Linear(2, 2)
-    with least_memory_mode(model):
+    with in_mode(model, least_memory(model)):
         assert not hasattr(model, "gradient_checkpointing")

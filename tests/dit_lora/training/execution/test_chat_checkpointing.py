@@ -19,10 +19,10 @@ from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.training.execution.activation_checkpointing import (
     MODES,
     Mode,
+    in_mode,
     is_attention,
     keeps_outputs,
     least_memory,
-    least_memory_mode,
     set_checkpointing,
     supports_checkpointing,
 )
@@ -122,7 +122,7 @@ def test_each_mode_computes_again_what_it_says(step: ChatStep) -> None:
         counts[mode] = calls(step)
     assert [counts[mode]["attention"] for mode in MODES] == [LAYERS, LAYERS, 2 * LAYERS]
     assert [counts[mode]["aten::silu"] for mode in MODES] == [LAYERS, 2 * LAYERS, 2 * LAYERS]
-    with least_memory_mode(step.model):
+    with in_mode(step.model, least_memory(step.model)):
         assert calls(step) == counts["full"]
     assert calls(step) == counts["full"]  # the mode that was set last
     set_checkpointing(step.model, "none")

@@ -12,7 +12,7 @@ from verified import SMOKES, quick
 from dit_lora.config.recipe import LadderConfig
 from dit_lora.guard.policy import Action, Policy
 from dit_lora.guard.verdict import Verdict
-from dit_lora.training.averages import AverageBounds
+from dit_lora.training.ema import AverageBounds
 from dit_lora.training.guarding.agreement import _contradicted, _furthest
 
 

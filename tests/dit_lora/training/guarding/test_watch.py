@@ -43,7 +43,7 @@ def test_a_watcher_without_parts_does_nothing() -> None:
     bare = watcher()
     with bare.forward(50):
         pass
-    bare.gradients(50, {})
+    bare.gradients(50)
     bare.before_update(50)
     bare.after_update(50)
     assert bare.clip("adapter") is None
@@ -60,7 +60,7 @@ def test_statistics_are_of_the_steps_that_are_due_and_of_no_other() -> None:
         with watched.forward(step):
             output = model(torch.ones(1, 2))
         output.sum().backward()
-        watched.gradients(step, {})
+        watched.gradients(step)
         watched.before_update(step)
         optimizer.step()
         watched.after_update(step)

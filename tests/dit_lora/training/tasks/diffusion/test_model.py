@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.families import get_family
-from dit_lora.training.tasks.diffusion.model import load_trainable
+from dit_lora.training.tasks.diffusion.task import DiffusionTask
 
 FULL = {"groups": {"backbone": {"lr": 1e-4}, "connector": {"lr": 1e-5}}}
 
@@ -17,7 +17,7 @@ FULL = {"groups": {"backbone": {"lr": 1e-4}, "connector": {"lr": 1e-5}}}
 def load(values: dict[str, Any], dtype: torch.dtype) -> tuple[Any, list[dict[str, Any]], str]:
     recipe = parse_recipe(values, "test")
     family = get_family(recipe.model.family)
-    return load_trainable(recipe, family, family.open(recipe.model), dtype)
+    return DiffusionTask().load_trainable(recipe, family, family.open(recipe.model), dtype)
 
 
 @pytest.fixture
