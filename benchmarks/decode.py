@@ -31,7 +31,7 @@ from PIL import Image
 
 from dit_lora.data.media.decode import Wanted, nearest_frames
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.pictures import cover, planes, resize
+from dit_lora.data.media.pictures import cover, planes, upright
 from dit_lora.data.media.video import read_frames
 
 FRAMES, HEIGHT, WIDTH, FPS = 49, 480, 720, 8.0
@@ -61,7 +61,8 @@ def from_the_beginning(task: Task, threads: int) -> np.ndarray:
     wanted = Wanted(FRAMES, FPS, task.start)
     chosen: list[np.ndarray] = []
     for near in nearest_frames(MediaFile(task.path), wanted, quick=False):
-        chosen += [resize(near.frame, near.stretch, HEIGHT, WIDTH)] * near.times
+        picture = cover(*upright(near.frame, near.stretch), HEIGHT, WIDTH)
+        chosen += [picture] * near.times
     return planes(chosen)
 
 

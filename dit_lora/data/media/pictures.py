@@ -11,8 +11,8 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
-from dit_lora.data.cache.missing_rows import missing_rows
 from dit_lora.data.media.media import Media, open_bytes
+from dit_lora.data.media.missing_rows import missing_rows
 from dit_lora.data.media.opened import open_picture
 
 # What Pillow's readers raise at damaged files.
