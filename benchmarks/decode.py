@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dit_lora.data.media.decode import Wanted, nearest_frames
+from dit_lora.data.media.decode import WantedTimes, nearest_frames
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.pictures import cover, planes, upright
 from dit_lora.data.media.video import read_frames
@@ -58,7 +58,7 @@ def ours(task: Task, threads: int) -> np.ndarray:
 
 
 def from_the_beginning(task: Task, threads: int) -> np.ndarray:
-    wanted = Wanted(FRAMES, FPS, task.start)
+    wanted = WantedTimes(FRAMES, FPS, task.start)
     chosen: list[np.ndarray] = []
     for near in nearest_frames(MediaFile(task.path), wanted, quick=False):
         picture = cover(*upright(near.frame, near.stretch), HEIGHT, WIDTH)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.data.cache.shards import Stored
+from dit_lora.data.cache.shards import StoredEntry
 from dit_lora.faults.media.cache import overwrite
 
 
@@ -30,7 +30,7 @@ def trajectory(run: Path) -> list[tuple[float, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines(run, "metrics.jsonl")]
 
 
-def poison(cache: Path, sample: str) -> Stored:
+def poison(cache: Path, sample: str) -> StoredEntry:
     """Put one NaN into a clip's cached latent, with a header that claims nothing is wrong."""
     for entry in TensorCache(cache / "videos").entries():
         if entry.sample == sample and "mirrored" not in entry.facts:

@@ -191,6 +191,33 @@ def test_rooms_are_few_and_none_is_crowded() -> None:
     assert {one: count for one, count in crowded.items() if count > MAX_IN_FOLDER} == {}
 
 
+def test_modules_found_by_a_made_up_name_are_of_registries_alone() -> None:
+    """What the floors cannot see: verbs by their file, a family's own modules, libraries by the recipe's words."""
+    makers = set()
+    for path in (ROOT / "dit_lora").rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called.endswith("import_module") and not isinstance(node.args[0], ast.Constant):
+                makers.add(module_name(path))
+    assert makers == {
+        "dit_lora",
+        "dit_lora.cli.app",
+        "dit_lora.families",
+        "dit_lora.families.family",
+        "dit_lora.training.optim.build",
+        "dit_lora.training.trackers.trackers",
+    }
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in (ROOT / "dit_lora").rglob("*.py"):
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module_name(path))
+    assert {name: every for name, every in homes.items() if len(every) > 1} == {}
+
+
 def test_training_knows_no_family() -> None:
     for path in (ROOT / "dit_lora" / "training").rglob("*.py"):
         targets = set(imports(tree_of(path)))

@@ -9,7 +9,7 @@ import typer
 from dit_lora.cli.json_output import JsonFlag, answer
 
 if TYPE_CHECKING:
-    from dit_lora.faults.fault import Judged
+    from dit_lora.faults.fault import FaultResult
 
 EXAMPLES = {"faults": ("faults --only '*latent*'",)}
 _WIDE = 240  # characters, in a file or a pipe
@@ -40,7 +40,7 @@ def faults(
     answer(context, as_json, record, lambda: _render(judged, sums), passed=passed)
 
 
-def _render(judged: "Sequence[Judged]", sums: Mapping[str, int]) -> None:
+def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
     """Print one row a fault, then the totals, then what was not as expected."""
     from rich.console import Console
     from rich.table import Table

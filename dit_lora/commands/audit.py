@@ -13,7 +13,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.captions import check_captions, token_lengths
 from dit_lora.data.audit.encoded import check_encoded
-from dit_lora.data.audit.finding import VERDICTS, Finding, Judged
+from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample
 from dit_lora.data.audit.labels import check_labels
 from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.runner import audit_media
@@ -52,7 +52,7 @@ class Audit:
     """Every sample judged, and the notes on the whole set."""
 
     title: str
-    judged: list[Judged]
+    judged: list[JudgedSample]
     notes: tuple[str, ...] = ()
     buckets: dict[str, Any] | None = None
     encoded: dict[str, Any] | None = None
@@ -167,7 +167,7 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
     return replace(audit, judged=merge(audit.judged, *parts), encoded=statistics)
 
 
-def _by_clip(found: Findings, judged: Sequence[Judged]) -> Findings:
+def _by_clip(found: Findings, judged: Sequence[JudgedSample]) -> Findings:
     """Return findings by clip: those of a clip's later windows move to the clip's name."""
     files = {one.file for one in judged}
     by_clip: Findings = {}
@@ -181,7 +181,7 @@ def _by_clip(found: Findings, judged: Sequence[Judged]) -> Findings:
     return by_clip
 
 
-def _words(one: Judged) -> list[str]:
+def _words(one: JudgedSample) -> list[str]:
     return [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
 
 
@@ -193,7 +193,7 @@ def _problems(found: Scan) -> Findings:
     return problems
 
 
-def _dropped(samples: Samples, judged: Sequence[Judged]) -> Findings:
+def _dropped(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
     """Return findings on samples that fit no bucket, where the media's own findings do not say it."""
     codes = {one.file: {finding.code for finding in one.findings} for one in judged}
     dropped = samples.report.dropped if samples.report else ()

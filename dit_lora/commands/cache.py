@@ -27,7 +27,7 @@ Caches = Mapping[str, TensorCache]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CacheOutcome:
     """The result of checking, counting or tidying each half of a cache."""
 
     root: Path
@@ -75,21 +75,21 @@ def build(target: str, overrides: Sequence[str]) -> None:
         session.say(f"{recipe.cache_dir} holds what {count} samples need")
 
 
-def verify(target: str, overrides: Sequence[str], *, set_aside: bool) -> Outcome:
+def verify(target: str, overrides: Sequence[str], *, set_aside: bool) -> CacheOutcome:
     """Read every entry and check its digest and values."""
 
-    def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.Verified:
+    def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.VerifiedCache:
         return maintenance.verify(cache, set_aside=set_aside, on_progress=tell)
 
     return _each(target, overrides, "checking", work)
 
 
-def stats(target: str, overrides: Sequence[str]) -> Outcome:
+def stats(target: str, overrides: Sequence[str]) -> CacheOutcome:
     """Count entries, shards and bytes, from headers alone."""
     return _each(target, overrides, "counting", lambda cache, _: maintenance.stats(cache))
 
 
-def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> Outcome:
+def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
     """Remove what cannot be used, and what none of the recipes `keep` uses, if any is given."""
     recipes = [load_recipe(path) for path in keep]
     keys_of_each = [dict(zip(_KINDS, _keys(recipe), strict=True)) for recipe in recipes]
@@ -125,13 +125,13 @@ def _each(
     overrides: Sequence[str],
     verb: str,
     work: Callable[[TensorCache, maintenance.OnProgress], Any],
-) -> Outcome:
+) -> CacheOutcome:
     root = _root(target, overrides)
     results = {}
     for kind in _KINDS:
         with _bar(f"{verb} {kind}") as tell:
             results[kind] = work(TensorCache(root / kind), tell)
-    return Outcome(root, results)
+    return CacheOutcome(root, results)
 
 
 def _root(target: str, overrides: Sequence[str]) -> Path:

@@ -9,7 +9,7 @@ from dit_lora.environment.versions import (
     TESTED,
     TRACKERS,
     Environment,
-    Problem,
+    VersionProblem,
     default_launch_config,
     launch_problem,
     launch_processes,
@@ -142,7 +142,7 @@ def _kernels() -> Decision:
     return Decision("kernels", choice, support.reason)
 
 
-def _package(name: str, env: Environment, found: Sequence[Problem]) -> dict[str, Any]:
+def _package(name: str, env: Environment, found: Sequence[VersionProblem]) -> dict[str, Any]:
     problem = next((problem for problem in found if problem.id == name), None)
     return {
         "version": env.versions.get(name),

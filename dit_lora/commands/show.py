@@ -18,7 +18,7 @@ from dit_lora.training.tasks.chat.training_set import ChatEntry, draws_of
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSample:
     """A sample and what is to be seen of it."""
 
     entry: ChatEntry
@@ -39,7 +39,9 @@ class Shown:
         )
 
 
-def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None) -> Shown:
+def show_sample(
+    recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None
+) -> ShownSample:
     """Return the sample of that id or number; drawn as for training if `draw` is given, else whole and in the middle.
 
     Raises `DitLoraError` if there is no such sample, or with the reason why it cannot be used.
@@ -73,4 +75,4 @@ def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: i
         raise DitLoraError(batch.faults[entry.id])
     rendered, seconds = clips.render(entry, None if draw is None else draws_of(seed, draw))
     pixels = batch.tensors.get("pixels")
-    return Shown(entry, checkpoint, rendered, seconds, None if pixels is None else pixels[0])
+    return ShownSample(entry, checkpoint, rendered, seconds, None if pixels is None else pixels[0])

@@ -116,7 +116,7 @@ def probe_environment() -> Environment:
 
 
 @dataclass(frozen=True)
-class Problem:
+class VersionProblem:
     """A version that is wrong or was not tested, and the command that changes it."""
 
     id: str
@@ -130,7 +130,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownBad(Problem):
+class KnownBad(VersionProblem):
     """A combination of versions that somebody lost time to, and the way out."""
 
     matches: Callable[[Environment], bool]
@@ -229,7 +229,7 @@ def package_status(name: str, env: Environment) -> Status:
     return "tested" if release == _release(tested.release) else "in range"
 
 
-def problems(env: Environment) -> list[Problem]:
+def problems(env: Environment) -> list[VersionProblem]:
     """Return every version out of its range, every untested one, and every known-bad combination."""
     versions = (_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
@@ -249,19 +249,19 @@ def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
     return [str(problem) for problem in issues if problem.severity != "handled"]
 
 
-def _version_problem(name: str, env: Environment) -> Problem | None:
+def _version_problem(name: str, env: Environment) -> VersionProblem | None:
     tested, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
     if status in ("tested", "in range", "absent"):
         return None
     if status == "untested" and tested.release is None:
         what = f"no build of {name} could be tested; got {version}"
-        return Problem(name, "warn", what, f"to do without it: pip uninstall -y {name}")
+        return VersionProblem(name, "warn", what, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
         what = f"{name} was tested up to {tested.release}; got {version}"
-        return Problem(name, "warn", what, _install(f"{name}=={tested.release}", env))
+        return VersionProblem(name, "warn", what, _install(f"{name}=={tested.release}", env))
     wanted = tested.requirement(name)
     received = f"got {version}" if version else "it is not installed"
-    return Problem(name, "refuse", f"{wanted} is needed; {received}", _install(wanted, env))
+    return VersionProblem(name, "refuse", f"{wanted} is needed; {received}", _install(wanted, env))
 
 
 def _install(requirement: str, env: Environment) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.data.cache.shards import Stored
+from dit_lora.data.cache.shards import StoredEntry
 from dit_lora.data.media.media import VIDEO_SUFFIXES
 from dit_lora.families.family import Site
-from dit_lora.faults.fault import Expected, Fault, Judged, equal
+from dit_lora.faults.fault import Expected, Fault, FaultResult, equal
 from dit_lora.faults.media.all import KINDS
 from dit_lora.faults.media.archives import member, write_tar
 from dit_lora.faults.media.cache import cut, scramble
@@ -43,7 +43,7 @@ class DataFault(Fault):
     def fits(self, site: Site, ranks: int = 1, engine: Engine = "ddp") -> bool:
         return super().fits(site, ranks, engine) and site.samples == self.samples
 
-    def judge(self, world: World) -> Judged:
+    def judge(self, world: World) -> FaultResult:
         """Judge a run that refuses the sample, one that leaves out it and its peers, one that never had them;
         collective.
         """
@@ -117,8 +117,8 @@ class DataFault(Fault):
 
     def told(
         self, seen: tuple[Observation, ...], verdict: str, unnamed: list[str], lost: list[str]
-    ) -> Judged:
-        return Judged(
+    ) -> FaultResult:
+        return FaultResult(
             self.name,
             self.place,
             self.when,
@@ -138,7 +138,7 @@ class SoundOddity(DataFault):
     files: tuple[str, ...] = ()
     """The samples' ids."""
 
-    def judge(self, world: World) -> Judged:
+    def judge(self, world: World) -> FaultResult:
         """Judge one run that may refuse; collective."""
         data = self.folder(world, self.name, self.layout, self.put)
         reached: list[Stage] = []
@@ -243,7 +243,7 @@ def _unknown(what: str, samples: str, suffix: str) -> DataFault:
     )
 
 
-def _damaged(what: str, do: Callable[[Stored], None]) -> Fault:
+def _damaged(what: str, do: Callable[[StoredEntry], None]) -> Fault:
     """Return the fault of a shard of the cache that has to be encoded anew."""
 
     def before_start(cache: Path) -> None:

@@ -48,7 +48,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Judged:
+class FaultResult:
     """One line of the table."""
 
     name: str
@@ -91,7 +91,7 @@ class Fault:
         enough = self.ranks <= ranks <= self.most_ranks and engine in self.engines
         return enough and all(getattr(site, need) for need in self.needs)
 
-    def judge(self, world: World) -> Judged:
+    def judge(self, world: World) -> FaultResult:
         """Run the fault and compare; collective."""
         if self.play is not None:
             seen = self.play(self, world)
@@ -135,13 +135,13 @@ def from_step(
 
 def judged(
     fault: Fault, seen: Observation, reference: Tensors | None, target: str, site: Site
-) -> Judged:
+) -> FaultResult:
     """Return the judgment: whether what was seen is what was expected."""
     expected = fault.expected
     named, why = _named(expected, seen, target, site)
     recovered = _recovered(expected, seen, reference)
     last = seen.events[-1] if seen.events else None
-    return Judged(
+    return FaultResult(
         fault.name,
         fault.place,
         fault.when,

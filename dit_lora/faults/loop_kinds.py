@@ -18,11 +18,11 @@ from dit_lora.guard.plugin.guard import Guard
 _WIDTH = 6
 
 
-class Encoder(nn.Linear):
+class LoopEncoder(nn.Linear):
     """The model that comes before the denoiser and is trained with it."""
 
 
-class Denoiser(nn.Linear):
+class LoopDenoiser(nn.Linear):
     """The model that the guard is given."""
 
 
@@ -57,7 +57,7 @@ def _accelerated(world: World) -> Iterator[Any]:
 def _two_models(fault: Fault, world: World) -> Observation:
     """Make one gradient element infinite in the text encoder, which the guard was never told of."""
     with _accelerated(world) as accelerator:
-        models = [Encoder(_WIDTH, _WIDTH), Denoiser(_WIDTH, 2)]
+        models = [LoopEncoder(_WIDTH, _WIDTH), LoopDenoiser(_WIDTH, 2)]
         parameters = [p for model in models for p in model.parameters()]
         prepared = accelerator.prepare(*models, torch.optim.AdamW(parameters, lr=1e-2))
         encoder, denoiser, optimizer = prepared
@@ -85,7 +85,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
 def _after_a_resume(fault: Fault, world: World) -> Observation:
     """Make a moment NaN after weights and moments were loaded: back to what was loaded, not to the attach."""
     with _accelerated(world) as accelerator:
-        model = Denoiser(_WIDTH, 2)
+        model = LoopDenoiser(_WIDTH, 2)
         prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         guard = Guard.attach(accelerator, prepared, optimizer, folder=world.root / "guarded")
         weights = {name: tensor + 5 for name, tensor in model.state_dict().items()}
@@ -111,7 +111,7 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
     """Give one bad sample of seven, for more epochs than `max_skips`."""
     config = LadderConfig(max_skips=3)
     with _accelerated(world) as accelerator:
-        model = Denoiser(_WIDTH, 2)
+        model = LoopDenoiser(_WIDTH, 2)
         prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         folder = world.root / "guarded"
         guard = Guard.attach(accelerator, prepared, optimizer, config=config, folder=folder)
@@ -134,7 +134,7 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
 def _closure(fault: Fault, world: World) -> Observation:
     """Run a loop in plain PyTorch whose optimizer runs the backward itself, as Lightning has it."""
     torch.manual_seed(3)
-    model = Denoiser(_WIDTH, 2)
+    model = LoopDenoiser(_WIDTH, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     guard = Guard.attach(None, model, optimizer, folder=world.root / "guarded")
 
@@ -159,7 +159,7 @@ def _closure(fault: Fault, world: World) -> Observation:
 
 
 _PIXEL = Expected("data", "skip", ("1 NaN",))
-_ENCODER = Expected("transient", "skip", ("gradient of Encoder.weight",))
+_ENCODER = Expected("transient", "skip", ("gradient of LoopEncoder.weight",))
 _MOMENT = Expected("optimizer", "rollback", ("weight/exp_avg",))
 FAULTS: tuple[Fault, ...] = tuple(
     Fault(name, "plugin", when, expected, play=play)

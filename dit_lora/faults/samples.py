@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from dit_lora.data.cache.shards import Stored
+from dit_lora.data.cache.shards import StoredEntry
 from dit_lora.data.loading.batch import draw_number
 from dit_lora.faults.arms import every_row, losses, sample_tensor, target_rows
 from dit_lora.faults.fault import Expected, Fault
@@ -32,7 +32,7 @@ _THIS_DRAW = Expected("inputs", "skip", ("with this noise",), names_target=True)
 _LATE_DRAW = Expected("inputs", "skip", ("with this noise and timestep",), module="{time_proj}")
 
 
-def _cached(name: str, words: str, tensor: str, damage: Callable[[Stored], None]) -> Fault:
+def _cached(name: str, words: str, tensor: str, damage: Callable[[StoredEntry], None]) -> Fault:
     """Return the fault of an entry on the disk whose header is right."""
     # The target's file is 02_blue_disc; its caption names its colour and shape.
     folder, aim = ("texts", "blue disc") if tensor == "prompt_embeds" else ("videos", "02_")

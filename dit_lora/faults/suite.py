@@ -38,7 +38,7 @@ from dit_lora.faults import (
 from dit_lora.faults.chat import data as chat_data
 from dit_lora.faults.chat import loops as chat_loops
 from dit_lora.faults.chat import steps as chat_steps
-from dit_lora.faults.fault import Fault, Judged
+from dit_lora.faults.fault import Fault, FaultResult
 from dit_lora.faults.site import DEFAULT, site_of
 from dit_lora.faults.world import Engine, World, engine_of
 from dit_lora.files import write_whole
@@ -78,7 +78,7 @@ def chosen(pattern: str | None, site: Site, ranks: int = 1, engine: Engine = "dd
 
 def run_suite(
     pattern: str | None, ranks: int, variant: str = DEFAULT, engine: Engine = "ddp"
-) -> list[Judged]:
+) -> list[FaultResult]:
     """Judge every chosen fault on one tiny checkpoint, in this process or on ranks that torchrun starts."""
     site = site_of(variant)
     faults = chosen(pattern, site, ranks, engine)
@@ -95,10 +95,10 @@ def run_suite(
         if done.returncode or not out.exists():
             raise DitLoraError(f"the suite ended with {done.returncode} on {ranks} ranks")
         lines = json.loads(out.read_text(encoding="utf-8"))
-    return [Judged(**{**line, "why": tuple(line["why"])}) for line in lines]
+    return [FaultResult(**{**line, "why": tuple(line["why"])}) for line in lines]
 
 
-def totals(judged: Sequence[Judged]) -> dict[str, int]:
+def totals(judged: Sequence[FaultResult]) -> dict[str, int]:
     """Return what the last line of the table says."""
     return {
         "faults": len(judged),
@@ -108,7 +108,7 @@ def totals(judged: Sequence[Judged]) -> dict[str, int]:
     }
 
 
-def judge_all(faults: Sequence[Fault], site: Site, engine: Engine = "ddp") -> Iterator[Judged]:
+def judge_all(faults: Sequence[Fault], site: Site, engine: Engine = "ddp") -> Iterator[FaultResult]:
     """Inject one fault after the other; on every rank alike, each in a run of its own."""
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)

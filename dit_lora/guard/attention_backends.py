@@ -45,20 +45,20 @@ _RESULTS = ("out", "dq", "dk", "dv")
 _CHUNK = 1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 keys in fp64 is 0.3 GB
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Shape and strides of a tensor: kernels err on strides as well as on shapes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Layout":
+    def of(cls, tensor: torch.Tensor) -> "TensorLayout":
         return cls(tuple(tensor.shape), tensor.stride())
 
     def __str__(self) -> str:
         return "x".join(map(str, self.shape))
 
-    def first(self, heads: int) -> "Layout":
+    def first(self, heads: int) -> "TensorLayout":
         """Return the layout of one sample and of at most `heads` of its heads, at the same strides."""
         lead = self.shape[:-2]
         limits = (*([1] * (len(lead) - 1)), heads)
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
 class Mask:
     """An `attn_mask` without its values."""
 
-    layout: Layout
+    layout: TensorLayout
     dtype: torch.dtype
     low: float
     """The smallest value: False, or what is added to masked logits."""
@@ -94,9 +94,9 @@ class Mask:
 class AttentionCall:
     """All that a backend's choice and correctness depend on, except the values."""
 
-    query: Layout
-    key: Layout
-    value: Layout
+    query: TensorLayout
+    key: TensorLayout
+    value: TensorLayout
     dtype: torch.dtype
     device: torch.device
     mask: Mask | None
@@ -106,12 +106,12 @@ class AttentionCall:
     enable_gqa: bool
 
     @property
-    def out(self) -> Layout:
+    def out(self) -> TensorLayout:
         """Layout of the output and of its gradient, which arrives the way the query came."""
         shape = (*self.query.shape[:-1], self.value.shape[-1])
         if shape == self.query.shape:
             return self.query
-        return Layout.of(torch.empty(shape, device="meta"))
+        return TensorLayout.of(torch.empty(shape, device="meta"))
 
     @property
     def logit_scale(self) -> float:
@@ -219,9 +219,9 @@ def _facts(
 ) -> AttentionCall:
     """Return the facts of one call; the parameters are those of `scaled_dot_product_attention`."""
     return AttentionCall(
-        query=Layout.of(query),
-        key=Layout.of(key),
-        value=Layout.of(value),
+        query=TensorLayout.of(query),
+        key=TensorLayout.of(key),
+        value=TensorLayout.of(value),
         dtype=_computed_in(query),
         device=query.device,
         mask=None if attn_mask is None else _mask_facts(attn_mask),
@@ -233,7 +233,7 @@ def _facts(
 
 
 def _mask_facts(mask: torch.Tensor) -> Mask:
-    mask, layout, dtype = mask.detach(), Layout.of(mask), _computed_in(mask)
+    mask, layout, dtype = mask.detach(), TensorLayout.of(mask), _computed_in(mask)
     if not mask.is_floating_point():
         return Mask(layout, dtype, low=0.0, empty_row=bool((~mask.any(-1)).any()))
     # Half of the dtype's range is a mask whatever is added to it; a bias stays far from it.

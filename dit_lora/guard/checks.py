@@ -42,7 +42,7 @@ _STORED = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """The result of one check."""
 
     check: str
@@ -52,7 +52,7 @@ class Finding:
     """True if a run must not start. Not ok and not fatal is a warning."""
 
 
-def check_trainables(model: nn.Module) -> list[Finding]:
+def check_trainables(model: nn.Module) -> list[CheckFinding]:
     """Check that there are trainable parameters, all of them fp32 and finite.
 
     In fp16, AdamW's eps of 1e-8 is 0 and the first zero gradient is 0 / 0; in bf16 small updates are lost.
@@ -60,7 +60,7 @@ def check_trainables(model: nn.Module) -> list[Finding]:
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         words = "no parameter is trainable; attach an adapter, or give optim.groups a base group"
-        return [Finding("trainables", False, words, fatal=True)]
+        return [CheckFinding("trainables", False, words, fatal=True)]
     half = [f"{name} is {p.dtype}" for name, p in trainable if p.dtype is not torch.float32]
     count = len(trainable)
     return [
@@ -74,7 +74,7 @@ def check_trainables(model: nn.Module) -> list[Finding]:
     ]
 
 
-def check_base_weights(model: nn.Module) -> list[Finding]:
+def check_base_weights(model: nn.Module) -> list[CheckFinding]:
     """Check that frozen weights are finite, and the scales of quantised ones."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     values = ((name, values) for name, values in weight_values(model) if name not in trained)
@@ -84,7 +84,7 @@ def check_base_weights(model: nn.Module) -> list[Finding]:
 
 def autocast_owner(
     model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Check that during `run()` every module computes under the policy's autocast: `dtype`, or none if that is
     None.
 
@@ -133,7 +133,7 @@ def autocast_owner(
     ]
 
 
-def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[Finding]:
+def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFinding]:
     """Check that one micro-batch's `backward()` reaches every trainable parameter and no frozen one.
 
     Every LoRA B must get a gradient that is not all zero. A's is zero as long as B is, which is right at
@@ -180,7 +180,7 @@ def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
 
 def stored_precision(
     stored: torch.dtype | None, compute: torch.dtype, peak: float | None, *, saturates: bool = False
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Judge whether a checkpoint stored in one dtype may be computed in another.
 
     `peak` is the largest magnitude of any module's output over a forward pass in `compute`, if it was
@@ -191,20 +191,20 @@ def stored_precision(
     check = "stored precision"
     what = f"the weights are stored in {stored} and computed in {compute}"
     if stored is None:
-        return [Finding(check, True, "no floating weights are stored", fatal=False)]
+        return [CheckFinding(check, True, "no floating weights are stored", fatal=False)]
     if compute is torch.float16 and stored is not torch.float16:
         words = f"{what}, whose limit of {_FP16_MAX:g} they were not trained for; use bf16 or fp32"
-        return [Finding(check, False, words, fatal=True)]
+        return [CheckFinding(check, False, words, fatal=True)]
     if stored is not torch.float16 or compute is torch.float16:
-        return [Finding(check, True, what, fatal=False)]
+        return [CheckFinding(check, True, what, fatal=False)]
     if saturates:
         words = (
             f"{what}, with fp16's limit of {_FP16_MAX:g} repeated where the network relies on it"
         )
-        return [Finding(check, True, words, fatal=False)]
+        return [CheckFinding(check, True, words, fatal=False)]
     if peak is None:
         words = f"{what}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
-        return [Finding(check, False, words, fatal=False)]
+        return [CheckFinding(check, False, words, fatal=False)]
     room = f"{headroom(peak, torch.float16):.3g} times"
     if not peak <= _FP16_MAX:  # NaN is beyond
         words = (
@@ -213,17 +213,17 @@ def stored_precision(
             f"compute another function; clamp to +-{_FP16_MAX:g} where it did, or use a checkpoint "
             "published in bf16 or fp32"
         )
-        return [Finding(check, False, words, fatal=True)]
+        return [CheckFinding(check, False, words, fatal=True)]
     words = f"{what}; activations were probed on one batch and reach {peak:.3g}, {room} below fp16's limit"
     coarser = compute is torch.bfloat16
     if coarser:
         words += "; bf16 rounds eight times more coarsely than the weights were trained with"
-    return [Finding(check, not coarser, words, fatal=False)]
+    return [CheckFinding(check, not coarser, words, fatal=False)]
 
 
 def attention_backends(
     calls: Iterable[AttentionCall], device: torch.device
-) -> tuple[list[Finding], list[str]]:
+) -> tuple[list[CheckFinding], list[str]]:
     """Compare every backend with fp64 math at these calls on `device`; return findings, and the names to disable.
 
     A backend that is wrong is a warning, since a run goes on without it; a call for which none is left is
@@ -246,7 +246,7 @@ def attention_backends(
     return findings, disabled
 
 
-def wrong_backends(findings: Iterable[Finding]) -> list[str]:
+def wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
     """Return the attention backends to disable, from `attention_backends`' findings, cached or not."""
     return [
         f.check.removeprefix(_ATTENTION)
@@ -261,8 +261,12 @@ def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
 
 
 def cached(
-    path: Path, facts: Mapping[str, Any], check: Callable[[], list[Finding]], *, trust: bool = True
-) -> list[Finding]:
+    path: Path,
+    facts: Mapping[str, Any],
+    check: Callable[[], list[CheckFinding]],
+    *,
+    trust: bool = True,
+) -> list[CheckFinding]:
     """Return `check()`, or what it found before under the same facts, unless that is not to be trusted.
 
     Facts are all that the result depends on: versions, device, digest of the model, shapes, dtype. A fatal
@@ -287,25 +291,25 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _known(path: Path) -> dict[str, list[Finding]]:
+def _known(path: Path) -> dict[str, list[CheckFinding]]:
     try:
         stored = parse_json(path.read_text(encoding="utf-8"))
         if stored["version"] != _VERSION:
             return {}
-        return {key: [Finding(**f) for f in found] for key, found in stored["found"].items()}
+        return {key: [CheckFinding(**f) for f in found] for key, found in stored["found"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no file, or one torn or written by another version
 
 
 def _judged(
     check: str, offenders: Sequence[str], *, sound: str, wrong: str, fatal: bool = True
-) -> Finding:
+) -> CheckFinding:
     if not offenders:
-        return Finding(check, True, sound, fatal=False)
-    return Finding(check, False, listed(wrong, offenders), fatal=fatal)
+        return CheckFinding(check, True, sound, fatal=False)
+    return CheckFinding(check, False, listed(wrong, offenders), fatal=fatal)
 
 
-def _finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Finding:
+def _finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> CheckFinding:
     parts = [(name, local(tensor.detach())) for name, tensor in tensors]
     bad = [words for n, t in parts if not is_finite(t) and (words := describe_bad(n, t))]
     return _judged(
@@ -328,12 +332,12 @@ def _no_gradient(name: str, parameter: nn.Parameter) -> str | None:
     return None
 
 
-def _backend(name: str, results: Sequence[BackendParity]) -> Finding:
+def _backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:
     ran = [result for result in results if result.available]
     wrong = [str(result) for result in ran if not result.ok]
     if not ran:
         reason = results[0].reason if results else "no attention call was recorded"
-        return Finding(_ATTENTION + name, True, f"not used: {reason}", fatal=False)
+        return CheckFinding(_ATTENTION + name, True, f"not used: {reason}", fatal=False)
     worst = max(max(result.errors.values(), default=0.0) for result in ran)
     return _judged(
         _ATTENTION + name,

@@ -37,7 +37,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Origin:
+class BadOp:
     """An op whose inputs were finite (or, for NaN, free of NaN) and whose output was not."""
 
     op: str
@@ -54,16 +54,16 @@ class Origin:
 class Trace:
     """The result of one probed run."""
 
-    origins: list[Origin] = field(default_factory=list)
+    origins: list[BadOp] = field(default_factory=list)
     """Origins in order of execution; those that the module around them hid again are in `hidden`."""
-    hidden: list[Origin] = field(default_factory=list)
+    hidden: list[BadOp] = field(default_factory=list)
     trail: list[Step] = field(default_factory=list)
     """The values before the first origin, oldest first."""
     bad_inputs: dict[str, str] = field(default_factory=dict)
     """Arguments of the model itself that were not finite, described."""
 
     @property
-    def origin(self) -> Origin | None:
+    def origin(self) -> BadOp | None:
         """The first origin, where it began; None if nothing did."""
         return self.origins[0] if self.origins else None
 
@@ -145,7 +145,7 @@ class Probe(TorchDispatchMode):
         if not self.trace.origins:
             self.trace.trail = list(self._recent)
         kind = "nan" if new_nan else "inf"
-        self.trace.origins.append(Origin(op, where, direction, output.dtype, kind))
+        self.trace.origins.append(BadOp(op, where, direction, output.dtype, kind))
 
     def _where(self) -> tuple[str, str]:
         """Return the innermost module that an op belongs to, and the direction."""

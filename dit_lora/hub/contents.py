@@ -32,7 +32,7 @@ OURS = (ADAPTER_FILE, CHAT_ADAPTER_FILE, "adapter_config.json", BASE_FILE)
 
 
 @dataclass(frozen=True)
-class Shown:
+class CardSample:
     """The model's outputs for one validation prompt, as files of the repository or as answers."""
 
     prompt: str
@@ -52,7 +52,7 @@ class Contents:
     kind: str
     """`lora`, `peft` or `pipeline`."""
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[CardSample, ...] = ()
 
     @property
     def base(self) -> str | None:
@@ -165,7 +165,7 @@ def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]
         yield name, path if redacted(public) == values else clean_json(public).encode()
 
 
-def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[Shown]:
+def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
     """Return what was made of the validation prompts, before and after training, and add sample files to `files`."""
     validation = run.config.get("validation") or {}
     prompts = [redacted_words(str(one)) for one in validation.get("prompts") or ()]
@@ -183,17 +183,17 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[Shown]:
                 places[when] = f"{SAMPLES}{when}_{index:02d}{path.suffix}"
                 files[places[when]] = path
         if "after" in places:
-            shown.append(Shown(prompt, places.get("before"), places["after"]))
+            shown.append(CardSample(prompt, places.get("before"), places["after"]))
     return shown
 
 
-def _answers(ends: Mapping[str, Path]) -> list[Shown]:
+def _answers(ends: Mapping[str, Path]) -> list[CardSample]:
     said: dict[str, list[dict[str, Any]]] = {"before": []}
     for when, folder in ends.items():
         file = folder / "answers.json"
         said[when] = redacted(read_json(file)) if file.is_file() else []
     return [
-        Shown(
+        CardSample(
             str(one.get("prompt", "")),
             str(said["before"][index].get("answer", "")) if index < len(said["before"]) else None,
             str(one.get("answer", "")),

@@ -11,7 +11,7 @@ from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import data_is_here
-from dit_lora.planning.subject import Encoder, Subject, Weights
+from dit_lora.planning.subject import PlannedEncoder, Subject, Weights
 from dit_lora.training.execution.activation_checkpointing import Mode
 from dit_lora.training.execution.activations import Needs, advise
 
@@ -73,7 +73,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """One recipe under one launch."""
 
     recipe: Recipe
@@ -104,7 +104,7 @@ class Budget:
 
 def count(
     recipe: Recipe, subject: Subject, launch: Launch, gpu: int | None, mode: Mode | None = None
-) -> Budget:
+) -> MemoryBudget:
     """The budget of a recipe; of `gpu` bytes, `train.checkpointing: auto` takes what it would take there.
 
     Without `gpu` auto takes `none`. `mode` overrides what the run would choose.
@@ -126,7 +126,7 @@ def count(
         for name, own in needs.items()
     }
     phases, lacking = _phases(recipe, subject, training)
-    return Budget(
+    return MemoryBudget(
         recipe,
         launch,
         gpu,
@@ -204,7 +204,7 @@ def _phases(
         return {"training": at_training}, lacking
     lacking = []
 
-    def alone(encoder: Encoder) -> int:
+    def alone(encoder: PlannedEncoder) -> int:
         return encoder.weights + int(encoder.most * rounded) + over
 
     phases = {}

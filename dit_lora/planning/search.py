@@ -14,7 +14,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import opened, without_weights
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.planning.budget import GIB, Budget, Launch, count
+from dit_lora.planning.budget import GIB, Launch, MemoryBudget, count
 from dit_lora.planning.subject import Subject
 from dit_lora.training.execution.activation_checkpointing import MODES
 from dit_lora.training.session.launch import require_shared
@@ -30,14 +30,14 @@ class Change:
     """Settings to add to the command, so that a run fits."""
 
     overrides: tuple[str, ...]
-    budget: Budget
+    budget: MemoryBudget
 
 
 @dataclass(frozen=True)
 class Planned:
     """A budget, and what makes it fit if it does not."""
 
-    budget: Budget
+    budget: MemoryBudget
     change: Change | None
     """None where it fits, and where nothing that is known here makes it fit."""
 
@@ -121,7 +121,7 @@ class _Variants:
     gpu: int | None
     _subjects: dict[str, Subject] = field(default_factory=dict)
 
-    def count(self, changes: Sequence[Settings] = ()) -> Budget:
+    def count(self, changes: Sequence[Settings] = ()) -> MemoryBudget:
         """Return the budget with these changes. Raises `DitLoraError` for what the recipe or the launch refuses."""
         settings = _together(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_typed(settings)])
@@ -131,7 +131,7 @@ class _Variants:
         recipe = recipe.model_copy(update={"model": model})
         return count(recipe, self.subject(recipe), launch, self.gpu)
 
-    def tried(self, changes: Sequence[Settings]) -> Budget | None:
+    def tried(self, changes: Sequence[Settings]) -> MemoryBudget | None:
         """Count as `count` does; None for what is refused."""
         try:
             return self.count(changes)
@@ -146,7 +146,7 @@ class _Variants:
         return self._subjects[key]
 
 
-def _what_fits(variants: _Variants, budget: Budget) -> Change | None:
+def _what_fits(variants: _Variants, budget: MemoryBudget) -> Change | None:
     """Return the first change that is enough alone, else several together; of the data's shape if no other is enough."""
     taken: list[Settings] = []
     least = budget.needs
@@ -167,7 +167,7 @@ def _what_fits(variants: _Variants, budget: Budget) -> Change | None:
     return None
 
 
-def _without_excess(variants: _Variants, taken: list[Settings], fitting: Budget) -> Change:
+def _without_excess(variants: _Variants, taken: list[Settings], fitting: MemoryBudget) -> Change:
     """Leave out, the dearest first, what the others do without: full checkpointing, say, for selective before it."""
     for change in reversed(taken):
         fewer = [one for one in taken if one is not change]
@@ -177,7 +177,7 @@ def _without_excess(variants: _Variants, taken: list[Settings], fitting: Budget)
     return _as_typed(taken, fitting)
 
 
-def _as_typed(changes: Sequence[Settings], budget: Budget) -> Change:
+def _as_typed(changes: Sequence[Settings], budget: MemoryBudget) -> Change:
     return Change(tuple(_typed(_together(changes))), budget)
 
 
@@ -190,7 +190,7 @@ def _typed(settings: Settings) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items() if name != _SHARDING]
 
 
-def _settings(budget: Budget) -> Iterator[Settings]:
+def _settings(budget: MemoryBudget) -> Iterator[Settings]:
     """Yield what can be changed, by what it costs: time first, then precision, and machines at last."""
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
     too_much = {name for name, size in budget.phases.items() if size > (budget.gpu or size)}

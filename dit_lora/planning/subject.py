@@ -28,7 +28,7 @@ from dit_lora.training.execution.activation_checkpointing import Mode
 from dit_lora.training.execution.activations import Needs, measure
 from dit_lora.training.execution.blocks import read_outside, repeated_blocks
 from dit_lora.training.execution.fake_step import CPU, FakeStep, Live, Losses, tensor_bytes
-from dit_lora.training.tasks.diffusion.samples import Sample, find_samples
+from dit_lora.training.tasks.diffusion.samples import BucketedSample, find_samples
 from dit_lora.training.tasks.registry import task_of
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class PlannedEncoder:
     """One encoder at work on one sample."""
 
     weights: int
@@ -153,7 +153,7 @@ class Subject:
         return {shape: (self._encoded(shape), _NOTHING_KNOWN) for shape in self._video_shapes()}
 
     @cached_property
-    def samples(self) -> Sequence[Sample] | None:
+    def samples(self) -> Sequence[BucketedSample] | None:
         """Find the samples of a diffusion model's data; None where it is not here."""
         if self.is_chat or not data_is_here(self.recipe):
             return None
@@ -194,13 +194,13 @@ class Subject:
         return encode, built[0], fake
 
     @cached_property
-    def video_encoder(self) -> Encoder:
+    def video_encoder(self) -> PlannedEncoder:
         """Count the encoding of one sample of the largest shape."""
         _, vae, _ = self._vae
-        return Encoder(tensor_bytes(vae.parameters()), self._encode(self.shapes[0])[1])
+        return PlannedEncoder(tensor_bytes(vae.parameters()), self._encode(self.shapes[0])[1])
 
     @cached_property
-    def video_decoder(self) -> Encoder:
+    def video_decoder(self) -> PlannedEncoder:
         """Count the decoding of one sample of `data`'s own shape; of an autoencoder of images, a frame at a time."""
         _, vae, fake = self._vae
         size, _ = self._encoded(VideoShape.of(self.recipe.data))["latent_mean"]
@@ -210,10 +210,10 @@ class Subject:
             latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
         with torch.no_grad(), Live([*vae.parameters(), *vae.buffers(), latents]) as live:
             vae.decode(latents)
-        return Encoder(tensor_bytes(vae.parameters()), live.most)
+        return PlannedEncoder(tensor_bytes(vae.parameters()), live.most)
 
     @cached_property
-    def caption_encoder(self) -> Encoder | None:
+    def caption_encoder(self) -> PlannedEncoder | None:
         """Count one caption of the length that is kept; None without an encoder, or without its config."""
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = text_encoder(self.checkpoint.path, self.dtype)
@@ -224,7 +224,7 @@ class Subject:
         tokens = limit or config.get_text_config().max_position_embeddings
         with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
             model(torch.ones((1, tokens), dtype=torch.int64))
-        return Encoder(tensor_bytes(model.parameters()), live.most)
+        return PlannedEncoder(tensor_bytes(model.parameters()), live.most)
 
     def needs(self, recipe: Recipe, shape: Any) -> Needs:
         """Return the bytes of a micro-batch's activations under each mode."""

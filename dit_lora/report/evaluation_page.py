@@ -13,7 +13,7 @@ from PIL import Image
 
 from dit_lora.data.chat.mvbench import Question, letter, read_facts, read_frames_at
 from dit_lora.data.media.video import ClipError
-from dit_lora.report.pages import Pictures, render, write_page
+from dit_lora.report.pages import PagePictures, render, write_page
 
 CARDS = 48
 """Questions that are shown; predictions.jsonl has all."""
@@ -27,7 +27,7 @@ Prediction = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Group:
+class WrongAnswers:
     """Wrong answers of one kind: how many, and those that are shown, each with a data URI of its frames or nothing."""
 
     title: str
@@ -82,7 +82,7 @@ def _setting(setting: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _groups(
     pairs: Sequence[tuple[Question, Prediction]], accuracy: Mapping[str, float]
-) -> list[Group]:
+) -> list[WrongAnswers]:
     """Return what was answered wrong: first what the fine-tune lost, then what names no option, then the rest."""
     wrong: dict[str, list[tuple[Question, Prediction]]] = {
         "Right only without the fine-tune": [],
@@ -95,7 +95,7 @@ def _groups(
         lost = line.get("base", {}).get("right", False)
         kind = "Right only without the fine-tune" if lost else "Wrong"
         wrong[kind if lost or line["named"] else "No option named"].append((question, line))
-    pictures, room, groups = Pictures(), CARDS, []
+    pictures, room, groups = PagePictures(), CARDS, []
     for left, (title, ones) in zip((3, 2, 1), wrong.items(), strict=True):
         shown = [
             (question, line, pictures.uri(_strip(question, line["seconds"])))
@@ -103,7 +103,7 @@ def _groups(
         ]
         room -= len(shown)
         if ones:
-            groups.append(Group(title, len(ones), shown))
+            groups.append(WrongAnswers(title, len(ones), shown))
     return groups
 
 

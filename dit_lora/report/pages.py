@@ -21,7 +21,7 @@ PICTURE_BYTES = 7 * 2**20
 _WORDS = 400  # characters of one text
 
 
-class Pictures:
+class PagePictures:
     """Makes data URIs of JPEGs, while there is room for them on the page."""
 
     def __init__(self) -> None:

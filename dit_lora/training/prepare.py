@@ -19,7 +19,7 @@ from dit_lora.training.distributed.context_parallel import share_context
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import offload_base
-from dit_lora.training.guarding.files import RunFiles
+from dit_lora.training.guarding.files import RecoveryFiles
 from dit_lora.training.guarding.parity_watch import ParityWatch
 from dit_lora.training.guarding.setup import build_recovery, build_watcher, start_of_guard
 from dit_lora.training.guarding.state_checks import own_state
@@ -75,7 +75,7 @@ def prepare(
     watcher = build_watcher(setup, snapshots)
     # After the journal has dropped the lines of steps that are taken again.
     prime_spikes(watcher, journal)
-    files = RunFiles(checkpoints, journal, watcher, start)
+    files = RecoveryFiles(checkpoints, journal, watcher, start)
     recovery = build_recovery(setup, ema, start, snapshots, files)
     for group in groups:
         count = sum(p.numel() for p in group["params"])

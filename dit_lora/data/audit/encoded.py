@@ -45,7 +45,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass
-class Stats:
+class TensorStats:
     """One tensor's values over the set, fp64, and a few numbers of each sample."""
 
     name: str
@@ -186,7 +186,7 @@ def check_encoded(
     statistics. Tensors without floating-point values, such as masks, are passed over.
     """
     findings: dict[str, list[Finding]] = {}
-    stats: dict[str, Stats] = {}
+    stats: dict[str, TensorStats] = {}
     for sample, tensors in samples:
         for name, tensor in tensors.items():
             if not has_values(tensor):
@@ -195,7 +195,7 @@ def check_encoded(
             if bad:
                 findings.setdefault(sample, []).append(bad)
             else:
-                stats.setdefault(name, Stats(name, _kind(name))).add(sample, tensor)
+                stats.setdefault(name, TensorStats(name, _kind(name))).add(sample, tensor)
     for tensor_stats in stats.values():
         for sample, finding in tensor_stats.outliers():
             findings.setdefault(sample, []).append(finding)

@@ -22,7 +22,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedSample:
     """One sample of the data, judged."""
 
     file: str

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from dit_lora.data.audit.measure import SIDE, Pictures
+from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.opened import MOST_PIXELS, message_of, open_picture
 from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size, open_image
@@ -43,7 +43,7 @@ def measure_image(
             return [_undecoded(error)], facts, None
     alive()
     picture = Image.fromarray(pixels)
-    pictures = Pictures()
+    pictures = PictureMeasures()
     pictures.add(np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX)))
     pictures.add_levels(np.asarray(picture.convert("L")))
     # An image has one time and lasts for none.

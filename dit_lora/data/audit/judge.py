@@ -12,8 +12,8 @@ from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.container import is_other_kind
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import odd_mode
-from dit_lora.data.audit.measure import SIDE, Pictures
-from dit_lora.data.audit.probe import Probe
+from dit_lora.data.audit.measure import SIDE, PictureMeasures
+from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.buckets.buckets import Dropped, buckets_of, place
 from dit_lora.data.media.media import Media, is_image, suffix
 from dit_lora.data.media.video import VideoHeader
@@ -50,14 +50,14 @@ _IRREGULAR_SHARE = 0.02
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirements:
     """Requirements of a recipe for every sample."""
 
     data: DataConfig
     shapes: tuple[VideoShape, ...]
 
     @classmethod
-    def of(cls, data: DataConfig, shapes: Sequence[VideoShape] = ()) -> "Wanted":
+    def of(cls, data: DataConfig, shapes: Sequence[VideoShape] = ()) -> "Requirements":
         """Return a recipe's requirements; `shapes` are those that its model can train, by default all buckets."""
         return cls(data, tuple(shapes) or buckets_of(data, _SIDE_STEP, lambda _: None))
 
@@ -67,7 +67,7 @@ class Wanted:
         return min(shape.frames for shape in self.shapes)
 
 
-def judge(media: Media, found: Probe, wanted: Wanted | None) -> list[Finding]:
+def judge(media: Media, found: ProbedFile, wanted: Requirements | None) -> list[Finding]:
     """Return everything wrong with a file; without `wanted`, in general."""
     facts = found.facts
     findings = [*found.faults, *_name(media, facts)]
@@ -97,7 +97,7 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
     """
     from torch.nn.functional import adaptive_avg_pool2d
 
-    pictures = Pictures()
+    pictures = PictureMeasures()
     for frame in frames:
         small = adaptive_avg_pool2d(frame.float(), SIDE).round().byte()
         pictures.add(small.permute(1, 2, 0).numpy())
@@ -248,7 +248,7 @@ def _motion(facts: Mapping[str, Any], seconds: float | None, unit: str) -> Itera
         yield _warn("hard_cut", message, "split it there, and caption each part")
 
 
-def _length(media: Media, facts: Mapping[str, Any], wanted: Wanted) -> Iterator[Finding]:
+def _length(media: Media, facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
     """Yield findings about the length, counted as training does: each frame serves the times that it is nearest to."""
     fps = wanted.data.fps or 1.0
     if is_image(media):
@@ -266,7 +266,7 @@ def _length(media: Media, facts: Mapping[str, Any], wanted: Wanted) -> Iterator[
         yield _warn("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
 
 
-def _shape(facts: Mapping[str, Any], wanted: Wanted) -> Iterator[Finding]:
+def _shape(facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
     """Yield findings about the bucket that the clip goes to."""
     height, width = shown_size(facts)
     header = VideoHeader(

@@ -29,7 +29,7 @@ _STILL_MOST, _STILL_MEAN = 8, 1.2
 _TAIL = 0.0005
 
 
-class Pictures:
+class PictureMeasures:
     """Collects measures of each picture in turn; memory grows by 0.7 KiB a picture."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.audit.probe import Probe
+from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.media.media import Media, is_image
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
@@ -38,12 +38,12 @@ class AuditMemo:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def get(self, media: Media, digest: str) -> Probe | None:
+    def get(self, media: Media, digest: str) -> ProbedFile | None:
         """Return the probe of these bytes under such a name; None if there is none."""
         line = self._lines.get(_key(media, digest))
         return _probe(parse_json(line)) if line else None
 
-    def put(self, media: Media, digest: str, found: Probe) -> None:
+    def put(self, media: Media, digest: str, found: ProbedFile) -> None:
         """Keep a probe, and write the memo now and then."""
         key = _key(media, digest)
         thumbnail = base64.b64encode(found.thumbnail).decode() if found.thumbnail else None
@@ -73,9 +73,9 @@ def _key_of(line: str) -> str | None:
     return line[len('{"key": "') : line.index('"', len(start))]
 
 
-def _probe(record: Mapping[str, Any]) -> Probe:
+def _probe(record: Mapping[str, Any]) -> ProbedFile:
     thumbnail = record["thumbnail"]
-    return Probe(
+    return ProbedFile(
         tuple(Finding(**fault) for fault in record["faults"]),
         record["facts"],
         base64.b64decode(thumbnail) if thumbnail else None,

@@ -21,7 +21,7 @@ ANEW = "fetch it again, or remove it"
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbedFile:
     """Facts about one file, and its faults."""
 
     faults: tuple[Finding, ...]
@@ -34,7 +34,7 @@ class Probe:
     """True if the decoder crashed or stopped making progress."""
 
 
-def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
+def probe(media: Media, alive: Callable[[], None] = lambda: None) -> ProbedFile:
     """Measure a file; `alive` is called after every packet. Only defects of this program raise."""
     try:
         if not media.exists():
@@ -73,8 +73,8 @@ def probe(media: Media, alive: Callable[[], None] = lambda: None) -> Probe:
         message = f"it is a video ({facts['content']}) and named as an image"
         remedy = f"rename it to {facts['content']}"
         faults = [Finding("unreadable", message, "reject", remedy)]
-    return Probe(tuple(faults), facts, thumbnail)
+    return ProbedFile(tuple(faults), facts, thumbnail)
 
 
-def _rejected(code: str, message: str, remedy: str = ANEW) -> Probe:
-    return Probe((Finding(code, message, "reject", remedy),))
+def _rejected(code: str, message: str, remedy: str = ANEW) -> ProbedFile:
+    return ProbedFile((Finding(code, message, "reject", remedy),))

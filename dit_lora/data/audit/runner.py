@@ -11,17 +11,17 @@ from tqdm import tqdm
 
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit.duplicates import exact_duplicates, near_duplicates
-from dit_lora.data.audit.finding import Judged
-from dit_lora.data.audit.judge import Wanted, judge
+from dit_lora.data.audit.finding import JudgedSample
+from dit_lora.data.audit.judge import Requirements, judge
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.probe import Probe
+from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.audit.signature import Signature
 from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip
 
-_Known = dict[Media, Probe]
+_Known = dict[Media, ProbedFile]
 
 
 def audit_media(
@@ -33,7 +33,7 @@ def audit_media(
     memo: AuditMemo | None = None,
     digests: Digests | None = None,
     progress: bool = False,
-) -> list[Judged]:
+) -> list[JudgedSample]:
     """Judge the media of every clip, in the order given; a file that breaks the decoder costs itself alone.
 
     Without `data`, nothing is asked of length and shape. `shapes` are the buckets that the model can train,
@@ -60,7 +60,7 @@ def audit_media(
     finally:
         if memo is not None:
             memo.save()
-    return _judged(clips, probes, hashed, Wanted.of(data, shapes) if data else None)
+    return _judged(clips, probes, hashed, Requirements.of(data, shapes) if data else None)
 
 
 def remembered(
@@ -70,7 +70,7 @@ def remembered(
     memo: AuditMemo,
     digests: Digests,
     shapes: Sequence[VideoShape] = (),
-) -> list[Judged]:
+) -> list[JudgedSample]:
     """Return `audit_media` of those clips that the memo knows, decoding nothing."""
     hashed: dict[Media, str] = {}
     probes: _Known = {}
@@ -79,7 +79,7 @@ def remembered(
         if probe is not None:
             probes[medium] = probe
     known_clips = [clip for clip in clips if all(medium in probes for medium in _media_of(clip))]
-    return _judged(known_clips, probes, hashed, Wanted.of(data, shapes) if data else None)
+    return _judged(known_clips, probes, hashed, Requirements.of(data, shapes) if data else None)
 
 
 def _probed(
@@ -89,7 +89,7 @@ def _probed(
     memo: AuditMemo | None,
     digests: Digests,
     workers: int | None,
-) -> Generator[tuple[Media, Probe]]:
+) -> Generator[tuple[Media, ProbedFile]]:
     """Yield each medium that the memo lacks with its new probe; put the others into `known` on the way."""
 
     def jobs() -> Iterator[tuple[int, Media]]:
@@ -108,7 +108,7 @@ def _probed(
 
 def _look_up(
     media: Media, hashed: dict[Media, str], memo: AuditMemo | None, digests: Digests
-) -> Probe | None:
+) -> ProbedFile | None:
     try:
         # A pipe would wait for a writer.
         if not media.exists():
@@ -121,8 +121,8 @@ def _look_up(
 
 
 def _judged(
-    clips: Sequence[Clip], probes: _Known, hashed: dict[Media, str], wanted: Wanted | None
-) -> list[Judged]:
+    clips: Sequence[Clip], probes: _Known, hashed: dict[Media, str], wanted: Requirements | None
+) -> list[JudgedSample]:
     judged = {clip.id: _judge_clip(clip, probes, hashed, wanted) for clip in clips}
     # Rejected files may have no pictures to compare.
     media = {clip.id: clip.media for clip in clips if judged[clip.id].verdict != "reject"}
@@ -144,8 +144,8 @@ def _judged(
 
 
 def _judge_clip(
-    clip: Clip, probes: _Known, hashed: dict[Media, str], wanted: Wanted | None
-) -> Judged:
+    clip: Clip, probes: _Known, hashed: dict[Media, str], wanted: Requirements | None
+) -> JudgedSample:
     findings = judge(clip.media, probes[clip.media], wanted)
     if clip.image is not None:
         findings += [
@@ -155,7 +155,7 @@ def _judge_clip(
     facts = dict(probes[clip.media].facts)
     if clip.media in hashed:
         facts["digest"] = hashed[clip.media]
-    return Judged(clip.id, tuple(findings), facts)
+    return JudgedSample(clip.id, tuple(findings), facts)
 
 
 def _media_of(clip: Clip) -> list[Media]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dit_lora.data.audit.finding import VERDICTS, Finding, Judged
+from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample
 from dit_lora.files import write_whole
 
 _COLUMNS = ("verdict", "file", "reason", "what to do")
@@ -20,18 +20,18 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udff
 
 
 def merge(
-    judged: Iterable[Judged],
+    judged: Iterable[JudgedSample],
     *parts: Mapping[str, Sequence[Finding]],
     facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> list[Judged]:
+) -> list[JudgedSample]:
     """Return each sample once, in the order given, with all parts' facts and findings, the worst ones first.
 
     A sample that only `parts` know is added at the end. What two parts say in the same words stays once.
     """
-    merged: dict[str, Judged] = {}
+    merged: dict[str, JudgedSample] = {}
     for sample in judged:
-        earlier = merged.get(sample.file, Judged(sample.file))
-        merged[sample.file] = Judged(
+        earlier = merged.get(sample.file, JudgedSample(sample.file))
+        merged[sample.file] = JudgedSample(
             sample.file,
             (*earlier.findings, *sample.findings),
             {**earlier.facts, **sample.facts},
@@ -39,14 +39,14 @@ def merge(
         )
     for part in parts:
         for file, new in part.items():
-            sample = merged.get(file, Judged(file))
+            sample = merged.get(file, JudgedSample(file))
             merged[file] = replace(sample, findings=(*sample.findings, *new))
     for file in merged.keys() & facts.keys():
         merged[file] = replace(merged[file], facts={**merged[file].facts, **facts[file]})
     return [replace(sample, findings=_worst_first(sample.findings)) for sample in merged.values()]
 
 
-def totals(judged: Sequence[Judged]) -> dict[str, Any]:
+def totals(judged: Sequence[JudgedSample]) -> dict[str, Any]:
     """Return the numbers of samples: all, of each verdict, and by code, the most frequent first."""
     verdicts = Counter(sample.verdict for sample in judged)
     codes = Counter(code for sample in judged for code in {f.code for f in sample.findings})
@@ -59,7 +59,7 @@ def totals(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def as_json(
-    judged: Sequence[Judged],
+    judged: Sequence[JudgedSample],
     *,
     notes: Sequence[str] = (),
     buckets: Mapping[str, Any] | None = None,
@@ -94,7 +94,7 @@ def write_json(path: Path, audit: Mapping[str, Any]) -> None:
     write_whole(path, f'{{"samples": [\n{samples}\n]{rest}}}\n')
 
 
-def write_fix_list(path: Path, judged: Sequence[Judged]) -> None:
+def write_fix_list(path: Path, judged: Sequence[JudgedSample]) -> None:
     """Write one line a sample that is not ok, rejects first: verdict, file, reason, what to do.
 
     Columns are separated by tabs; a tab, a line end or a backslash within one is escaped by a backslash.

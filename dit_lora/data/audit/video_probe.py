@@ -10,7 +10,7 @@ from av.stream import Disposition
 from av.video.reformatter import Interpolation, VideoReformatter
 
 from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
-from dit_lora.data.audit.measure import SIDE, Pictures
+from dit_lora.data.audit.measure import SIDE, PictureMeasures
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import FrameLimit, message_of, open_media, oversize
 
@@ -104,7 +104,7 @@ class _Frames:
         self._damaged: list[float] = []
         self._format: dict[str, Any] = {}
         self._rotation = 0
-        self._pictures = Pictures()
+        self._pictures = PictureMeasures()
         self._thumbnails: list[np.ndarray] = []
         self._stride = 1
         self._to_small, self._to_luma, self._to_thumbnail = (VideoReformatter() for _ in range(3))

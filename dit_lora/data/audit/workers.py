@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.audit.probe import ANEW, Probe, probe
+from dit_lora.data.audit.probe import ANEW, ProbedFile, probe
 from dit_lora.data.media.media import Media
 from dit_lora.errors import DitLoraError
 
@@ -27,7 +27,7 @@ _HEARTBEAT = 1.0  # seconds
 
 def probe_all(
     media: Iterator[tuple[int, Media]], workers: int, *, patience: float = PATIENCE
-) -> Generator[tuple[int, Probe]]:
+) -> Generator[tuple[int, ProbedFile]]:
     """Yield the probe of each medium with its number, as they are done; `media` is drawn from as workers are free.
 
     Closing the iterator ends the processes.
@@ -104,7 +104,7 @@ class _Worker:
         with suppress(BrokenPipeError):
             self.pipe.send(media)
 
-    def receive(self, patience: float) -> tuple[int, Probe] | None:
+    def receive(self, patience: float) -> tuple[int, ProbedFile] | None:
         """Return the number and the probe that came, or None for a sign of life; a crash becomes the file's fault."""
         try:
             result = self.pipe.recv()
@@ -126,10 +126,10 @@ class _Worker:
         done, self.number = (self.number, result), None
         return done
 
-    def fail(self, code: str, message: str) -> tuple[int, Probe]:
+    def fail(self, code: str, message: str) -> tuple[int, ProbedFile]:
         self.end()
         assert self.number is not None
-        return self.number, Probe((Finding(code, message, "reject", ANEW),), broke=True)
+        return self.number, ProbedFile((Finding(code, message, "reject", ANEW),), broke=True)
 
     def end(self) -> None:
         self.usable = False

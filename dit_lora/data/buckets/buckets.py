@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.media.decode import Wanted
+from dit_lora.data.media.decode import WantedTimes
 from dit_lora.data.media.video import VideoHeader
 from dit_lora.errors import DitLoraError, listed
 
@@ -163,7 +163,7 @@ def _count(
         return frames
     # A time is served by the nearest frame, so the last frame serves times up to half its duration after it.
     end = source.seconds + (spare - 0.5) / source.fps
-    return Wanted(frames, fps or 1.0, start).until(end)
+    return WantedTimes(frames, fps or 1.0, start).until(end)
 
 
 def _shortage(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> str:

@@ -21,11 +21,11 @@ from dit_lora.data.cache.shards import (
     DTYPE_NAMES,
     SUFFIX,
     Encoded,
-    Layout,
+    EntryLayout,
     OpenShard,
     ShardError,
     Spec,
-    Stored,
+    StoredEntry,
     digest,
     in_range,
     tombstone,
@@ -65,7 +65,9 @@ def encoded(
     if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
         bad = describe_all(host, MAX_ABS)
         raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
-    layout = Layout(tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items()))
+    layout = EntryLayout(
+        tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items())
+    )
     parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
     return Encoded(key, sample, facts, layout, parts, digest(layout, parts))
 
@@ -80,7 +82,7 @@ class TensorCache:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._open: OrderedDict[Path, OpenShard] = OrderedDict()
-        self._checked: set[Stored] = set()
+        self._checked: set[StoredEntry] = set()
         """Entries whose digest was right; those of a shard that is read again are other objects."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -184,7 +186,7 @@ class TensorCache:
             self.refresh()
         return aside
 
-    def entries(self) -> Iterator[Stored]:
+    def entries(self) -> Iterator[StoredEntry]:
         """Yield every entry that `read` would give, with its sample and facts, in the order of the shards' names."""
         self.refresh()
         yield from sorted(self._index.entries.values(), key=lambda entry: (entry.path, entry.start))
@@ -193,7 +195,7 @@ class TensorCache:
         entry = self._entry(key)
         return f"{key[:16]} of {entry.path}" if entry else f"{key} in {self.root}"
 
-    def _entry(self, key: str) -> Stored | None:
+    def _entry(self, key: str) -> StoredEntry | None:
         entry = self._index.entries.get(key)
         # Another process may have written the entry since the last look.
         if entry is None and self._index.may_have_changed():
@@ -201,7 +203,7 @@ class TensorCache:
             entry = self._index.entries.get(key)
         return entry
 
-    def _current_entry(self, key: str) -> Stored | None:
+    def _current_entry(self, key: str) -> StoredEntry | None:
         """Return the entry after a look at its shard's file, which may have been replaced or removed."""
         entry = self._entry(key)
         if entry is not None and not self._index.is_as_read(entry.path):

@@ -5,7 +5,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from dit_lora.data.cache.shards import DEAD, SUFFIX, Header, Layout, ShardError, Stored, read_header
+from dit_lora.data.cache.shards import (
+    DEAD,
+    SUFFIX,
+    EntryLayout,
+    Header,
+    ShardError,
+    StoredEntry,
+    read_header,
+)
 
 # A folder's time of change has the resolution of a clock tick or of a file server, so two changes can share it.
 _SAME_TIME_NS = 2_000_000_000
@@ -20,13 +28,13 @@ class Index:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.entries: dict[str, Stored] = {}
+        self.entries: dict[str, StoredEntry] = {}
         """The entries by key: of several copies, that of the shard that was read first."""
         self._headers: dict[str, Header] = {}
         """Headers by the shard's name, in the order in which they were read."""
         self._torn: set[str] = set()
         self._dead: set[str] = set()  # names of tombstones
-        self._layouts: dict[object, Layout] = {}
+        self._layouts: dict[object, EntryLayout] = {}
         self._folder = _NO_FILE  # its time of change, and when it was looked at
 
     def stamp(self, shard: Path) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from dit_lora.data.cache.shards import (
     Header,
     OpenShard,
     ShardError,
-    Stored,
+    StoredEntry,
     in_range,
     read_header,
     shards_in,
@@ -35,7 +35,7 @@ _BAD = ("damaged", "non_finite", "out_of_range")
 
 
 @dataclass(frozen=True)
-class Problem:
+class CacheProblem:
     """One problem of a shard, or of one entry of it."""
 
     kind: str
@@ -51,7 +51,7 @@ class Problem:
 
 
 @dataclass
-class Verified:
+class VerifiedCache:
     """Result of `verify`."""
 
     entries: int = 0
@@ -60,7 +60,7 @@ class Verified:
     """Number of bytes that were read."""
     dead: int = 0
     """Number of entries that had been set aside before."""
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[CacheProblem] = field(default_factory=list)
     set_aside: int = 0
     """Number of bad entries that were set aside now, so that the next start builds them anew."""
     leftovers: list[Path] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Verified:
 
 
 @dataclass
-class Stats:
+class CacheStats:
     """Contents of a cache, in numbers."""
 
     entries: int = 0
@@ -99,7 +99,7 @@ class Pruned:
     dead: int = 0
     duplicates: int = 0
     torn: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[CacheProblem] = field(default_factory=list)
     """Damaged entries that were not carried over, and shards whose header could not be read."""
     removed: int = 0
     """Number of shards removed."""
@@ -115,9 +115,9 @@ def verify(
     *,
     set_aside: bool = False,
     on_progress: OnProgress = lambda done, shards: None,
-) -> Verified:
+) -> VerifiedCache:
     """Read every entry and check digest, finiteness and range; with `set_aside`, mark those that are bad."""
-    verified = Verified(leftovers=_leftovers(cache))
+    verified = VerifiedCache(leftovers=_leftovers(cache))
     paths = list(shards_in(cache.root))
     for number, (path, header) in enumerate(_headers(paths, verified.problems)):
         on_progress(number, len(paths))
@@ -137,19 +137,19 @@ def verify(
                 verified.set_aside += 1
         if not header.is_named:
             message = "its header is not what was written; entries may be missing from it"
-            verified.problems.append(Problem("damaged", path, None, None, message))
+            verified.problems.append(CacheProblem("damaged", path, None, None, message))
     on_progress(len(paths), len(paths))
     if verified.set_aside:
         cache.refresh()
     return verified
 
 
-def stats(cache: TensorCache) -> Stats:
+def stats(cache: TensorCache) -> CacheStats:
     """Count what is in a cache, from its shards' headers."""
-    total, seen = Stats(leftovers=len(_leftovers(cache))), set[str]()
+    total, seen = CacheStats(leftovers=len(_leftovers(cache))), set[str]()
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    shards, problems = list(shards_in(cache.root)), list[Problem]()
+    shards, problems = list(shards_in(cache.root)), list[CacheProblem]()
     total.shards, total.file_bytes = len(shards), sum(path.stat().st_size for path in shards)
     for _, header in _headers(shards, problems):
         for entry in header.entries:
@@ -241,7 +241,7 @@ class _Pruning:
         on_progress(len(headers), len(headers))
         return self.done
 
-    def _stays(self, entry: Stored, header: Header) -> bool:
+    def _stays(self, entry: StoredEntry, header: Header) -> bool:
         if not entry.is_whole:
             self.done.torn += 1
         elif entry.tombstone.exists():
@@ -258,7 +258,7 @@ class _Pruning:
             return True
         return False
 
-    def _carried(self, entry: Stored) -> Encoded | None:
+    def _carried(self, entry: StoredEntry) -> Encoded | None:
         """Return the entry, to be written again as it is; None if it is damaged."""
         data, problem = _read(entry)
         if problem:
@@ -290,24 +290,24 @@ class _Pruning:
         self.pending, self.sources = [], []
 
 
-def _headers(shards: Iterable[Path], problems: list[Problem]) -> Iterator[tuple[Path, Header]]:
+def _headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[tuple[Path, Header]]:
     """Yield each shard's header; a damaged one has no entries, and a shard that cannot be opened is left out."""
     for path in shards:
         try:
             header = read_header(path)
         except (OSError, ShardError) as error:
-            problems.append(Problem("unreadable", path, None, None, str(error)))
+            problems.append(CacheProblem("unreadable", path, None, None, str(error)))
             if isinstance(error, OSError):
                 continue
             header = Header([], (0, 0), is_named=True)
         yield path, header
 
 
-def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
+def _read(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
     """Return an entry's bytes, and what is wrong with them or with the values."""
 
-    def problem(kind: str, message: str) -> Problem:
-        return Problem(kind, entry.path, entry.key, entry.sample, message)
+    def problem(kind: str, message: str) -> CacheProblem:
+        return CacheProblem(kind, entry.path, entry.key, entry.sample, message)
 
     data = torch.empty(0, dtype=torch.uint8)
     try:
@@ -327,7 +327,7 @@ def _read(entry: Stored) -> tuple[torch.Tensor, Problem | None]:
     return data, None
 
 
-def _kind(entry: Stored) -> str:
+def _kind(entry: StoredEntry) -> str:
     return ", ".join(
         f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}"
         for name, dtype, shape in entry.layout.tensors

@@ -55,7 +55,7 @@ class ShardError(DitLoraError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class EntryLayout:
     """Name, safetensors dtype and shape of an entry's tensors, in the order of their bytes."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -98,21 +98,21 @@ class Encoded:
     key: str
     sample: str
     facts: Mapping[str, Any]
-    layout: Layout
+    layout: EntryLayout
     parts: Sequence[Bytes]
     """Bytes of the tensors, in the layout's order."""
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class StoredEntry:
     """An entry of a shard, as its header describes it."""
 
     path: Path
     key: str
     start: int
     """Offset of the entry's bytes in the file."""
-    layout: Layout
+    layout: EntryLayout
     digest: bytes
     line: str
     """JSON of the sample and of the facts that this entry has alone."""
@@ -147,14 +147,14 @@ class Stored:
 class Header:
     """Contents of a shard, and the state of its file when they were read."""
 
-    entries: list[Stored]
+    entries: list[StoredEntry]
     stamp: tuple[int, int]
     """Size and time of the file's last change, in nanoseconds."""
     is_named: bool
     """True if the file's name is its header's digest."""
 
 
-def digest(layout: Layout, parts: Sequence[Bytes]) -> bytes:
+def digest(layout: EntryLayout, parts: Sequence[Bytes]) -> bytes:
     """Return the XXH3 of 128 bits over names, dtypes, shapes and bytes."""
     total = xxhash.xxh3_128(layout.text)
     for part in parts:
@@ -234,7 +234,7 @@ def _header(entries: Sequence[Encoded]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
+def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Header:
     """Read the entries that a shard's header describes, torn or not; raises `ShardError` or `OSError`.
 
     `layouts` holds those that were met, so that equal ones are one object. An entry that is described
@@ -268,12 +268,14 @@ def read_header(path: Path, layouts: dict[Any, Layout] | None = None) -> Header:
             continue
         start += 8 + length
         is_whole = start + layout.nbytes <= state.st_size
-        entries.append(Stored(path, key, start, layout, checksum, line[33:], shared, is_whole))
+        entries.append(StoredEntry(path, key, start, layout, checksum, line[33:], shared, is_whole))
     is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
     return Header(entries, (state.st_size, state.st_mtime_ns), is_named)
 
 
-def _placed(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, Layout]) -> tuple[int, Layout]:
+def _placed(
+    tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]
+) -> tuple[int, EntryLayout]:
     """Return the start of an entry's bytes after the header, and their layout; raise `ValueError` if they are wrong."""
     described = tuple((name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors)
     layout = layouts.get(described)
@@ -281,7 +283,7 @@ def _placed(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, Layout]) -> t
         # JSON may hold `true`, which is an int to isinstance.
         if any(type(side) is not int or side < 0 for _, _, shape in described for side in shape):
             raise ValueError
-        layout = layouts[described] = Layout(described)
+        layout = layouts[described] = EntryLayout(described)
     start = tensors[0][1]["data_offsets"][0]
     expected = [[start + begin, start + end] for begin, end in layout.bounds.values()]
     offsets = [tensor["data_offsets"] for _, tensor in tensors]
@@ -313,7 +315,7 @@ class OpenShard:
     def __len__(self) -> int:
         return len(self._map)
 
-    def read(self, entry: Stored) -> torch.Tensor:
+    def read(self, entry: StoredEntry) -> torch.Tensor:
         """Return an entry's bytes, which keep the map alive; raise `ShardError` if some are missing."""
         start, size = entry.start, entry.layout.nbytes
         # The size is asked each time: touching a page beyond the end of a file that was cut kills the process.

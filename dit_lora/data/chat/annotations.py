@@ -10,9 +10,9 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.conversation import Conversation, Conversations
 from dit_lora.data.chat.json_records import Record, read_records
-from dit_lora.data.chat.records import Sample, parse_record
+from dit_lora.data.chat.records import ChatRecord, parse_record
 from dit_lora.data.media.media import IMAGE_SUFFIXES, MediaFile, below
-from dit_lora.data.sources.clips import Problem
+from dit_lora.data.sources.clips import ClipProblem
 from dit_lora.data.sources.scan import read_all
 from dit_lora.errors import DitLoraError
 
@@ -90,7 +90,7 @@ class _File:
             self._keep(sample_id, record, sample, self._media[name] if name is not None else None)
 
     def _keep(
-        self, sample_id: str, record: Record, sample: Sample, media: MediaFile | None
+        self, sample_id: str, record: Record, sample: ChatRecord, media: MediaFile | None
     ) -> None:
         content = (media, sample.turns, sample.system, sample.start, sample.end)
         earlier = self._by_content.setdefault(content, sample_id)
@@ -112,10 +112,10 @@ class _File:
 
     def _problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
         self._conversations.problems.append(
-            Problem(sample_id, code, f"{message} (record {record.number})")
+            ClipProblem(sample_id, code, f"{message} (record {record.number})")
         )
 
-    def _below_root(self, sample: Sample) -> str | None:
+    def _below_root(self, sample: ChatRecord) -> str | None:
         """Return the medium's path below the root, None if it has none; faults are added to the sample."""
         named = sample.file or ""
         if _REMOTE.match(named):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dit_lora.data.media.media import Media
-from dit_lora.data.sources.clips import Problem
+from dit_lora.data.sources.clips import ClipProblem
 
 Kind = Literal["image", "video", "text"]
 
@@ -53,4 +53,4 @@ class Conversations(NamedTuple):
 
     all: list[Conversation]
     """Conversations without a problem."""
-    problems: list[Problem]
+    problems: list[ClipProblem]

@@ -18,7 +18,7 @@ import torch
 from dit_lora.data.chat.frames import read_at
 from dit_lora.data.media.media import IMAGE_SUFFIXES, Media, MediaFile
 from dit_lora.data.media.video import ClipError, VideoHeader, read_header
-from dit_lora.data.sources.clips import Problem
+from dit_lora.data.sources.clips import ClipProblem
 from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
@@ -119,7 +119,7 @@ class Questions:
 
     all: list[Question]
     """Questions without a problem."""
-    problems: list[Problem]
+    problems: list[ClipProblem]
 
 
 def read_questions(path: Path, media: Path | None = None) -> Questions:
@@ -251,14 +251,14 @@ def _read_mvbench(path: Path, videos: Path) -> Questions:
         task = names.get(file.stem)
         if task is None:
             message = f"no task of MVBench has this file; its tasks are {', '.join(TASKS)}"
-            questions.problems.append(Problem(f"json/{file.name}", "unknown_task", message))
+            questions.problems.append(ClipProblem(f"json/{file.name}", "unknown_task", message))
             continue
         records, folders = _records(file), [root / TASKS[task].folder for root in roots]
         if any(folder.is_dir() for folder in folders):
             _add(questions, records, file.stem, task, TASKS[task], folders)
             continue
         message = f"{task}: {len(records):,} questions, but there is no folder {folders[0]}"
-        questions.problems.append(Problem(f"json/{file.name}", "missing", message))
+        questions.problems.append(ClipProblem(f"json/{file.name}", "missing", message))
     return questions
 
 
@@ -297,10 +297,10 @@ def _add(
 
 def _question(
     record: Any, question_id: str, task: str, place: TaskFolder, folders: Sequence[Path]
-) -> Question | Problem:
+) -> Question | ClipProblem:
     """Return the question, or a problem with every fault of its record."""
     if not isinstance(record, Mapping):
-        return Problem(
+        return ClipProblem(
             question_id, "no_record", f"it is of type {type(record).__name__}, not an object"
         )
     faults: list[str] = []
@@ -314,7 +314,7 @@ def _question(
     if not isinstance(task, str) or not task:
         faults.append(f"its task must be a name; got {task!r}")
     if faults or media is None:
-        return Problem(question_id, "bad_question", "; ".join(faults))
+        return ClipProblem(question_id, "bad_question", "; ".join(faults))
     return Question(task, question_id, media, str(question), candidates, answer, start, end)
 
 

@@ -38,7 +38,7 @@ _HAVE = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".
 
 
 @dataclass
-class Sample:
+class ChatRecord:
     """Contents of one record; with faults, as far as it could be read."""
 
     kind: Kind = "text"
@@ -57,9 +57,9 @@ class Sample:
             self.faults.append((code, words))
 
 
-def parse_record(record: object) -> Sample:
+def parse_record(record: object) -> ChatRecord:
     """Read a record in whichever format its keys say."""
-    sample = Sample()
+    sample = ChatRecord()
     if not isinstance(record, Mapping):
         sample.wrong("record_type", f"it is of type {_type(record)}, not an object")
         return sample
@@ -81,7 +81,7 @@ def parse_record(record: object) -> Sample:
     return sample
 
 
-def _named_media(record: Mapping[Any, Any], sample: Sample) -> Iterator[tuple[Kind, str]]:
+def _named_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple[Kind, str]]:
     """Yield the media that the record names under its own keys."""
     for key, kind in _MEDIA_KEYS.items():
         value = record.get(key)
@@ -94,7 +94,7 @@ def _named_media(record: Mapping[Any, Any], sample: Sample) -> Iterator[tuple[Ki
 
 
 def _choose_medium(
-    record: Mapping[Any, Any], sample: Sample, media: list[tuple[Kind, str]]
+    record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[Kind, str]]
 ) -> None:
     media = list(dict.fromkeys(media))
     if len(media) > 1:
@@ -112,7 +112,7 @@ def _choose_medium(
                 sample.wrong("record_keys", message)
 
 
-def _read_qa(given: object, sample: Sample) -> None:
+def _read_qa(given: object, sample: ChatRecord) -> None:
     """Read VideoChat2's list of questions `q`, answers `a` and instructions `i`."""
     if not isinstance(given, list):
         sample.wrong("record_type", f"its QA is of type {_type(given)}, not a list")
@@ -146,7 +146,7 @@ def _read_qa(given: object, sample: Sample) -> None:
 class _Messages:
     """Reader of messages with roles, in order."""
 
-    _sample: Sample
+    _sample: ChatRecord
     _given: object
     _key: str
     _media: list[tuple[Kind, str]]
@@ -267,7 +267,7 @@ class _Messages:
             self._sample.wrong("placeholder", message)
 
 
-def _read_part(record: Mapping[Any, Any], sample: Sample) -> None:
+def _read_part(record: Mapping[Any, Any], sample: ChatRecord) -> None:
     """Read `start` and `end`, in seconds."""
     bounds = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
     if not bounds:
@@ -286,7 +286,7 @@ def _read_part(record: Mapping[Any, Any], sample: Sample) -> None:
         sample.wrong("time_range", message)
 
 
-def _check_texts(sample: Sample) -> None:
+def _check_texts(sample: ChatRecord) -> None:
     text = whole_text(sample.system, sample.turns)
     if len(text) > _MOST_CHARACTERS:
         message = (

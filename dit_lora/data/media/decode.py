@@ -35,7 +35,7 @@ _Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedTimes:
     """The times start, start + 1/fps, start + 2/fps ..., in seconds since the first frame."""
 
     count: int
@@ -117,7 +117,7 @@ class Nearest:
 
 
 def nearest_frames(
-    media: Media, wanted: Wanted | Instants, *, quick: bool = True
+    media: Media, wanted: WantedTimes | Instants, *, quick: bool = True
 ) -> Iterator[Nearest]:
     """Yield the nearest frames in the order of the times; they serve fewer times if the video ends before the last.
 
@@ -164,7 +164,7 @@ def first_rotation(container: av.container.InputContainer, stream: av.VideoStrea
 
 
 def _pick(
-    frames: Iterable[tuple[float, av.VideoFrame]], wanted: Wanted | Instants
+    frames: Iterable[tuple[float, av.VideoFrame]], wanted: WantedTimes | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Yield the frames that are nearest to wanted times, each with its number of times."""
     taken, interval, limit = 0, 0.0, FrameLimit()

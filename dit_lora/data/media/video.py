@@ -17,7 +17,7 @@ from PIL import Image
 
 from dit_lora.data.media.decode import (
     Instants,
-    Wanted,
+    WantedTimes,
     first_rotation,
     nearest_frames,
     video_stream,
@@ -55,7 +55,7 @@ def read_frames(
     PyTorch has. Raises `ClipError` if the file cannot be read as far as needed or is too short,
     `UnreadableError` where that is the disk's fault.
     """
-    media, wanted = as_media(media), Wanted(frames, fps or 1.0, start)
+    media, wanted = as_media(media), WantedTimes(frames, fps or 1.0, start)
     chosen = pictures_at(media, wanted, partial(cover, height=height, width=width))
     if len(chosen) < frames:
         raise ClipError(f"{media.name}: {_shortage(wanted, len(chosen))}")
@@ -64,7 +64,7 @@ def read_frames(
 
 def pictures_at(
     media: Media,
-    wanted: Wanted | Instants,
+    wanted: WantedTimes | Instants,
     fit: Callable[[Image.Image, float], np.ndarray],
 ) -> list[np.ndarray]:
     """Return the frames nearest to the wanted times; an image is one frame, whatever the times.
@@ -193,12 +193,12 @@ def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.
     """
     if header.seconds is None or header.fps is None:
         return None
-    wanted = Wanted(frames, fps, start)
+    wanted = WantedTimes(frames, fps, start)
     gives = wanted.until(header.seconds + 0.5 / header.fps)
     return _shortage(wanted, gives) if gives < frames else None
 
 
-def _shortage(wanted: Wanted, gives: int) -> str:
+def _shortage(wanted: WantedTimes, gives: int) -> str:
     after = f" from {wanted.start:g} s on" if wanted.start else ""
     return (
         f"too short: {wanted.count} frames at {wanted.fps:g} fps{after} are asked for, it gives at most {gives}; "

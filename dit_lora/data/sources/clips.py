@@ -24,7 +24,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ClipProblem:
     """One reason why a sample cannot be used."""
 
     file: str
@@ -39,7 +39,7 @@ class Scan(NamedTuple):
 
     clips: list[Clip]
     """Clips without a problem."""
-    problems: list[Problem]
+    problems: list[ClipProblem]
 
 
 class Gathered:
@@ -48,7 +48,7 @@ class Gathered:
     def __init__(self, caption: str | None) -> None:
         self._caption = caption
         self._clips: dict[str, Clip] = {}
-        self._problems: dict[tuple[str, str], Problem] = {}
+        self._problems: dict[tuple[str, str], ClipProblem] = {}
         self._refused: set[str] = set()
 
     def add(
@@ -83,7 +83,7 @@ class Gathered:
     def refuse(self, file: str, code: str, words: str) -> None:
         """Keep a problem, once for each file and code; the sample of that id is left out of the scan."""
         self._refused.add(file)
-        self._problems.setdefault((file, code), Problem(file, code, words))
+        self._problems.setdefault((file, code), ClipProblem(file, code, words))
 
     def scan(self) -> Scan:
         """Return clips and problems in the order in which they were added."""

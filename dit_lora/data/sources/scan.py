@@ -8,14 +8,14 @@ from typing import TypeVar
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.sources.clips import Clip, Problem, Scan
+from dit_lora.data.sources.clips import Clip, ClipProblem, Scan
 from dit_lora.data.sources.folders import class_name, read_folder
 from dit_lora.data.sources.hf_datasets import is_saved_dataset, name_on_hub, read_dataset
 from dit_lora.data.sources.webdataset import is_tar, read_tar
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.terminal import one_line
 
-__all__ = ["Clip", "Problem", "Scan", "class_name", "class_names", "read_clips", "scan"]
+__all__ = ["Clip", "ClipProblem", "Scan", "class_name", "class_names", "read_clips", "scan"]
 
 Sample = TypeVar("Sample", Clip, Conversation)
 
@@ -70,8 +70,8 @@ def _read(source: SourceConfig, memo: Path | None) -> Scan:
 
 
 def read_all(
-    data: DataConfig, read: Callable[[SourceConfig], tuple[list[Sample], list[Problem]]]
-) -> tuple[list[Sample], list[Problem]]:
+    data: DataConfig, read: Callable[[SourceConfig], tuple[list[Sample], list[ClipProblem]]]
+) -> tuple[list[Sample], list[ClipProblem]]:
     """Return the samples and problems of all sources; where there are `data.sources`, with their names and weights.
 
     Raises one `DitLoraError` for all sources that `read` cannot read.
@@ -90,7 +90,7 @@ def read_all(
         return results[0]
     times = _times_of(data.sources, [len(samples) for samples, _ in results])
     names = _names_of(data.sources)
-    merged: tuple[list[Sample], list[Problem]] = ([], [])
+    merged: tuple[list[Sample], list[ClipProblem]] = ([], [])
     for source, (samples, problems), name, often in zip(
         data.sources, results, names, times, strict=True
     ):

@@ -24,8 +24,8 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.base import local_checkpoint, read_config
 from dit_lora.families.chat.layouts import (
     InternVLLayout,
-    Layout,
     LlavaNextVideoLayout,
+    PictureLayout,
     SmolVLMLayout,
 )
 from dit_lora.families.chat.qwen import QwenLayout
@@ -34,7 +34,7 @@ from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.parsing import read_json
 
 _FRAMES = 8  # where no recipe says how many
-LAYOUTS: Mapping[str, Callable[[Any, Path, Any], Layout]] = {
+LAYOUTS: Mapping[str, Callable[[Any, Path, Any], PictureLayout]] = {
     "llava_next_video": LlavaNextVideoLayout.of,
     "qwen2_5_vl": QwenLayout.of,
     "qwen3_vl": QwenLayout.of,
@@ -73,7 +73,7 @@ class ChatTemplate:
 class VideoTextCheckpoint(ChatCheckpoint):
     """One opened checkpoint of a Transformers video chat model."""
 
-    layout: Layout
+    layout: PictureLayout
 
     @property
     def model_class(self) -> Any:

@@ -33,7 +33,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
 
 
-class Layout(Protocol):
+class PictureLayout(Protocol):
     """The way one model type sees pictures."""
 
     fit: ClassVar[Fit]

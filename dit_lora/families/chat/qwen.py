@@ -18,14 +18,14 @@ from dit_lora.families.chat.views import Normalisation, patches, processor_confi
 
 
 @dataclass(frozen=True)
-class Pixels:
+class PixelLimits:
     """The number of pixels that a processor lets a picture (Qwen3-VL: a video's frames together) have."""
 
     fewest: int
     most: int
 
     @classmethod
-    def of(cls, processor: Mapping[str, Any], default: tuple[int, int]) -> "Pixels":
+    def of(cls, processor: Mapping[str, Any], default: tuple[int, int]) -> "PixelLimits":
         size = processor.get("size") or {}
         fewest = processor.get("min_pixels") or size.get("shortest_edge") or default[0]
         return cls(fewest, processor.get("max_pixels") or size.get("longest_edge") or default[1])
@@ -51,8 +51,8 @@ class QwenLayout:
     video_token: str
     image: Normalisation
     video: Normalisation
-    image_pixels: Pixels
-    video_pixels: Pixels
+    image_pixels: PixelLimits
+    video_pixels: PixelLimits
     timestamps: bool
     fit: ClassVar[Fit] = "stretch"
     timed: ClassVar[bool] = True
@@ -74,8 +74,8 @@ class QwenLayout:
             image=Normalisation.of(image, mean, std),
             video=Normalisation.of(video, mean, std),
             # The defaults of the processors' classes.
-            image_pixels=Pixels.of(image, (56 * 56, 28 * 28 * 1280)),
-            video_pixels=Pixels.of(video, (128 * step**2, 768 * step**2)),
+            image_pixels=PixelLimits.of(image, (56 * 56, 28 * 28 * 1280)),
+            video_pixels=PixelLimits.of(video, (128 * step**2, 768 * step**2)),
             timestamps=third,
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.data.cache.shards import Stored
+from dit_lora.data.cache.shards import StoredEntry
 
 _AT = 7  # the number of the first value that is overwritten
 
@@ -17,7 +17,7 @@ class Damage:
     """One damage to an entry where it lies on the disk."""
 
     name: str
-    do: Callable[[Stored], None]
+    do: Callable[[StoredEntry], None]
     code: str
     """A finding that the entry's sample must have."""
     whole: bool = True
@@ -26,7 +26,7 @@ class Damage:
     """True if the entries before it in its shard are lost too."""
 
 
-def overwrite(entry: Stored, name: str, first: int, values: torch.Tensor) -> None:
+def overwrite(entry: StoredEntry, name: str, first: int, values: torch.Tensor) -> None:
     """Put values into a tensor of an entry where it lies on the disk, from the element of number `first` on."""
     dtype = entry.layout.spec[name][1]
     with entry.path.open("r+b") as file:
@@ -34,10 +34,10 @@ def overwrite(entry: Stored, name: str, first: int, values: torch.Tensor) -> Non
         file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
 
 
-def poisoned(tensor: str, value: float, count: int = 1) -> Callable[[Stored], None]:
+def poisoned(tensor: str, value: float, count: int = 1) -> Callable[[StoredEntry], None]:
     """Return what writes bad values into a tensor; families name the caption's, here `prompt_embeds`, differently."""
 
-    def change(entry: Stored) -> None:
+    def change(entry: StoredEntry) -> None:
         spec = entry.layout.spec
         floats = (name for name, (_, dtype) in spec.items() if dtype.is_floating_point)
         name = tensor if tensor in spec else next(floats)
@@ -46,7 +46,7 @@ def poisoned(tensor: str, value: float, count: int = 1) -> Callable[[Stored], No
     return change
 
 
-def damaged(folder: str, aim: str, do: Callable[[Stored], None]) -> Callable[[Path], None]:
+def damaged(folder: str, aim: str, do: Callable[[StoredEntry], None]) -> Callable[[Path], None]:
     """Return what damages a cache's entries of samples whose id or caption has `aim` in it."""
 
     def change(cache: Path) -> None:
@@ -57,7 +57,7 @@ def damaged(folder: str, aim: str, do: Callable[[Stored], None]) -> Callable[[Pa
     return change
 
 
-def flip(entry: Stored) -> None:
+def flip(entry: StoredEntry) -> None:
     """Flip one byte of a value: it is finite, and not what was written."""
     with entry.path.open("r+b") as file:
         file.seek(entry.end - 5)
@@ -66,18 +66,18 @@ def flip(entry: Stored) -> None:
         file.write(bytes([byte ^ 0xFF]))
 
 
-def cut(entry: Stored) -> None:
+def cut(entry: StoredEntry) -> None:
     """Truncate the entry's shard in the middle of it."""
     with entry.path.open("r+b") as file:
         file.truncate((entry.start + entry.end) // 2)
 
 
-def empty(entry: Stored) -> None:
+def empty(entry: StoredEntry) -> None:
     """Leave no bytes in the entry's shard, as after a full disk."""
     entry.path.write_bytes(b"")
 
 
-def scramble(entry: Stored) -> None:
+def scramble(entry: StoredEntry) -> None:
     """Overwrite the header of the entry's shard with what is no JSON."""
     with entry.path.open("r+b") as file:
         # After the 8 bytes of its length and the opening brace.

@@ -15,7 +15,7 @@ _FOR_GOOD = ("data", "labels")
 
 
 @dataclass
-class Budget:
+class SkipBudget:
     """Counts of what was not taken, equal on all ranks."""
 
     taken: int = 0

@@ -24,7 +24,7 @@ from dit_lora.guard.plugin.checks import CHECKS, checked
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import Averages, LoopState
 from dit_lora.guard.plugin.names import Names
-from dit_lora.guard.plugin.recovery import Recovery
+from dit_lora.guard.plugin.recovery import PluginRecovery
 from dit_lora.guard.plugin.steps import Steps
 from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.suspects import Suspects
@@ -53,7 +53,7 @@ class Guard:
         self._watched = Watched(
             host, models, self._state, self._names, compares_frozen="frozen" in checks
         )
-        self._recovery = Recovery(host, self._state, config, folder, self._watched)
+        self._recovery = PluginRecovery(host, self._state, config, folder, self._watched)
         self._steps = Steps(host, self._watched, self._recovery, checks)
         self._said = False
 

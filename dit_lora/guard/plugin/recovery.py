@@ -13,7 +13,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.files import append_line
 from dit_lora.guard.event import event_of
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.plugin.budget import Budget
+from dit_lora.guard.plugin.budget import SkipBudget
 from dit_lora.guard.plugin.diagnosis import call_verdicts, state_verdict, unseen
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import LoopState
@@ -38,7 +38,7 @@ _NOT_OF_THE_LOSS = ("kernel", "attention_backend", "rank", *_OF_STATE)
 
 
 @dataclass(frozen=True)
-class Trip:
+class PluginTrip:
     """A step that is not taken."""
 
     step: int
@@ -59,7 +59,7 @@ class Trip:
 
 
 @dataclass
-class Recovery:
+class PluginRecovery:
     """Names the cause of a trip and acts, on all ranks alike."""
 
     host: Host
@@ -68,12 +68,12 @@ class Recovery:
     folder: Path | None
     watched: Watched
     events: list[dict[str, Any]] = field(default_factory=list)
-    budget: Budget = field(default_factory=Budget)
+    budget: SkipBudget = field(default_factory=SkipBudget)
 
     def __post_init__(self) -> None:
         self._policy = Policy(self.config)
 
-    def recover(self, trip: Trip) -> bool:
+    def recover(self, trip: PluginTrip) -> bool:
         """Act, and return whether weights were put back; raises `NonFiniteError` on every rank if nothing fits."""
         began = time.perf_counter()
         verdicts = self._agreed_verdicts(trip)
@@ -110,14 +110,14 @@ class Recovery:
             _LOG.warning("%s", listed(f"{head}; {done}", lines))
         return put_back is not None
 
-    def _agreed_verdicts(self, trip: Trip) -> list[Verdict]:
+    def _agreed_verdicts(self, trip: PluginTrip) -> list[Verdict]:
         here = [_with_gradients(verdict, trip.gradients) for verdict in self._verdicts_here(trip)]
         verdicts = self.host.gathered(here) or [unseen(trip.step, self.host.rank)]
         # A rank whose run was healthy again has nothing to say beside one that found a cause.
         telling = [verdict for verdict in verdicts if verdict.cause != "transient"]
         return telling or verdicts[:1]
 
-    def _verdicts_here(self, trip: Trip) -> list[Verdict]:
+    def _verdicts_here(self, trip: PluginTrip) -> list[Verdict]:
         step, rank = trip.step, self.host.rank
         # State first: with bad weights every call fails, and samples would be blamed for it.
         state = state_verdict(self.watched, trip.kind, step, rank)
@@ -136,7 +136,7 @@ class Recovery:
         record, wrong = self.watched.record, verdict.evidence.get("frozen", [])
         return record is not None and bool(wrong) and all(map(record.is_own, wrong))
 
-    def _action(self, trip: Trip, verdicts: Sequence[Verdict], *, known: bool) -> Action:
+    def _action(self, trip: PluginTrip, verdicts: Sequence[Verdict], *, known: bool) -> Action:
         of_the_loss = not any(verdict.cause in _NOT_OF_THE_LOSS for verdict in verdicts)
         if trip.kind == "zero_gradient" and of_the_loss:
             return self._for_no_gradient()
@@ -152,7 +152,7 @@ class Recovery:
         action = self._policy.choose(trip.step, verdicts, skipped)
         return self._feasible(action, spoiled=trip.spoiled(verdicts))
 
-    def _may_pass(self, trip: Trip, verdicts: Sequence[Verdict]) -> bool:
+    def _may_pass(self, trip: PluginTrip, verdicts: Sequence[Verdict]) -> bool:
         """Return True if the next step may be healthy: where every sample fails, no replay tells this step from all
         of them.
         """
@@ -190,7 +190,7 @@ class Recovery:
             return None
         return step
 
-    def _undone(self, trip: Trip, put_back: int | None) -> str:
+    def _undone(self, trip: PluginTrip, put_back: int | None) -> str:
         """Return what a snapshot that was put back costs, in words."""
         if put_back is None:
             return ""
@@ -212,7 +212,7 @@ class Recovery:
             return f"{undone}; learning rates are multiplied by {self.config.rollback_lr:g}"
         return undone or "the step was not taken"
 
-    def _left_behind(self, trip: Trip, put_back: int | None, undone: str) -> str:
+    def _left_behind(self, trip: PluginTrip, put_back: int | None, undone: str) -> str:
         """Return what the weights are after a stop, in words; good ones are written to the disk."""
         step = trip.step - 1 if put_back is None else put_back
         state = undone or "the weights are those of the step before"
@@ -231,7 +231,12 @@ class Recovery:
         return f"{names or where}: {verdict.words}"
 
     def _write(
-        self, trip: Trip, verdict: Verdict, action: Action, seconds: float, facts: Mapping[str, Any]
+        self,
+        trip: PluginTrip,
+        verdict: Verdict,
+        action: Action,
+        seconds: float,
+        facts: Mapping[str, Any],
     ) -> None:
         event = event_of(trip.step, trip.kind, verdict, action.kind, seconds, facts).record()
         self.events.append(event)

@@ -13,7 +13,13 @@ from dit_lora.guard.plugin.checks import StepChecks
 from dit_lora.guard.plugin.host import Host
 from dit_lora.guard.plugin.loop_state import LoopState
 from dit_lora.guard.plugin.recorded_calls import CapturedCall
-from dit_lora.guard.plugin.recovery import OF_FROZEN, OF_WEIGHTS, WEIGHTS, Recovery, Trip
+from dit_lora.guard.plugin.recovery import (
+    OF_FROZEN,
+    OF_WEIGHTS,
+    WEIGHTS,
+    PluginRecovery,
+    PluginTrip,
+)
 from dit_lora.guard.plugin.watched import Watched
 from dit_lora.guard.state import altered_state, has_run_away, weight_peak
 from dit_lora.numerics.dtensors import local
@@ -32,7 +38,7 @@ class Steps:
     """Stands between a loop and its `backward`, its clipping and its optimizers' `step`."""
 
     def __init__(
-        self, host: Host, watched: Watched, recovery: Recovery, checks: frozenset[str]
+        self, host: Host, watched: Watched, recovery: PluginRecovery, checks: frozenset[str]
     ) -> None:
         self.number = 1
         """The number of the optimizer step under way."""
@@ -252,7 +258,7 @@ class Steps:
         self.tripped = True
         gradients = self._checks.bad_gradients()
         calls, controls = list(self._watched.calls), dict(self._controls)
-        trip = Trip(self.number, kind, calls, gradients, controls, moved, between_steps)
+        trip = PluginTrip(self.number, kind, calls, gradients, controls, moved, between_steps)
         # No step may use the gradients of one that tripped.
         self._forget_gradients()
         with self._watched.unrecorded():  # replays are not to be recorded

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.models.videochat2.configuration import VideoChat2Config
-from dit_lora.models.videochat2.gather import Sources, Stored, check, collect
+from dit_lora.models.videochat2.gather import Sources, TensorOnDisk, check, collect
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.models.videochat2.released import (
     MODEL_TYPES,
@@ -228,7 +228,9 @@ def _draw_extra_queries(
     drawn = QUERY_STD * torch.randn(
         expected[EXTRA_QUERIES], generator=torch.Generator().manual_seed(seed)
     )
-    sources.weights[EXTRA_QUERIES] = Stored(Path("(drawn)"), tuple(drawn.shape), lambda: drawn)
+    sources.weights[EXTRA_QUERIES] = TensorOnDisk(
+        Path("(drawn)"), tuple(drawn.shape), lambda: drawn
+    )
     return (EXTRA_QUERIES,)
 
 
@@ -250,11 +252,11 @@ class _Adapter:
         for module in self.sources.lora:
             name = f"{module}.weight"
             base = self.sources.weights[name]
-            self.sources.weights[name] = Stored(
+            self.sources.weights[name] = TensorOnDisk(
                 base.file, base.shape, partial(self._merged, module, base)
             )
 
-    def _merged(self, module: str, base: Stored) -> torch.Tensor:
+    def _merged(self, module: str, base: TensorOnDisk) -> torch.Tensor:
         lora, weight = self.sources.lora[module], base.read()
         update = self.alpha / self.rank * (lora["B"].read().float() @ lora["A"].read().float())
         exact = weight.float() + update

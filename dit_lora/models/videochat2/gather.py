@@ -23,7 +23,7 @@ _PICKLED_INDEX, _PICKLED_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_mode
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorOnDisk:
     """A tensor of a file, on disk until `read`."""
 
     file: Path
@@ -35,8 +35,8 @@ class Stored:
 class Sources:
     """Origins of our tensors; a later file replaces an earlier one's."""
 
-    weights: dict[str, Stored] = field(default_factory=dict)
-    lora: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    weights: dict[str, TensorOnDisk] = field(default_factory=dict)
+    lora: dict[str, dict[str, TensorOnDisk]] = field(default_factory=dict)
     """LoRA matrices by our layer: `A` (rank, inputs) and `B` (outputs, rank)."""
     unused: dict[str, list[str]] = field(default_factory=dict)
     """Names of released tensors that are not needed, by the reason."""
@@ -69,7 +69,7 @@ def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: 
 
 def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
     # detach reads nothing: the values stay on disk until they are used.
-    target, stored = place(name), Stored(file, tuple(tensor.shape), tensor.detach)
+    target, stored = place(name), TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
     if target is None:
         sources.unknown.append(f"{file.name}: {name}")
     elif target.part == "weight":
@@ -78,7 +78,7 @@ def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> Non
         sources.lora.setdefault(target.name, {})[target.part] = stored
 
 
-def _language_model_weights(llm: Path) -> Iterator[tuple[str, Stored]]:
+def _language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield names and tensors of a folder of Transformers: safetensors, or, as old Vicunas have it, .bin files."""
     for index, weights, entries in (
         (_INDEX, _WEIGHTS, _safetensors),
@@ -101,7 +101,7 @@ def _language_model_weights(llm: Path) -> Iterator[tuple[str, Stored]]:
     )
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Stored]]:
+def _safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     def read(name: str) -> torch.Tensor:
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(name)
@@ -113,12 +113,12 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Stored]]:
     except SafetensorError as error:
         raise DitLoraError(f"{file} is no whole safetensors file: {error}") from error
     for name, shape in shapes.items():
-        yield name, Stored(file, shape, partial(read, name))
+        yield name, TensorOnDisk(file, shape, partial(read, name))
 
 
-def _pickled(file: Path) -> Iterator[tuple[str, Stored]]:
+def _pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     for name, tensor in read_released(file).tensors.items():
-        yield name, Stored(file, tuple(tensor.shape), tensor.detach)
+        yield name, TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
 
 
 def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -142,7 +142,7 @@ def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _lora_faults(
-    module: str, lora: Mapping[str, Stored], shape: tuple[int, ...] | None
+    module: str, lora: Mapping[str, TensorOnDisk], shape: tuple[int, ...] | None
 ) -> list[str]:
     if shape is None:
         return [f"LoRA of {module}: the model has no such layer"]

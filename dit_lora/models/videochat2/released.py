@@ -42,7 +42,7 @@ _UNUSED = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Place of a released tensor in our model."""
 
     name: str
@@ -50,21 +50,21 @@ class Place:
     part: Literal["weight", "A", "B"] = "weight"
 
 
-def place(name: str) -> Place | None:
+def place(name: str) -> TensorPlace | None:
     """Return the place of a released tensor; None if its name is none of the model."""
     # The pattern of the language model matches LoRA's names too, so LoRA's goes first.
     if match := _LORA.fullmatch(name):
-        return Place(language_model_name(match[2]), "A" if match[3] == "A" else "B")
+        return TensorPlace(language_model_name(match[2]), "A" if match[3] == "A" else "B")
     if match := _PROJECTION.fullmatch(name):
-        return Place(f"model.projection.{match[2]}")
+        return TensorPlace(f"model.projection.{match[2]}")
     # PEFT 0.7 and later name an adapted weight base_layer.
     if match := _LANGUAGE_MODEL.fullmatch(name):
-        return Place(language_model_name(match[2].replace(".base_layer.", ".")))
+        return TensorPlace(language_model_name(match[2].replace(".base_layer.", ".")))
     if name.startswith("qformer.bert."):
-        return Place(f"model.qformer.{name.removeprefix('qformer.bert.')}")
+        return TensorPlace(f"model.qformer.{name.removeprefix('qformer.bert.')}")
     first = name.partition(".")[0]
     if first in ("vision_encoder", "vision_layernorm", "query_tokens", "extra_query_tokens"):
-        return Place(f"model.{name}")
+        return TensorPlace(f"model.{name}")
     return None
 
 

@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dit_lora.data.audit.finding import VERDICTS, Finding, Judged, Verdict
+from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample, Verdict
 from dit_lora.report.audit.charts import (
     ChannelChart,
     Histogram,
@@ -17,7 +17,7 @@ from dit_lora.report.audit.charts import (
     histogram,
 )
 from dit_lora.report.charts.bars import BarChart, number
-from dit_lora.report.pages import Pictures, clipped, render, write_page
+from dit_lora.report.pages import PagePictures, clipped, render, write_page
 
 CARDS = 200
 """Samples that are shown; the others are in the JSON file."""
@@ -29,12 +29,12 @@ _CHANNELS = 128
 
 
 @dataclass(frozen=True)
-class Group:
+class AuditGroup:
     """Samples with one code before all others, and the names of those shown under another."""
 
     code: str
     count: int
-    cards: Sequence[tuple[Judged, str]]
+    cards: Sequence[tuple[JudgedSample, str]]
     """The samples that are shown, each with its picture: a data URI or nothing."""
     hidden: int
     elsewhere: str = ""
@@ -52,7 +52,7 @@ class Buckets:
 
 def write_audit_page(
     path: Path,
-    judged: Sequence[Judged],
+    judged: Sequence[JudgedSample],
     *,
     title: str,
     totals: Mapping[str, Any],
@@ -90,15 +90,15 @@ def write_audit_page(
     return write_page(path, page)
 
 
-def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
+def _sheet(judged: Sequence[JudgedSample]) -> tuple[AuditGroup, list[AuditGroup]]:
     """Return the rejected samples, and those with warnings by their first code, within the page's room."""
-    pictures = Pictures()
+    pictures = PagePictures()
     rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
     room = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
     shown = [one for code, ones in rejected.items() for one in ones[: room[code]]]
     cards = [(one, pictures.uri(one.thumbnail)) for one in shown]
-    rejects = Group("reject", count, cards, count - len(cards))
+    rejects = AuditGroup("reject", count, cards, count - len(cards))
     room = _even(warned, CARDS - len(cards))
     groups = []
     for code, count in _counts(judged, "warn").most_common():
@@ -107,13 +107,15 @@ def _sheet(judged: Sequence[Judged]) -> tuple[Group, list[Group]]:
         having = [one.file for one in judged if any(f.code == code for f in one.findings)]
         elsewhere = _names(file for file in having if file not in files)
         cards = [(one, pictures.uri(one.thumbnail)) for one in own[: room.get(code, 0)]]
-        groups.append(Group(code, count, cards, len(own) - len(cards), elsewhere))
+        groups.append(AuditGroup(code, count, cards, len(own) - len(cards), elsewhere))
     return rejects, groups
 
 
-def _by_first_code(judged: Sequence[Judged], verdict: Verdict) -> dict[str, list[Judged]]:
+def _by_first_code(
+    judged: Sequence[JudgedSample], verdict: Verdict
+) -> dict[str, list[JudgedSample]]:
     """Group the samples with this verdict by the first finding that gives it."""
-    groups: dict[str, list[Judged]] = {}
+    groups: dict[str, list[JudgedSample]] = {}
     for one in judged:
         if one.verdict == verdict:
             code = next(finding.code for finding in one.findings if finding.verdict == verdict)
@@ -125,7 +127,7 @@ def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: -VERDICTS.index(finding.verdict))
 
 
-def _even(groups: Mapping[str, Sequence[Judged]], room: int) -> dict[str, int]:
+def _even(groups: Mapping[str, Sequence[JudgedSample]], room: int) -> dict[str, int]:
     """Return how many of each may be shown: all alike, and what one does not need the others get."""
     shares: dict[str, int] = {}
     ordered = sorted(groups.items(), key=lambda item: len(item[1]))
@@ -135,7 +137,7 @@ def _even(groups: Mapping[str, Sequence[Judged]], room: int) -> dict[str, int]:
     return shares
 
 
-def _counts(judged: Sequence[Judged], verdict: Verdict) -> Counter[str]:
+def _counts(judged: Sequence[JudgedSample], verdict: Verdict) -> Counter[str]:
     """Count samples by code."""
     return Counter(
         code
@@ -144,7 +146,7 @@ def _counts(judged: Sequence[Judged], verdict: Verdict) -> Counter[str]:
     )
 
 
-def _codes(judged: Sequence[Judged]) -> list[tuple[Verdict, str, int, str]]:
+def _codes(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, int, str]]:
     """Return verdict, code, samples and remedy, the worst and most frequent first."""
     remedies: dict[str, str] = {}
     for one in judged:
@@ -171,7 +173,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _charts(judged: Sequence[Judged]) -> list[BarChart | Histogram]:
+def _charts(judged: Sequence[JudgedSample]) -> list[BarChart | Histogram]:
     """Return charts of what the set is made of; what nobody measured is left out."""
 
     def column(key: str) -> list[float]:
@@ -194,7 +196,7 @@ def _charts(judged: Sequence[Judged]) -> list[BarChart | Histogram]:
     return [chart for chart in charts if chart is not None]
 
 
-def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]]:
+def _encoded_findings(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, str]]:
     """Return verdict, file and words of what the encoders' output showed."""
     found = [
         (finding.verdict, one.file, finding.words)
@@ -205,7 +207,7 @@ def _encoded_findings(judged: Sequence[Judged]) -> list[tuple[Verdict, str, str]
     return sorted(found)
 
 
-def _duplicates(judged: Sequence[Judged]) -> list[str]:
+def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:
     """Return the files of each group that is one clip, the largest group first."""
     files = {one.file for one in judged}
     parents = {

@@ -20,7 +20,7 @@ TYPES = {".mp4": "video/mp4", ".png": "image/png"}
 
 
 @dataclass(frozen=True)
-class Clip:
+class ShownClip:
     """One sample; `source` is a data URI or a link."""
 
     step: int
@@ -29,13 +29,13 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Sample:
+class PromptSamples:
     """The samples for one prompt, the first step first."""
 
     prompt: str
     kind: str
     """`video` or `image`."""
-    clips: Sequence[Clip]
+    clips: Sequence[ShownClip]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Answered:
 class Sampled:
     """All that was sampled; `linked` samples stay beside the page, and `hidden` steps are not shown."""
 
-    samples: Sequence[Sample] = ()
+    samples: Sequence[PromptSamples] = ()
     answers: Sequence[Answered] = ()
     linked: int = 0
     hidden: int = 0
@@ -87,11 +87,13 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     room = EMBED_LIMIT_BYTES if embed else 0
     embedded = _embedded(wanted, room)
     samples = [
-        Sample(
+        PromptSamples(
             prompts[index] if index < len(prompts) else f"prompt {index}",
             "image" if files[index][steps[-1]].suffix == ".png" else "video",
             [
-                Clip(step, when(step), embedded.get(path) or path.relative_to(folder).as_posix())
+                ShownClip(
+                    step, when(step), embedded.get(path) or path.relative_to(folder).as_posix()
+                )
                 for step in steps
                 for path in [files[index][step]]
             ],

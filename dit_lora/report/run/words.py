@@ -65,7 +65,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Event:
+class EventRow:
     """One thing that the guard said, and the rows of its fold."""
 
     step: str
@@ -76,7 +76,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerificationRows:
     passed: bool
     checks: Sequence[tuple[str, bool, str]]
     """Names, whether they passed, and words."""
@@ -149,12 +149,12 @@ def _actions(events: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in list(counts.items())[:4])
 
 
-def event_rows(run: RunFiles) -> list[Event]:
+def event_rows(run: RunFiles) -> list[EventRow]:
     """Return the rows of the event table, in the order of events.jsonl."""
     return [_event(one) for one in run.events]
 
 
-def _event(event: Mapping[str, Any]) -> Event:
+def _event(event: Mapping[str, Any]) -> EventRow:
     verdict = mapping(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
     rows = [
@@ -174,7 +174,7 @@ def _event(event: Mapping[str, Any]) -> Event:
     kind = in_words(event.get("kind")).replace("_", " ")
     step = event.get("step")
     shown = f"{step:,}" if isinstance(step, int) else in_words(step) or NONE
-    return Event(shown, kind, action, words, [(name, text) for name, text in rows if text])
+    return EventRow(shown, kind, action, words, [(name, text) for name, text in rows if text])
 
 
 def _place(event: Mapping[str, Any]) -> str:
@@ -187,7 +187,7 @@ def _seconds(value: Any) -> str:
     return number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""
 
 
-def verified(record: Mapping[str, Any]) -> Verified | None:
+def verified(record: Mapping[str, Any]) -> VerificationRows | None:
     """Return the checks of verification.json; None where there is none."""
     if not record:
         return None
@@ -212,7 +212,9 @@ def verified(record: Mapping[str, Any]) -> Verified | None:
     title = "Largest updates" if len(modules) > BARS else "Updates by module"
     label = "norm of the update" + (" / norm of the weight" if relative else "")
     chart = BarChart(title, bars, label) if bars else None
-    return Verified(record.get("passed") is True, checks, chart, rows, max(0, len(modules) - ROWS))
+    return VerificationRows(
+        record.get("passed") is True, checks, chart, rows, max(0, len(modules) - ROWS)
+    )
 
 
 def _rank(module: Mapping[str, Any]) -> float:

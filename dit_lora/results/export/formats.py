@@ -21,7 +21,7 @@ from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.results.export.hollow import folded, load_lora_file, load_state
-from dit_lora.results.export.key_maps import Layout, comfyui_layout, kohya_layout
+from dit_lora.results.export.key_maps import LayerKeys, comfyui_layout, kohya_layout
 from dit_lora.results.export.updates import Updates, require_same, updates_of
 
 LoraForm = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
@@ -103,7 +103,7 @@ def _write_layout(
     updates: Updates,
     trained: Tensors,
     file: Path,
-    layout: Layout,
+    layout: LayerKeys,
     made: Mapping[str, Any],
 ) -> None:
     if trained:
@@ -122,7 +122,7 @@ def _write_layout(
     require_same(updates, layout.updates(load_file(file)), file.name)
 
 
-def _layout(form: str, family: DiffusionFamily, updates: Updates) -> Layout | None:
+def _layout(form: str, family: DiffusionFamily, updates: Updates) -> LayerKeys | None:
     """Return another program's layout of an adapter's layers; None of the forms that are not one."""
     try:
         if form == "comfyui":

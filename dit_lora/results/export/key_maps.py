@@ -17,7 +17,7 @@ _NO_KOHYA = "kohya's trainers (sd-scripts, musubi-tuner) have no such model, and
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerKeys:
     """One program's names for the tensors of a layer's LoRA."""
 
     names: Mapping[str, str]
@@ -50,7 +50,7 @@ class Layout:
         return updates
 
 
-def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> Layout:
+def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> LayerKeys:
     """Return ComfyUI's layout by its `names` of Diffusers' layers, in which `*` is a block's number.
 
     Raises `DitLoraError` where it has no such layer, and where `names` says why it has no such model.
@@ -61,12 +61,12 @@ def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> Layout:
     unknown = [name for name, theirs in found.items() if theirs is None]
     if unknown:
         raise DitLoraError(listed("ComfyUI's model has no counterpart of these layers", unknown))
-    return Layout(
+    return LayerKeys(
         {name: f"diffusion_model.{theirs}" for name, theirs in found.items()}, "lora_A", "lora_B"
     )
 
 
-def kohya_layout(has_names: bool, updates: Updates) -> Layout:
+def kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
     """Return kohya's layout as VideoX-Fun has it. Raises `DitLoraError` for models without, and for convolutions."""
     if not has_names:
         raise DitLoraError(_NO_KOHYA)
@@ -77,7 +77,7 @@ def kohya_layout(has_names: bool, updates: Updates) -> Layout:
         )
     # The two underscores stand around an empty part of the name, as VideoX-Fun writes and looks for it.
     names = {name: f"lora_unet__{name.replace('.', '_')}" for name in updates}
-    return Layout(names, "lora_down", "lora_up")
+    return LayerKeys(names, "lora_down", "lora_up")
 
 
 def _in_comfyui(names: Mapping[str, str], name: str) -> str | None:

@@ -23,7 +23,7 @@ from dit_lora.training.journal import Journal
 from dit_lora.training.saved_state import Checkpoints
 
 
-class RunFiles:
+class RecoveryFiles:
     """Changes a run's files for recovery; called on every rank, written by one."""
 
     def __init__(

@@ -15,7 +15,7 @@ from dit_lora.fuse.first_forward import refusal
 from dit_lora.guard.attention_backends import recorded_calls
 from dit_lora.guard.block_parity import noting_inputs
 from dit_lora.guard.checks import (
-    Finding,
+    CheckFinding,
     attention_backends,
     autocast_owner,
     cached,
@@ -94,7 +94,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     return events
 
 
-def _together(setup: AnySetup, own: list[Finding]) -> list[Finding]:
+def _together(setup: AnySetup, own: list[CheckFinding]) -> list[CheckFinding]:
     """Return this rank's findings; in lockstep, a finding that is bad on any rank is bad on all."""
     if not setup.engine.lockstep:
         return own
@@ -102,13 +102,13 @@ def _together(setup: AnySetup, own: list[Finding]) -> list[Finding]:
     return [failed.get(finding.check, finding) for finding in own]
 
 
-def _tokens(setup: AnySetup) -> list[Finding]:
+def _tokens(setup: AnySetup) -> list[CheckFinding]:
     """Check that the model has an embedding for every token: on a GPU the lack is an assert that ends the process."""
     problems = setup.data.clips.token_problems(setup.transformer)
     if problems is None:
         return []
     words = listed("these are not", problems) if problems else "every one is"
-    return [Finding("tokens are embedded", not problems, words, fatal=bool(problems))]
+    return [CheckFinding("tokens are embedded", not problems, words, fatal=bool(problems))]
 
 
 def _first_samples(setup: AnySetup, quarantine: Quarantine) -> MicroBatch | None:
@@ -150,11 +150,11 @@ def _too_large(setup: AnySetup) -> DitLoraError:
     )
 
 
-def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
+def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
     """Check that gradients reach what they should, under the policy's autocast: one pass for each kind of sample."""
     dtype = setup.dtype
     policy = dtype if dtype is torch.bfloat16 else None
-    findings: list[Finding] = []
+    findings: list[CheckFinding] = []
 
     clips = setup.data.clips
     # Each kind trains parts that others do not reach: text uses no vision encoder.
@@ -172,7 +172,7 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
     return [*autocast_owner(setup.transformer, checked, policy), *findings]
 
 
-def _remembered(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
+def _remembered(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
     """Return the findings that depend on versions, device, model files, shapes and dtype alone; often from a file."""
     path = setup.recipe.cache_dir / f"preflight_{setup.session.accelerator.process_index}.json"
     facts = _facts(setup, micro_batch)
@@ -195,7 +195,7 @@ def _facts(setup: AnySetup, micro_batch: MicroBatch) -> Mapping[str, Any]:
     }
 
 
-def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[Finding]:
+def _probed(setup: AnySetup, micro_batch: MicroBatch) -> list[CheckFinding]:
     # One forward serves two checks: peaks of the outputs, and attention at this model's own shapes and masks.
     monitor = Monitor(setup.transformer, every=1)
     with torch.no_grad(), monitor.watching(), recorded_calls() as calls:

@@ -24,7 +24,7 @@ from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import find_switch
 from dit_lora.guard.verdict import Verdict
 from dit_lora.training.checkpoints.files import checkpoint_path
-from dit_lora.training.guarding.files import RunFiles
+from dit_lora.training.guarding.files import RecoveryFiles
 from dit_lora.training.guarding.state import GuardState
 from dit_lora.training.guarding.swap import tried_elsewhere
 
@@ -61,7 +61,7 @@ class RunRecovery:
     drop_state: Callable[[Sequence[str]], None]
     """Remove optimizer state that a snapshot does not have."""
     samples_per_step: int
-    files: RunFiles
+    files: RecoveryFiles
     share: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
     """Gives every rank the micro-batch that rank `owner` brings, while others bring None; for lockstep."""
 

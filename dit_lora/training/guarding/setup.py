@@ -25,7 +25,7 @@ from dit_lora.numerics.finite import describe_all
 from dit_lora.numerics.parameters import trainable_state
 from dit_lora.numerics.streams import fold
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.guarding.files import RunFiles
+from dit_lora.training.guarding.files import RecoveryFiles
 from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.guarding.state import GuardStart, GuardState
 from dit_lora.training.guarding.watch import StepWatcher
@@ -63,7 +63,7 @@ def build_recovery(
     ema: TrainedEMA | None,
     start: GuardStart,
     snapshots: Snapshots,
-    files: RunFiles,
+    files: RecoveryFiles,
 ) -> RunRecovery:
     """Build what acts on a step that tripped; `files` are the run's."""
     transformer, engine = setup.transformer, setup.engine

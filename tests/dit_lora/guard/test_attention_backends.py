@@ -18,8 +18,8 @@ from dit_lora.guard.attention_backends import (
     TOLERANCE,
     Attention,
     AttentionCall,
-    Layout,
     Mask,
+    TensorLayout,
     only,
     parity,
     recorded_calls,
@@ -142,7 +142,7 @@ def test_the_seed_decides_the_draw() -> None:
 
 
 def test_one_key_has_no_gradient_to_compare_with_and_passes() -> None:
-    one = Layout((3, 4, 1, 16), (64, 16, 16, 1))
+    one = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
     for dtype in TOLERANCE:
         assert parity(replace(recorded(dtype), key=one, value=one), "flash").ok
 
@@ -150,9 +150,9 @@ def test_one_key_has_no_gradient_to_compare_with_and_passes() -> None:
 def test_grouped_queries_and_a_wider_value_are_compared_too() -> None:
     call = recorded()
     assert parity(replace(call, key=call.key.first(2), value=call.value.first(2)), "math").ok
-    wide = Layout((3, 4, 37, 24), (37 * 24 * 4, 37 * 24, 24, 1))
+    wide = TensorLayout((3, 4, 37, 24), (37 * 24 * 4, 37 * 24, 24, 1))
     assert parity(replace(call, value=wide), "math").ok
-    shared = Layout((3, 2, 37, 16), (37 * 32, 16, 32, 1))
+    shared = TensorLayout((3, 2, 37, 16), (37 * 32, 16, 32, 1))
     grouped = replace(call, key=shared, value=shared, enable_gqa=True)
     assert parity(grouped, "math").ok
     assert parity(replace(grouped, key=call.key, value=call.value), "math").ok  # groups of one
@@ -221,8 +221,8 @@ def test_a_backend_that_gives_nan_for_an_empty_row_is_found_and_only_where_there
     assert not result.finite
     assert not result.ok
     assert parity(recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager).ok
-    one = Layout((3, 4, 1, 16), (64, 16, 16, 1))
-    mask = Mask(Layout((46, 1), (1, 1)), torch.bool, low=0.0, empty_row=False)
+    one = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
+    mask = Mask(TensorLayout((46, 1), (1, 1)), torch.bool, low=0.0, empty_row=False)
     call = replace(recorded(), key=one, value=one, mask=mask)
     assert parity(call, "math", attention=eager).ok
 

@@ -21,7 +21,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.guard import checks
 from dit_lora.guard.attention_backends import AttentionCall, BackendParity, recorded_calls
-from dit_lora.guard.checks import Finding, gradient_flow, stored_dtype, stored_precision
+from dit_lora.guard.checks import CheckFinding, gradient_flow, stored_dtype, stored_precision
 
 Run = Callable[[], Any]
 B = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"
@@ -53,11 +53,11 @@ def backward(forward: Run) -> Run:
     return lambda: forward().square().mean().backward()
 
 
-def wrong(findings: list[Finding]) -> list[Finding]:
+def wrong(findings: list[CheckFinding]) -> list[CheckFinding]:
     return [finding for finding in findings if not finding.ok]
 
 
-def the_one(findings: list[Finding]) -> Finding:
+def the_one(findings: list[CheckFinding]) -> CheckFinding:
     (finding,) = wrong(findings)
     return finding
 
@@ -353,7 +353,7 @@ def test_a_call_that_only_disabled_backends_get_right_is_fatal(
 
 
 FACTS = {"torch": "2.13", "dtype": torch.bfloat16, "shape": (1, 2)}
-GOOD = [Finding("a", True, "fine", False), Finding("b", False, "look", False)]
+GOOD = [CheckFinding("a", True, "fine", False), CheckFinding("b", False, "look", False)]
 
 
 def test_a_check_runs_once_for_the_same_facts(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_check_runs_once_for_the_same_facts(tmp_path: Path) -> None:
     assert checks.cached(path, FACTS, check) == GOOD
     assert checks.cached(path, dict(reversed(FACTS.items())), check) == GOOD
     assert check.call_count == 1
-    other = Mock(return_value=[Finding("c", True, "other", False)])
+    other = Mock(return_value=[CheckFinding("c", True, "other", False)])
     for changed in ({"torch": "2.14"}, {"dtype": torch.float16}, {"shape": (1, 3)}, {"new": 1}):
         assert checks.cached(path, FACTS | changed, other) == other.return_value
     assert other.call_count == 4
@@ -371,7 +371,7 @@ def test_a_check_runs_once_for_the_same_facts(tmp_path: Path) -> None:
 
 def test_a_fatal_result_is_never_kept(tmp_path: Path) -> None:
     path = tmp_path / "preflight.json"
-    bad = Mock(return_value=[*GOOD, Finding("c", False, "broken", True)])
+    bad = Mock(return_value=[*GOOD, CheckFinding("c", False, "broken", True)])
     checks.cached(path, FACTS, bad)
     checks.cached(path, FACTS, bad)
     assert bad.call_count == 2

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dit_lora.guard.probe import Origin, Probe, Trace
+from dit_lora.guard.probe import BadOp, Probe, Trace
 
 Op = Callable[..., torch.Tensor]
 
@@ -83,7 +83,7 @@ def test_an_fp16_matmul_that_overflows_is_named_with_its_module() -> None:
     with torch.no_grad():
         model.middle.weight.fill_(3e4)
     trace = traced(model, rows(3, 5, dtype=torch.float16))
-    assert trace.origin == Origin("aten.addmm.default", "middle", "forward", "float16", "inf")
+    assert trace.origin == BadOp("aten.addmm.default", "middle", "forward", "float16", "inf")
     assert not trace.bad_inputs
 
 
@@ -99,7 +99,7 @@ def test_a_backward_that_fails_alone_is_named_with_the_module_of_its_forward() -
 @pytest.mark.parametrize(("top", "kind"), [(1.0, "inf"), (0.0, "nan")])
 def test_a_division_by_zero_in_the_loss_is_outside_the_model(top: float, kind: str) -> None:
     trace = traced(chain(nn.GELU()), rows(3, 5), loss=lambda out: top * out.square().mean() / 0)
-    assert trace.origin == Origin("aten.div.Tensor", "", "forward", "float32", kind)
+    assert trace.origin == BadOp("aten.div.Tensor", "", "forward", "float32", kind)
     assert trace.trail[-1].name == "aten.mul.Tensor"
 
 
@@ -114,7 +114,7 @@ def test_what_a_clamp_hides_in_its_module_is_hidden_and_not_the_origin(where: st
     grow = blow_up if where == "middle" else inner
     trace = traced(chain(Calls(lambda given: grow(given).clamp(-2, 2), inner=inner)), rows(3, 5))
     assert not trace.origins
-    assert trace.hidden == [Origin("aten.mul.Tensor", where, "forward", "float32", "inf")]
+    assert trace.hidden == [BadOp("aten.mul.Tensor", where, "forward", "float32", "inf")]
 
 
 def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
@@ -122,7 +122,7 @@ def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
     spoil = Calls(lambda values: (values - 9).log())
     both = Calls(lambda values: spoil(values) + hide(values), spoil=spoil, hide=hide)
     trace = traced(chain(both), rows(3, 5))
-    assert trace.hidden == [Origin("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")]
+    assert trace.hidden == [BadOp("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")]
     assert (trace.origins[0].op, trace.origins[0].module) == ("aten.log.default", "middle.spoil")
 
 
@@ -167,14 +167,14 @@ def test_a_row_that_is_masked_whole_is_named_at_its_softmax() -> None:
         return (values @ values.mT + empty).softmax(-1) @ values
 
     trace = traced(chain(Calls(attend)), rows(3, 5, 5))
-    softmax = Origin("aten._softmax.default", "middle", "forward", "float32", "nan")
+    softmax = BadOp("aten._softmax.default", "middle", "forward", "float32", "nan")
     assert trace.origins[0] == softmax
 
 
 def test_a_checkpointed_forward_that_fails_is_named_once_in_the_forward() -> None:
     model = chain(Checkpointed(nn.Sequential(nn.Linear(5, 5), Calls(blow_up))))
     found = traced(model, rows(3, 5)).origins[0]
-    assert found == Origin("aten.mul.Tensor", "middle.inner.1", "forward", "float32", "inf")
+    assert found == BadOp("aten.mul.Tensor", "middle.inner.1", "forward", "float32", "inf")
 
 
 def test_a_checkpointed_backward_that_fails_is_named_with_its_module() -> None:
@@ -198,7 +198,7 @@ def test_a_module_that_is_used_twice_is_named_where_it_fails() -> None:
     other = nn.Linear(5, 5)
     model.other = other
     trace = traced(model, rows(3, 5))
-    assert trace.origins[0] == Origin("aten.mul.Tensor", "twice", "forward", "float32", "inf")
+    assert trace.origins[0] == BadOp("aten.mul.Tensor", "twice", "forward", "float32", "inf")
     assert any(step.name.startswith("other: ") for step in trace.trail)
 
 
@@ -281,7 +281,7 @@ def test_an_op_in_place_is_named_and_not_blamed_for_what_was_there() -> None:
         return values.clone().mul_(1e30).mul_(1e30).add_(0.3).neg_()
 
     trace = traced(chain(Calls(scale)), rows(3, 5))
-    assert trace.origins[0] == Origin("aten.mul_.Tensor", "middle", "forward", "float32", "inf")
+    assert trace.origins[0] == BadOp("aten.mul_.Tensor", "middle", "forward", "float32", "inf")
     forward = [o for o in trace.origins if o.direction == "forward" and o.module == "middle"]
     assert len(forward) == 1
 
@@ -320,7 +320,7 @@ def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
     model = nn.Sequential(OrderedDict(grow=grow, shift=shift, end=Calls(lambda given: given * 3.0)))
     with Probe(model).watching() as trace:
         model(values)
-    assert trace.origins == [Origin("aten.mul.Tensor", "end", "forward", "float16", "inf")]
+    assert trace.origins == [BadOp("aten.mul.Tensor", "end", "forward", "float16", "inf")]
     assert [(s.name, s.peak) for s in trace.trail] == [
         ("grow: aten.mul.Tensor", 700.0),
         ("grow: aten.mul.Tensor", 56000.0),

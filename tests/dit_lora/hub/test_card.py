@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from dit_lora.config.load import load_recipe
 from dit_lora.families import get_family
 from dit_lora.hub.card import plain, write_card
-from dit_lora.hub.contents import Contents, Shown, collect
+from dit_lora.hub.contents import CardSample, Contents, collect
 from dit_lora.training.tasks.facts import common_prefix
 
 REPO = "me/kitten-lora"
@@ -113,7 +113,7 @@ def test_the_gallery_shows_before_and_after(contents: Contents) -> None:
 def test_odd_captions_are_shown_as_they_are_and_are_no_markup(
     contents: Contents, caption: str
 ) -> None:
-    shown = (Shown(caption, "samples/before_00.png", "samples/after_00.png"),)
+    shown = (CardSample(caption, "samples/before_00.png", "samples/after_00.png"),)
     odd = replace(changed(contents, data={"caption_prefix": caption}), shown=shown)
     card = write_card(odd, REPO)
     assert card_problems(card) == []

@@ -25,7 +25,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import without_weights
 from dit_lora.numerics.streams import Streams
 from dit_lora.planning import search
-from dit_lora.planning.budget import GIB, Budget, Launch, count
+from dit_lora.planning.budget import GIB, Launch, MemoryBudget, count
 from dit_lora.planning.search import plan, subject_of
 from dit_lora.planning.subject import Subject
 from dit_lora.training.execution.activation_checkpointing import Mode, set_checkpointing
@@ -47,7 +47,7 @@ def smoke(name: str, model: Path, *overrides: str) -> Recipe:
     return load_recipe(path, [f"model.path={model}", "data.path=/nowhere", *wide, *overrides])
 
 
-def budget_of(recipe: Recipe, *, gpu: bool = False, mode: Mode | None = None) -> Budget:
+def budget_of(recipe: Recipe, *, gpu: bool = False, mode: Mode | None = None) -> MemoryBudget:
     return count(recipe, subject_of(recipe, gpu=gpu), Launch(), None, mode)
 
 

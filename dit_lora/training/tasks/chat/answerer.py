@@ -241,7 +241,7 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """The base that a model is from, and how it was trained."""
 
     model: ModelConfig
@@ -259,7 +259,7 @@ def _adapter_of(target: Path) -> Path | None:
     return None
 
 
-def find_origin(target: Path, model: str | None) -> Origin:
+def find_origin(target: Path, model: str | None) -> ModelOrigin:
     """Find the base by the run's recipe, or by what its adapter says; `model` is another base checkpoint.
 
     Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not say its base.
@@ -271,15 +271,15 @@ def find_origin(target: Path, model: str | None) -> Origin:
     if adapter is None:
         if model:
             raise DitLoraError(f"--model does not apply: {target} is a checkpoint, not an adapter")
-        return Origin(_checkpoint(str(target)), None)
+        return ModelOrigin(_checkpoint(str(target)), None)
     made = read_provenance(chat_adapter_file(adapter))
     path = model or named_base(target, made.get("base_model") or peft_base(adapter))
     if "family" not in made:
-        return Origin(_checkpoint(path), adapter)
+        return ModelOrigin(_checkpoint(path), adapter)
     revision = None if model else made.get("revision")
     base = ModelConfig(family=made["family"], path=path, revision=revision)
     how = Viewing(**made["viewing"]) if "viewing" in made else None
-    return Origin(base, adapter, how, made.get("system", ""))
+    return ModelOrigin(base, adapter, how, made.get("system", ""))
 
 
 def _require_chat(target: Path, family: str) -> None:
@@ -289,7 +289,7 @@ def _require_chat(target: Path, family: str) -> None:
         )
 
 
-def _of_run(run: Path, adapter: Path | None, model: str | None) -> Origin:
+def _of_run(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
     recipe, whole = load_recipe(run / "config.yaml"), run / "model"
     _require_chat(run, recipe.model.family)
     changes: dict[str, Any] = {}
@@ -302,7 +302,7 @@ def _of_run(run: Path, adapter: Path | None, model: str | None) -> Origin:
     elif model:
         changes = {"path": model, "revision": None}
     system = recipe.chat.system if recipe.chat else ""
-    return Origin(recipe.model.model_copy(update=changes), adapter, Viewing.of(recipe), system)
+    return ModelOrigin(recipe.model.model_copy(update=changes), adapter, Viewing.of(recipe), system)
 
 
 def _digest(adapter: Path) -> str:

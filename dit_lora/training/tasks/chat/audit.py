@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.audit.finding import Finding, Judged
+from dit_lora.data.audit.finding import Finding, JudgedSample
 from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.cache.digests import Digests
@@ -20,7 +20,7 @@ Findings = dict[str, list[Finding]]
 
 def audit_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, *, progress: bool
-) -> tuple[list[Judged], Findings, list[str]]:
+) -> tuple[list[JudgedSample], Findings, list[str]]:
     """Return every sample with its file's findings, the findings of its text, and notes on the whole set."""
     root = recipe.cache_dir
     samples = find_conversations(recipe, checkpoint, recipe.data, quiet=not progress)
@@ -36,13 +36,13 @@ def audit_conversations(
     every = [
         replace(of_file[by_media[samples.media[name]]], file=name)
         if name in samples.media
-        else Judged(name)
+        else JudgedSample(name)
         for name in samples.names
     ]
     return every, _of_text(samples, every), _notes(samples)
 
 
-def _of_text(found: ChatSamples, judged: list[Judged]) -> Findings:
+def _of_text(found: ChatSamples, judged: list[JudgedSample]) -> Findings:
     """Return findings on texts; a sample whose file is at fault already has that said of the file alone."""
     at_fault = {one.file for one in judged if one.verdict == "reject"}
     findings: Findings = {

@@ -15,11 +15,11 @@ from dit_lora.data.cache.fill import Job
 from dit_lora.data.media.video import DECODE_VERSION, ClipError, read_frames
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.families.vae_memory import VaeMemory
-from dit_lora.training.tasks.diffusion.samples import Sample
+from dit_lora.training.tasks.diffusion.samples import BucketedSample
 
 
 @dataclass(frozen=True)
-class Pixels:
+class DecodedSample:
     """A decoded sample, as `VideoEncoder` takes it."""
 
     video: torch.Tensor
@@ -61,7 +61,7 @@ class Encoding:
 
         return Job(f"caption {caption!r}", entry_key(facts), facts, make)
 
-    def video(self, sample: Sample, *, mirrored: bool = False) -> Job:
+    def video(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
         """Return the job that encodes a sample. Raises `OSError` if its file cannot be read."""
         # Everything that changes the latents is in the key: no entry is ever stale, only unused.
         facts = {
@@ -85,7 +85,7 @@ class Encoding:
 
         return Job(sample.id, entry_key(facts), facts, make)
 
-    def decode(self, sample: Sample, *, mirrored: bool = False) -> Pixels:
+    def decode(self, sample: BucketedSample, *, mirrored: bool = False) -> DecodedSample:
         """Return the sample's frames and first image; raises `ClipError` if nothing can be learned from them."""
         size = {"height": sample.shape.height, "width": sample.shape.width}
         video = read_frames(
@@ -101,4 +101,4 @@ class Encoding:
                 raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
         image_file = sample.clip.image
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
-        return Pixels(video.flip(-1) if mirrored else video, image)
+        return DecodedSample(video.flip(-1) if mirrored else video, image)

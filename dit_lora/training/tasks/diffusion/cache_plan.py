@@ -16,17 +16,17 @@ from dit_lora.data.loading.encoded import Entry
 from dit_lora.data.sources.clips import Clip
 from dit_lora.families.base import Encoders, Opened
 from dit_lora.training.tasks.diffusion.cache_entries import Encoding
-from dit_lora.training.tasks.diffusion.samples import Sample, Samples, bar, find_samples
+from dit_lora.training.tasks.diffusion.samples import BucketedSample, Samples, bar, find_samples
 
 AUDIT_MEMO = "audit.jsonl"
 """The file in the cache's folder that holds what `dit-lora audit` measured."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlannedSample:
     """One sample and the entries that it needs."""
 
-    sample: Sample
+    sample: BucketedSample
     video: Job
     mirror: Job | None
     text: Job
@@ -55,7 +55,7 @@ class Plan:
 
     encoding: Encoding
     samples: Samples
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[PlannedSample, ...]
     rejected: dict[str, str]
     """Samples that cannot be used, as far as is known without decoding, and why."""
     texts: dict[str, Job]
@@ -80,7 +80,7 @@ def make_plan(
     # The empty caption is what caption dropout trains on and guidance samples with.
     texts = {text: encoding.text(text) for text in ("", *recipe.validation.prompts)}
     rejected = dict(samples.rejected)
-    wanted: list[Wanted] = []
+    wanted: list[PlannedSample] = []
     for sample in bar("reading files", "clip", quiet)(samples.all):
         try:
             video = encoding.video(sample)
@@ -91,7 +91,7 @@ def make_plan(
         caption = sample.clip.caption
         if caption not in texts:
             texts[caption] = encoding.text(caption)
-        wanted.append(Wanted(sample, video, mirror, texts[caption]))
+        wanted.append(PlannedSample(sample, video, mirror, texts[caption]))
     if not quiet:
         digests.save()
     # By content and not by name: a file that was mended since is judged anew.

@@ -21,9 +21,9 @@ from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.finite import describe_all
 from dit_lora.training.session.session import Session
-from dit_lora.training.tasks.diffusion.cache_entries import Encoding, Pixels
-from dit_lora.training.tasks.diffusion.cache_plan import Wanted
-from dit_lora.training.tasks.diffusion.samples import Sample
+from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
+from dit_lora.training.tasks.diffusion.cache_plan import PlannedSample
+from dit_lora.training.tasks.diffusion.samples import BucketedSample
 
 _CAPTIONS = 256  # embeddings held; of T5-XXL and 226 tokens, 1.8 MiB each
 
@@ -35,7 +35,7 @@ def live_clips(
     session: Session,
     checkpoint: Encoders,
     encoding: Encoding,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[PlannedSample],
     texts: Mapping[str, Job],
 ) -> "LiveClips":
     """Return the training set with its encoders loaded; entries have the keys that a cache would have them under.
@@ -82,10 +82,10 @@ class Decoder:
     """Decodes samples in worker processes, without an encoder."""
 
     encoding: Encoding
-    samples: dict[str, tuple[Sample, bool]]
+    samples: dict[str, tuple[BucketedSample, bool]]
     """Samples by key, each with true if it is mirrored."""
 
-    def __call__(self, key: str) -> Pixels | str:
+    def __call__(self, key: str) -> DecodedSample | str:
         """Return the pixels, or why there are none."""
         sample, mirrored = self.samples[key]
         try:
@@ -100,7 +100,7 @@ class LiveVideos:
     def __init__(self, decoder: Decoder, encode: VideoEncoder) -> None:
         self.decoder = decoder
         self._encode = encode
-        self.decoded: dict[str, Pixels | str] = {}
+        self.decoded: dict[str, DecodedSample | str] = {}
         """Decoded samples by key, each taken by the next `read` of it."""
 
     def first_spec(self, keys: Sequence[str]) -> Spec:
@@ -149,7 +149,7 @@ class _DecodedDataset(Dataset):
         self.pick = pick
         self.decoder = decoder
 
-    def __getitem__(self, position: int) -> tuple[Pick, Pixels | str]:
+    def __getitem__(self, position: int) -> tuple[Pick, DecodedSample | str]:
         pick = self.pick(position)
         return pick, self.decoder(pick.entry.video_key_of(pick.draw))
 
@@ -170,7 +170,7 @@ class LiveLoader:
             batch = collate([self._encode(pick, pixels) for pick, pixels in samples])
             yield batch.pin_memory() if self.pin_memory else batch
 
-    def _encode(self, pick: Pick, pixels: Pixels | str) -> Batch:
+    def _encode(self, pick: Pick, pixels: DecodedSample | str) -> Batch:
         self.clips.videos.decoded[pick.entry.video_key_of(pick.draw)] = pixels
         return self.clips.read(*pick)
 

@@ -24,7 +24,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.base import Checkpoint, Encoders, read_component_config
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.session.session import Session, agree, meet
-from dit_lora.training.tasks.diffusion.cache_plan import Plan, Wanted, make_plan
+from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
 from dit_lora.training.tasks.diffusion.live_encoding import live_clips
 from dit_lora.training.tasks.diffusion.prior import generate_prior
 from dit_lora.training.tasks.diffusion.samples import check_headers
@@ -85,7 +85,7 @@ def precompute(session: Session, checkpoint: Checkpoint) -> Precomputed:
     )
 
 
-def _sample_id(wanted: Wanted) -> str:
+def _sample_id(wanted: PlannedSample) -> str:
     return wanted.sample.id
 
 
@@ -99,7 +99,7 @@ def _keys(entry: Entry) -> list[str]:
     ]
 
 
-def _missing(videos: TensorCache, plan: Plan) -> list[Wanted]:
+def _missing(videos: TensorCache, plan: Plan) -> list[PlannedSample]:
     """Return the samples that have yet to be decoded."""
     missing = set(videos.missing([one.video.key for one in plan.wanted]))
     return [one for one in plan.wanted if one.video.key in missing]

@@ -21,7 +21,7 @@ from dit_lora.families.base import Opened
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class BucketedSample:
     """A clip, or one window of it, in the shape of its bucket."""
 
     id: str
@@ -35,7 +35,7 @@ class Sample:
 class Samples:
     """The samples of a recipe, and what it leaves out."""
 
-    all: tuple[Sample, ...]
+    all: tuple[BucketedSample, ...]
     rejected: Mapping[str, str]
     """Reasons why clips cannot be used, by their ids."""
     shapes: tuple[VideoShape, ...] = ()
@@ -66,14 +66,14 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
     # One shape needs no header of a file: those are read later, and only of what is not cached.
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.of(data)
-        samples = tuple(Sample(clip.id, clip, shape) for clip in clips)
+        samples = tuple(BucketedSample(clip.id, clip, shape) for clip in clips)
         return Samples(samples, rejected, (shape,), tuple(sources.clips))
     notes: list[str] = []
     shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
     # A bucket is chosen by size and length, which headers have; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placed | Dropped]] = []
-    all_samples: list[Sample] = []
+    all_samples: list[BucketedSample] = []
     for clip, header in zip(clips, read, strict=True):
         if isinstance(header, ClipError):
             rejected[clip.id] = in_words(clip.media, header)
@@ -84,14 +84,17 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
             rejected[clip.id] = where.words
             continue
         all_samples += [
-            Sample(window_id(clip.id, start), clip, where.shape, start) for start in where.starts
+            BucketedSample(window_id(clip.id, start), clip, where.shape, start)
+            for start in where.starts
         ]
     report = BucketReport.of(placed, shapes, data, group)
     clips_found = tuple(sources.clips)
     return Samples(tuple(all_samples), rejected, shapes, clips_found, report, tuple(notes))
 
 
-def check_headers(samples: Sequence[Sample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
+def check_headers(
+    samples: Sequence[BucketedSample], recipe: Recipe, *, quiet: bool
+) -> dict[str, str]:
     """Return which samples surely cannot be used, by what their files say of themselves, and why."""
     data, unusable = recipe.data, dict[str, str]()
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dit_lora.data.audit.measure import SIDE, Pictures
+from dit_lora.data.audit.measure import SIDE, PictureMeasures
 
 FRAMES, EDGE = 48, 96
 
@@ -31,7 +31,7 @@ def pan(scene: np.ndarray, steps: np.ndarray | float, frames: int = FRAMES) -> n
 
 def cuts(video: np.ndarray) -> list[float]:
     """In frames."""
-    pictures = Pictures()
+    pictures = PictureMeasures()
     video = video + np.random.default_rng(0).normal(0, 2, video.shape)
     grey = video.clip(0, 255).astype(np.uint8)
     for picture in grey:

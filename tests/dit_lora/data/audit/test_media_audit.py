@@ -20,10 +20,10 @@ from PIL import Image
 
 from dit_lora.config.data import DataConfig
 from dit_lora.data.audit import runner, workers
-from dit_lora.data.audit.finding import Judged
-from dit_lora.data.audit.judge import Wanted, judge, judge_frames
+from dit_lora.data.audit.finding import JudgedSample
+from dit_lora.data.audit.judge import Requirements, judge, judge_frames
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.probe import Probe, probe
+from dit_lora.data.audit.probe import ProbedFile, probe
 from dit_lora.data.audit.runner import audit_media, remembered
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
@@ -72,12 +72,12 @@ class Trap(Bytes):
         return self.__dict__["act"]
 
 
-def rejects(found: Probe, media: Any, data: DataConfig = DATA) -> set[str]:
-    findings = judge(media, found, Wanted.of(data))
+def rejects(found: ProbedFile, media: Any, data: DataConfig = DATA) -> set[str]:
+    findings = judge(media, found, Requirements.of(data))
     return {finding.code for finding in findings if finding.verdict == "reject"}
 
 
-def codes(judged: Judged) -> list[str]:
+def codes(judged: JudgedSample) -> list[str]:
     return [finding.code for finding in judged.findings]
 
 
@@ -125,7 +125,7 @@ def test_nothing_but_findings_comes_of_damaged_bytes(whole: dict[str, bytes], na
             start = chance.randrange(len(data))
             data[start : start + 50] = chance.randbytes(chance.randrange(100))
         media = Bytes(name, bytes(data))
-        judge(media, probe(media), Wanted.of(DATA))
+        judge(media, probe(media), Requirements.of(DATA))
 
 
 def test_a_clip_of_one_frame_in_an_hour_is_judged(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_what_broke_the_decoder_is_tried_again_and_remembered(tmp_path: Path) ->
     media = MediaFile(tmp_path / "a.mp4")
     encode(media.path, moving("a"))
     digests, memo = Digests(tmp_path / "digests.json"), AuditMemo(tmp_path / "memo.jsonl")
-    broke = Probe((judge(media, probe(MediaFile(tmp_path / "no")), None)[0],), broke=True)
+    broke = ProbedFile((judge(media, probe(MediaFile(tmp_path / "no")), None)[0],), broke=True)
     memo.put(media, digests.media(media), broke)
     clips = [Clip("a.mp4", media, "")]
     assert [one.verdict for one in remembered(clips, None, memo=memo, digests=digests)] == [

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dit_lora.data.audit.finding import Finding, Judged
+from dit_lora.data.audit.finding import Finding, JudgedSample
 from dit_lora.data.audit.summary import as_json, merge, totals, write_fix_list, write_json
 
 BLACK = Finding("black", "all 9 frames are black", "reject", "remove it")
@@ -17,10 +17,10 @@ EMPTY = Finding("caption_empty", "its caption is empty", "reject", "write one")
 CUT = Finding("hard_cut", "a cut at 2 s", "warn", "split the clip")
 
 JUDGED = [
-    Judged("cats/a.mp4", (), {"fps": 24}),
-    Judged("cats/b.mp4", (LONG, CUT)),
-    Judged("c.mp4", (BLACK, LONG)),
-    Judged("d.mp4", (LONG,)),
+    JudgedSample("cats/a.mp4", (), {"fps": 24}),
+    JudgedSample("cats/b.mp4", (LONG, CUT)),
+    JudgedSample("c.mp4", (BLACK, LONG)),
+    JudgedSample("d.mp4", (LONG,)),
 ]
 
 
@@ -39,7 +39,7 @@ def test_totals_count_samples_by_verdict_and_code() -> None:
         "reject": 1,
         "codes": {"caption_long": 3, "black": 1, "hard_cut": 1},
     }
-    twice = [Judged("a", (LONG, Finding("caption_long", "again", "warn")))]
+    twice = [JudgedSample("a", (LONG, Finding("caption_long", "again", "warn")))]
     assert totals(twice)["codes"] == {"caption_long": 1}, "samples are counted, not findings"
     assert totals([]) == {"samples": 0, "ok": 0, "warn": 0, "reject": 0, "codes": {}}
 
@@ -80,7 +80,7 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
         3: ("tuple",),
     }
     path = tmp_path / "audit.json"
-    judged = [Judged("\udcff.mp4", (), facts)]
+    judged = [JudgedSample("\udcff.mp4", (), facts)]
     write_json(path, as_json(judged, encoded={"latent": {"abs_max": math.inf}}))
     written = strict(path)
     assert written["samples"][0]["file"] == "\udcff.mp4", "a name that is not UTF-8 comes back"
@@ -118,7 +118,9 @@ def test_the_fix_list_has_one_line_a_sample_that_is_not_ok_rejects_first(tmp_pat
 def test_names_and_captions_cannot_break_the_fix_list_or_a_terminal(tmp_path: Path) -> None:
     name = "a\tb\nc\\d\x1b[2J\u202egpj\u2028.mp4"
     path = tmp_path / "fix.tsv"
-    write_fix_list(path, [Judged(name, (Finding("black", "x\r\ny \u732b \udcff", "reject"),))])
+    write_fix_list(
+        path, [JudgedSample(name, (Finding("black", "x\r\ny \u732b \udcff", "reject"),))]
+    )
     text = path.read_text(encoding="utf-8")
     _, line, _ = text.split("\n")
     assert line.split("\t") == [
@@ -132,7 +134,7 @@ def test_names_and_captions_cannot_break_the_fix_list_or_a_terminal(tmp_path: Pa
 
 def test_parts_are_merged_by_sample_in_the_order_of_the_media() -> None:
     picture = b"jpeg"
-    media = [Judged("b", (LONG,), {"fps": 24}, picture), Judged("a")]
+    media = [JudgedSample("b", (LONG,), {"fps": 24}, picture), JudgedSample("a")]
     merged = merge(
         media,
         {"a": [EMPTY], "b": [BLACK, LONG]},
@@ -148,5 +150,7 @@ def test_parts_are_merged_by_sample_in_the_order_of_the_media() -> None:
 
 
 def test_a_sample_judged_in_two_parts_is_one() -> None:
-    merged = merge([Judged("a", (LONG,), {"fps": 24}), Judged("a", (BLACK,), {"seconds": 2}, b"j")])
-    assert merged == [Judged("a", (BLACK, LONG), {"fps": 24, "seconds": 2}, b"j")]
+    merged = merge(
+        [JudgedSample("a", (LONG,), {"fps": 24}), JudgedSample("a", (BLACK,), {"seconds": 2}, b"j")]
+    )
+    assert merged == [JudgedSample("a", (BLACK, LONG), {"fps": 24, "seconds": 2}, b"j")]

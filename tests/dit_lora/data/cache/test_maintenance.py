@@ -11,7 +11,7 @@ from dit_lora.data.cache import maintenance, shards
 from dit_lora.data.cache.cache import TensorCache, encoded, entry_key
 from dit_lora.data.cache.fill import LOCKS
 from dit_lora.data.cache.maintenance import prune, stats, verify
-from dit_lora.data.cache.shards import Stored, shards_in
+from dit_lora.data.cache.shards import StoredEntry, shards_in
 from dit_lora.errors import DitLoraError
 
 KEYS = [entry_key({"number": number}) for number in range(12)]
@@ -35,11 +35,11 @@ def write(cache: TensorCache, numbers: range | list[int]) -> Path:
     return cache.path(KEYS[numbers[-1]])
 
 
-def stored(cache: TensorCache, number: int) -> Stored:
+def stored(cache: TensorCache, number: int) -> StoredEntry:
     return next(entry for entry in cache.entries() if entry.key == KEYS[number])
 
 
-def put(entry: Stored, value: float) -> None:
+def put(entry: StoredEntry, value: float) -> None:
     """A value where it lies on the disk."""
     with entry.path.open("r+b") as file:
         file.seek(entry.start)
@@ -124,7 +124,7 @@ def test_stats_count_what_is_there_and_what_is_dead(cache: TensorCache) -> None:
     assert total.file_bytes == sum(path.stat().st_size for path in shards_in(cache.root))
     assert total.kinds == {"x F32 4": (11, 176), "class I64 scalar, x BF16 2x3": (1, 20)}
     assert list(total.kinds) == ["x F32 4", "class I64 scalar, x BF16 2x3"]
-    assert stats(TensorCache(cache.root / "none")) == maintenance.Stats()
+    assert stats(TensorCache(cache.root / "none")) == maintenance.CacheStats()
 
 
 def test_prune_keeps_what_is_asked_for_and_who_reads_goes_on(cache: TensorCache) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_lora.data.media.decode import Wanted, nearest_frames
+from dit_lora.data.media.decode import WantedTimes, nearest_frames
 from dit_lora.data.media.media import MediaFile, TarMember
 from dit_lora.data.media.pictures import cover, upright
 from dit_lora.data.media.video import ClipError, read_frames, read_header, too_short, write_video
@@ -82,7 +82,7 @@ def remux(path: Path, target: Path, **change: Any) -> Path:
     return target
 
 
-def from_the_beginning(path: Path, wanted: Wanted) -> list[np.ndarray]:
+def from_the_beginning(path: Path, wanted: WantedTimes) -> list[np.ndarray]:
     chosen: list[np.ndarray] = []
     for near in nearest_frames(MediaFile(path), wanted, quick=False):
         chosen += [cover(*upright(near.frame, near.stretch), HEIGHT, WIDTH)] * near.times
@@ -92,20 +92,20 @@ def from_the_beginning(path: Path, wanted: Wanted) -> list[np.ndarray]:
 def check_equal(path: Path, tries: int) -> None:
     """Windows at random places, on frames and between them, with the first and the last ones."""
     chance = random.Random(0)
-    last = Wanted(1, 8.0, (COUNT - 0.7) / FPS)  # nearest to the last frame, though after it
-    for wanted in (last, Wanted(5, 8.0), Wanted(20, 30.0)):
+    last = WantedTimes(1, 8.0, (COUNT - 0.7) / FPS)  # nearest to the last frame, though after it
+    for wanted in (last, WantedTimes(5, 8.0), WantedTimes(20, 30.0)):
         check_window(path, wanted)
     starts = [1e-9, 0.8, 1.6, (COUNT - 1) / FPS, (COUNT - 1.4) / FPS, 1e3]
     starts += [chance.uniform(0, COUNT / FPS) for _ in range(tries)]
     starts += [chance.randrange(COUNT) / FPS for _ in range(tries)]
     for start in starts:
-        wanted = Wanted(
+        wanted = WantedTimes(
             *chance.choice([(1, 8.0), (5, 8.0), (3, 24.0), (9, 30.0), (2, 60.0)]), start
         )
         check_window(path, wanted)
 
 
-def check_window(path: Path, wanted: Wanted) -> None:
+def check_window(path: Path, wanted: WantedTimes) -> None:
     expected = from_the_beginning(path, wanted)
     how: dict[str, Any] = {
         "frames": wanted.count,
@@ -174,7 +174,7 @@ def test_key_frames_are_found_in_many_kinds_of_files(tmp_path: Path, kind: str) 
     name, codec, options, ticks = FILES[kind]
     path = encode(tmp_path / name, codec, options, ticks)
     for start in (0.0, 0.8, 1.7, 2.5):
-        near = list(nearest_frames(MediaFile(path), Wanted(4, 8.0, start), quick=True))
+        near = list(nearest_frames(MediaFile(path), WantedTimes(4, 8.0, start), quick=True))
         assert sum(one.times for one in near) == 4
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.audit.encoded import check_encoded
-from dit_lora.data.audit.finding import Finding, Judged
+from dit_lora.data.audit.finding import Finding, JudgedSample
 from dit_lora.data.audit.summary import totals
 from dit_lora.data.buckets.buckets import Dropped
 from dit_lora.data.buckets.report import BucketReport, BucketRow
@@ -32,7 +32,7 @@ def jpeg(level: int = 90, size: tuple[int, int] = (96, 16)) -> bytes:
     return stream.getvalue()
 
 
-def write(folder: Path, judged: list[Judged], **more: Any) -> Page:
+def write(folder: Path, judged: list[JudgedSample], **more: Any) -> Page:
     path = folder / "audit.html"
     given = {"title": "kittens", "totals": totals(judged), **more}
     assert write_audit_page(path, judged, **given) == path
@@ -40,17 +40,21 @@ def write(folder: Path, judged: list[Judged], **more: Any) -> Page:
 
 
 @pytest.fixture
-def judged() -> list[Judged]:
+def judged() -> list[JudgedSample]:
     facts = {"width": 720, "height": 480, "fps": 24, "seconds": 2.04, "caption_tokens": 31}
     return [
-        Judged("good.mp4", (), facts, jpeg(1)),
-        Judged("warned.mp4", (CUT, LOW), facts, jpeg(2)),
-        Judged("bad.mp4", (CUT, BLACK), facts, jpeg(3)),
-        Judged("broken.mp4", (Finding("unreadable", "no moov atom", "reject", "fetch it again"),)),
+        JudgedSample("good.mp4", (), facts, jpeg(1)),
+        JudgedSample("warned.mp4", (CUT, LOW), facts, jpeg(2)),
+        JudgedSample("bad.mp4", (CUT, BLACK), facts, jpeg(3)),
+        JudgedSample(
+            "broken.mp4", (Finding("unreadable", "no moov atom", "reject", "fetch it again"),)
+        ),
     ]
 
 
-def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path, judged: list[Judged]) -> None:
+def test_the_page_loads_nothing_and_runs_nothing(
+    tmp_path: Path, judged: list[JudgedSample]
+) -> None:
     page = write(tmp_path, judged)
     addresses = [
         value or ""
@@ -78,8 +82,8 @@ def test_everything_from_the_data_is_escaped(tmp_path: Path) -> None:
     page = write(
         tmp_path,
         [
-            Judged(HOSTILE, (finding,), facts, jpeg()),
-            Judged("b\udcff" + HOSTILE, (warning, copy), facts, jpeg()),
+            JudgedSample(HOSTILE, (finding,), facts, jpeg()),
+            JudgedSample("b\udcff" + HOSTILE, (warning, copy), facts, jpeg()),
         ],
         title=HOSTILE,
         buckets=report,
@@ -93,7 +97,7 @@ def test_everything_from_the_data_is_escaped(tmp_path: Path) -> None:
 
 
 def test_rejects_come_first_and_their_worst_finding_first(
-    tmp_path: Path, judged: list[Judged]
+    tmp_path: Path, judged: list[JudgedSample]
 ) -> None:
     page = write(tmp_path, judged)
     rejected, warned = page.section("Rejected"), page.section("Warnings")
@@ -112,7 +116,7 @@ def test_rejects_come_first_and_their_worst_finding_first(
     assert numbers == ["4", "1", "1", "2"]
 
 
-def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[Judged]) -> None:
+def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[JudgedSample]) -> None:
     page = write(tmp_path, judged)
     shown = {str(image["alt"]): str(image["src"]) for image in page.all("img")}
     assert set(shown) == {"frames of bad.mp4", "frames of warned.mp4"}
@@ -122,7 +126,9 @@ def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[Judged])
         assert base64.b64decode(data) == judged[place].thumbnail
 
 
-def test_codes_are_counted_and_lead_to_their_samples(tmp_path: Path, judged: list[Judged]) -> None:
+def test_codes_are_counted_and_lead_to_their_samples(
+    tmp_path: Path, judged: list[JudgedSample]
+) -> None:
     page = write(tmp_path, judged)
     assert page.section("Findings") == (
         "Code Verdict Samples What to do black reject 1 remove it unreadable reject 1 fetch it again "
@@ -140,10 +146,10 @@ def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
     big = jpeg(size=(1600, 1600)) + bytes(120_000)  # 160 kB of base64
     rare = Finding("truncated", "cut off", "reject")
     words = Finding("caption_long", "word " * 2000, "warn")
-    judged = [Judged(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
-    judged += [Judged("rare.mp4", (rare,), {}, big)]
-    judged += [Judged(f"w{n}.mp4", (words, LOW), {}, big) for n in range(3000)]
-    judged += [Judged(f"l{n}.mp4", (LOW,)) for n in range(10)]
+    judged = [JudgedSample(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
+    judged += [JudgedSample("rare.mp4", (rare,), {}, big)]
+    judged += [JudgedSample(f"w{n}.mp4", (words, LOW), {}, big) for n in range(3000)]
+    judged += [JudgedSample(f"l{n}.mp4", (LOW,)) for n in range(10)]
     page = write(tmp_path, judged)
     assert len(page.source) < 10_000_000
     assert len(page.text) < 200_000, "long words are cut"
@@ -156,7 +162,7 @@ def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
 
 
 def test_a_set_without_a_finding_says_so(tmp_path: Path) -> None:
-    page = write(tmp_path, [Judged("a.mp4")])
+    page = write(tmp_path, [JudgedSample("a.mp4")])
     assert "every sample is ready" in page.text
     assert "Rejected" not in page.text
     assert page.all("svg") == []
@@ -165,7 +171,7 @@ def test_a_set_without_a_finding_says_so(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
     judged = [
-        Judged(
+        JudgedSample(
             f"{n}.mp4",
             (),
             {
@@ -190,8 +196,8 @@ def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_few_far_values_do_not_squeeze_a_histogram(tmp_path: Path) -> None:
-    judged = [Judged(f"{n}", (), {"seconds": 2 + 0.03 * n}) for n in range(200)]
-    judged.append(Judged("long", (), {"seconds": 3600.0}))
+    judged = [JudgedSample(f"{n}", (), {"seconds": 2 + 0.03 * n}) for n in range(200)]
+    judged.append(JudgedSample("long", (), {"seconds": 3600.0}))
     page = write(tmp_path, judged)
     bins = re.findall(r'title="([^"]*) seconds: (\d+)"', page.source)
     assert len(bins) > 10
@@ -200,14 +206,14 @@ def test_a_few_far_values_do_not_squeeze_a_histogram(tmp_path: Path) -> None:
 
 
 def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None:
-    def copy(file: str, of: str, code: str = "duplicate_clip") -> Judged:
-        return Judged(file, (Finding(code, f"the same bytes as {of}", "warn"),))
+    def copy(file: str, of: str, code: str = "duplicate_clip") -> JudgedSample:
+        return JudgedSample(file, (Finding(code, f"the same bytes as {of}", "warn"),))
 
     judged = [
-        Judged("my clips/a b.mp4"),
+        JudgedSample("my clips/a b.mp4"),
         copy("c.mp4", "my clips/a b.mp4"),
         copy("d.mp4", "c.mp4", "near_duplicate_clip"),
-        Judged("x.mp4"),
+        JudgedSample("x.mp4"),
         copy("y.mp4", "x.mp4"),
         copy("lost.mp4", "somewhere else"),
     ]
@@ -215,7 +221,7 @@ def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None
     assert lines.endswith("more than once. my clips/a b.mp4, c.mp4, d.mp4 x.mp4, y.mp4")
 
 
-def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[Judged]) -> None:
+def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[JudgedSample]) -> None:
     row = BucketRow(VideoShape(49, 480, 720), 812, 1624, 0.8, 0.124, 0.31, 4, 1)
     dropped = tuple((f"d{n}.mp4", Dropped("too_short", "12 frames")) for n in range(60))
     report = BucketReport((row,), dropped, ("more ratios would help",)).as_dict()
@@ -234,7 +240,7 @@ def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> Non
             ("b.mp4", {"prompt_embeds": torch.ones(2, 4096)}),
         ]
     )
-    page = write(tmp_path, [Judged("a.mp4", (odd,))], encoded=encoded)
+    page = write(tmp_path, [JudgedSample("a.mp4", (odd,))], encoded=encoded)
     part = page.section("Latents and embeddings")
     assert "warn a.mp4 latent_mean: its mean is 9" in part
     assert "latent_mean 1 samples, 2 channels; largest magnitude 5.000 in a.mp4" in part
@@ -244,14 +250,16 @@ def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> Non
     assert named[0] == "channel 0: mean 1.000, standard deviation 4.000"
 
 
-def test_notes_are_shown(tmp_path: Path, judged: list[Judged]) -> None:
+def test_notes_are_shown(tmp_path: Path, judged: list[JudgedSample]) -> None:
     assert (
         "2 classes have no sample"
         in write(tmp_path, judged, notes=["2 classes have no sample"]).text
     )
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, judged: list[Judged]) -> None:
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, judged: list[JudgedSample]
+) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(DitLoraError, match=r"cannot write .*audit\.html"):
         write(tmp_path / "file", judged)

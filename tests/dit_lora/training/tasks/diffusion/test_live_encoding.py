@@ -10,9 +10,9 @@ from dit_lora.config.data import VideoShape
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.sources.clips import Clip
-from dit_lora.training.tasks.diffusion.cache_entries import Encoding, Pixels
+from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
 from dit_lora.training.tasks.diffusion.live_encoding import Decoder, LiveTexts, LiveVideos
-from dit_lora.training.tasks.diffusion.samples import Sample
+from dit_lora.training.tasks.diffusion.samples import BucketedSample
 
 SHAPE = VideoShape(1, 4, 6)
 
@@ -20,10 +20,10 @@ SHAPE = VideoShape(1, 4, 6)
 class _Decoding:
     """Stands for `Encoding.decode`."""
 
-    def decode(self, sample: Sample, *, mirrored: bool) -> Pixels:
+    def decode(self, sample: BucketedSample, *, mirrored: bool) -> DecodedSample:
         if sample.id == "torn":
             raise ClipError("torn cannot be decoded")
-        return Pixels(torch.full((1, 3, 4, 6), 7 + mirrored, dtype=torch.uint8), None)
+        return DecodedSample(torch.full((1, 3, 4, 6), 7 + mirrored, dtype=torch.uint8), None)
 
 
 def encode(video: torch.Tensor, image: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -35,9 +35,9 @@ def encode(video: torch.Tensor, image: torch.Tensor | None = None) -> dict[str, 
 def videos() -> LiveVideos:
     clips = {name: Clip(name, MediaFile(Path(name)), "x") for name in ("good", "torn")}
     samples = {
-        "good": (Sample("good", clips["good"], SHAPE), False),
-        "mirror": (Sample("good", clips["good"], SHAPE), True),
-        "torn": (Sample("torn", clips["torn"], SHAPE), False),
+        "good": (BucketedSample("good", clips["good"], SHAPE), False),
+        "mirror": (BucketedSample("good", clips["good"], SHAPE), True),
+        "torn": (BucketedSample("torn", clips["torn"], SHAPE), False),
     }
     return LiveVideos(Decoder(cast(Encoding, _Decoding()), samples), encode)
 
@@ -49,7 +49,7 @@ def test_a_sample_is_encoded_and_its_spec_known_without_one(videos: LiveVideos) 
 
 
 def test_what_a_worker_decoded_is_taken_once(videos: LiveVideos) -> None:
-    videos.decoded["good"] = Pixels(torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None)
+    videos.decoded["good"] = DecodedSample(torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None)
     assert videos.read("good", {})[0]["latent"].tolist() == [5, 5, 5]
     assert videos.read("good", {})[0]["latent"].tolist() == [7, 7, 7]
 
