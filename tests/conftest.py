@@ -126,6 +126,12 @@ def smoke(
     ]
 
 
+@pytest.fixture
+def nothing_encoded(smoke: list[str], tmp_path: Path) -> None:
+    """The smoke recipe without a cache, for tests of what happens before encoding or in it."""
+    shutil.rmtree(tmp_path / "cache")
+
+
 @pytest.fixture(scope="session")
 def lora_main() -> Callable[[list[str]], None]:
     """`main` of recipes/lora.py, to run a recipe in this process."""

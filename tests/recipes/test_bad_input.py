@@ -52,6 +52,7 @@ def test_bad_videos_are_all_listed_and_good_ones_stay_cached(
     assert files[2].name not in message
 
 
+@pytest.mark.usefixtures("nothing_encoded")
 def test_a_video_that_breaks_off_is_found_by_decoding(
     refused: Callable[..., str], clips: Path, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_checkpoint_that_contradicts_the_family(  # type: ignore[no-untyped-de
     assert words in refused(f"model.path={other}")
 
 
+@pytest.mark.usefixtures("nothing_encoded")
 @pytest.mark.parametrize(
     ("file", "damage", "words"),
     [
@@ -201,6 +203,7 @@ def test_a_run_folder_in_use_is_not_overwritten(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.usefixtures("nothing_encoded")
 def test_a_run_folder_that_another_process_trains_in(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def args(
     ]
 
 
+@pytest.mark.usefixtures("nothing_encoded")
 def test_a_first_image_of_the_clips_own_is_what_is_encoded(
     lora_main: Main, args: list[str], tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_first_image_of_the_clips_own_is_what_is_encoded(
     assert seen == 4
 
 
+@pytest.mark.usefixtures("nothing_encoded")
 def test_a_validation_image_that_is_not_there_is_refused_before_any_encoding(
     lora_main: Main, args: list[str], tmp_path: Path
 ) -> None:

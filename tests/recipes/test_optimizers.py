@@ -154,6 +154,7 @@ def state(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.usefixtures("nothing_encoded")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it can")
 def test_an_optimizer_that_cannot_run_here_is_refused_before_anything_is_encoded(
     lora_main: Main, smoke: list[str], tmp_path: Path

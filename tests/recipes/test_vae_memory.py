@@ -28,6 +28,7 @@ def alive(known: list[Any]) -> list[str]:
     return sorted(type(one).__name__ for one in found)
 
 
+@pytest.mark.usefixtures("nothing_encoded")
 def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
