@@ -1,5 +1,6 @@
 """A plan's figures against real steps, encoders, optimizers and published sizes; and what it says and refuses."""
 
+import gc
 import json
 import shutil
 from collections.abc import Iterator
@@ -95,6 +96,7 @@ class RealRun:
     def peak(self) -> int:
         """Of the second step: by the CPU allocator's own record of what it gave and took back."""
         self.step()
+        gc.collect()  # else what other tests have left may be given back within
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             self.step()
         events: Any = record.profiler
@@ -329,7 +331,7 @@ def test_a_plan_is_told_as_it_is_typed(bare: Path, capsys: pytest.CaptureFixture
         "validation.prompts=[]",
         "train.batch_size=16",
     ]
-    planned = plan(path, given, Launch(), int(0.7687 * GIB))
+    planned = plan(path, given, Launch(), int(0.7685 * GIB))
     render(planned)
     said = capsys.readouterr().out
     assert "  train.checkpointing=selective\n" in said
