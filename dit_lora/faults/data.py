@@ -36,7 +36,7 @@ class DataFault(Fault):
     put: Change = _leave
     """Writes the bad sample."""
     layout: Change = _leave
-    """What is done to the good data first, with and without the bad sample."""
+    """Changes the good data first, with and without the bad sample."""
     samples: str = "clips"
     """The sites that train on such samples know this fault."""
 

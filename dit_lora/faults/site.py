@@ -86,7 +86,7 @@ def drop_sample(site: Site, folder: Path, clip: str) -> None:
 
 
 def data_of(site: Site, folder: Path) -> Path:
-    """What `data.path` names of a folder of samples: the folder, or the conversations in it."""
+    """Return the path that `data.path` names of a folder of samples: the folder, or the conversations in it."""
     return folder if site.encoded else folder / CONVERSATIONS
 
 

@@ -51,16 +51,16 @@ class Training:
     """Whole blocks, where weights are shared out or offloaded: one that computes and one that comes."""
     trained: int
     gradients: int
-    """As far as they are not in `activations`."""
+    """Gradients, as far as they are not in `activations`."""
     buckets: int
     """DDP's copy of the gradients, which it sends."""
     optimizer: int
     ema: int
     batch: int
     activations: int
-    """With the gradients on their way."""
+    """Activations, with the gradients on their way."""
     encoders: int
-    """With `data.precompute: false`."""
+    """Encoders that stay, with `data.precompute: false`."""
 
     @property
     def state(self) -> int:
@@ -85,7 +85,7 @@ class MemoryBudget:
     phases: Mapping[str, int]
     """Bytes on each rank's device at the peak of each."""
     activations: Mapping[str, Needs]
-    """By shape and mode, with the gradients on their way."""
+    """Bytes by shape and mode, with the gradients on their way."""
     host: Mapping[str, int]
     disk: Mapping[str, int]
     clips: int | None
@@ -231,7 +231,7 @@ def _phases(
 def _host(
     recipe: Recipe, subject: Subject, weights: Weights, training: Training, launch: Launch
 ) -> dict[str, int]:
-    """Of all ranks of one machine together, without what Python and the libraries take."""
+    """Bytes of all ranks of one machine together, without what Python and the libraries take."""
     data, ranks = recipe.data, launch.ranks
     whole = training.trained + training.optimizer + training.ema
     _, paged = _optimizer(recipe.optim.name, weights)

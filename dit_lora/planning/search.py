@@ -116,7 +116,7 @@ class _Variants:
     path: str | Path
     overrides: Sequence[str]
     local: str
-    """Where the checkpoint's configs are."""
+    """The folder of the checkpoint's configs."""
     launch: Launch
     gpu: int | None
     _subjects: dict[str, Subject] = field(default_factory=dict)

@@ -41,13 +41,13 @@ class Weights:
     """Bytes of a model on one device, and of what trains."""
 
     frozen: int
-    """As stored: in the dtype of the run, or as `model.quantize` says."""
+    """Frozen weights as stored: in the dtype of the run, or as `model.quantize` says."""
     in_blocks: int
-    """Of them, those of blocks that can be offloaded."""
+    """The part of them in blocks that can be offloaded."""
     largest_block: int
-    """Of one block, trained weights included."""
+    """Bytes of one block, trained weights included."""
     trained: tuple[torch.Tensor, ...]
-    """What trains, fp32, without values."""
+    """The parameters that train, fp32, without values."""
 
     @property
     def trained_bytes(self) -> int:

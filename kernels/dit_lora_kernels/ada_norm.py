@@ -52,7 +52,7 @@ class Stream(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """What the backward of one stream reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
+    """Tensors that the backward of one stream reads: rows (B,T,D), tables (B,G,D), stats (1 or 2,B,T), weight (D,)."""
 
     grad: Tensor
     grad_residual: Tensor | None

@@ -131,7 +131,7 @@ def _check(
 
 
 class _Settings(NamedTuple):
-    """What is no tensor; scalings and quantised bases by projection."""
+    """Arguments that are no tensors; scalings and quantised bases by projection."""
 
     dropout: float
     scalings: tuple[float, ...]

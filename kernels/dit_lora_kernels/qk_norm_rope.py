@@ -35,7 +35,7 @@ PARTIALS = 512
 
 
 class Options(NamedTuple):
-    """What is fixed for a layer: `norm` layer, rms or none; `rotation` interleaved or half."""
+    """Settings that are fixed for a layer: `norm` layer, rms or none; `rotation` interleaved or half."""
 
     norm: str
     eps: float
@@ -45,7 +45,7 @@ class Options(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """What the backward reads: `grad` and `source` (B,S,H,D), the parameters and tables of `qk_norm_rope`.
+    """Tensors that the backward reads: `grad` and `source` (B,S,H,D), the parameters and tables of `qk_norm_rope`.
 
     `source` is the output where `rstd` (B,S,H or 1) is given, else x, and None without a norm.
     """

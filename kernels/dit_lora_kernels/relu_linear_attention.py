@@ -43,7 +43,7 @@ MAX_D = 128
 
 
 class BackwardOperands(NamedTuple):
-    """What the backward reads: grad, q, k, v (B,S,H,D), the tables, and fp32 state (B,H,D,D) and z (B,H,D)."""
+    """Tensors that the backward reads: grad, q, k, v (B,S,H,D), the tables, and fp32 state (B,H,D,D) and z (B,H,D)."""
 
     grad: Tensor
     q: Tensor
@@ -378,7 +378,7 @@ def key_grad_kernel(
 
 
 class Tiling(NamedTuple):
-    """How heads are cut: a program takes `blocks` times BLOCK_S tokens and all of its `block_d` >= D channels."""
+    """The way heads are cut: a program takes `blocks` times BLOCK_S tokens and all of its `block_d` >= D channels."""
 
     block_d: int
     block_k: int

@@ -27,7 +27,7 @@ tl: Any = _installed("triton.language") or SimpleNamespace(constexpr=object)
 
 
 class Support(NamedTuple):
-    """Where kernels can run, `mode` gpu, interpreter or none, and the versions or the lack that say so."""
+    """The way in which kernels can run here: `mode` gpu, interpreter or none, and the versions or the lack that say so."""
 
     mode: str
     reason: str

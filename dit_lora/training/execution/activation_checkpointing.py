@@ -192,4 +192,4 @@ BLOCK_CALLERS: dict[Mode, Callable[..., Any] | None] = {
     "selective": _selectively,
     "full": _fully,
 }
-"""What `call_blocks_by` takes for each mode."""
+"""The value that `call_blocks_by` takes for each mode."""

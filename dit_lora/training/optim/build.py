@@ -162,7 +162,7 @@ def _joint(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
-    """As torch's `clip_grads_with_norm_`, which refuses a whole norm over sharded gradients."""
+    """Scale as torch's `clip_grads_with_norm_` does, which refuses a whole norm over sharded gradients."""
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
     gradients = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
     if gradients:
