@@ -21,7 +21,7 @@ from dit_lora.data.chat.prompts import PROMPT_FORMATS, FormatName, instruction_t
 from dit_lora.data.chat.rendered import Rendered
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import local_checkpoint, read_component_config
+from dit_lora.families.base import local_checkpoint, read_config
 from dit_lora.families.chat_base import ChatCheckpoint, Viewing
 from dit_lora.families.chat_options import refuse_options_of_diffusion
 from dit_lora.models.videochat2.configuration import VideoChat2Config
@@ -165,7 +165,7 @@ def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:
 def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
     """Read config and tokenizers of a folder that `dit-lora convert videochat2` made."""
     path = local_checkpoint(model)
-    found = read_component_config(path, ".").get("model_type")
+    found = read_config(path, "config.json", "Transformers").get("model_type")
     if found != "videochat2":
         raise DitLoraError(
             f"model.path: {model.path} holds a {found} model, not a videochat2; make one of the released files "

@@ -3,7 +3,7 @@
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,16 @@ def merge_adapter(
     times in fp32.
 
     `model_class` is by default the class of Transformers that config.json names. The folder is written
-    aside and renamed. Raises `DitLoraError` if `out` exists, if the adapter does not fit, or if a merged
-    weight is not finite.
+    aside and renamed. Raises `DitLoraError` if `out` exists, if the base is quantised, if the adapter does not
+    fit, or if a merged weight is not finite.
     """
     if out.exists():
         raise DitLoraError(f"{out} exists already; give another folder, or remove it")
     provenance = read_provenance(chat_adapter_file(folder))
-    load = model_class or _class_of(base)
+    config = read_json(base / "config.json")
+    if "quantization_config" in config:
+        raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")
+    load = model_class or _class_of(base, config)
     dtype = _stored_dtype(base)
     on_progress(f"loading {base.name} in {str(dtype).removeprefix('torch.')}")
     model = load_pretrained(load, base, dtype=dtype, use_safetensors=True)
@@ -100,10 +103,7 @@ def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
     copy_own(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
 
 
-def _class_of(base: Path) -> type[PreTrainedModel]:
-    config = read_json(base / "config.json")
-    if "quantization_config" in config:
-        raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")
+def _class_of(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
     names = config.get("architectures") or ["none"]
     model_class = getattr(transformers, names[0], None)
     if model_class is None:

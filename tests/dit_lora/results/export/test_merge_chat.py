@@ -151,6 +151,8 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
         (base / "config.json").write_text(json.dumps({**config, **changed}))
         with pytest.raises(DitLoraError, match=said):
             merge_adapter(adapter, base, out)
+    with pytest.raises(DitLoraError, match="is quantised"):  # whatever the family's class is
+        merge_adapter(adapter, base, out, model_class=type(model))
     (base / "config.json").write_text(json.dumps(config))
     for file in base.glob("*.safetensors"):
         file.unlink()
