@@ -211,11 +211,11 @@ def _without_tokens(text: str, held: Sequence[str]) -> str:
     return text
 
 
-def _hidden(found: re.Match[str]) -> str:
+def _hidden(match: re.Match[str]) -> str:
     """Return the name, and the value's quotes around what stands for it."""
-    value = found[0][len(found["name"]) :]
+    value = match[0][len(match["name"]) :]
     quote = value[0] if value[0] in "\"'`" and value[-1] == value[0] and len(value) > 1 else ""
-    return f"{found['name']}{quote}{TOKEN}{quote}"
+    return f"{match['name']}{quote}{TOKEN}{quote}"
 
 
 def _clean(text: str, held: Sequence[str], paths: re.Pattern[str]) -> str:
@@ -263,13 +263,13 @@ def _environment() -> list[str]:
     return sorted(held, key=len, reverse=True)
 
 
-def _cut(found: re.Match[str]) -> str:
-    if found["address"]:
-        is_local = found["scheme"].lower() in _LOCAL
-        return f"{found['scheme']}:{_last(found['address'])}" if is_local else found["address"]
-    if found["quote"]:
-        return f"{found['quote']}{_last(found['inside'])}{found['quote']}"
-    return _last(found[0])
+def _cut(match: re.Match[str]) -> str:
+    if match["address"]:
+        is_local = match["scheme"].lower() in _LOCAL
+        return f"{match['scheme']}:{_last(match['address'])}" if is_local else match["address"]
+    if match["quote"]:
+        return f"{match['quote']}{_last(match['inside'])}{match['quote']}"
+    return _last(match[0])
 
 
 def _last(path: str) -> str:

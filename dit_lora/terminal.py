@@ -28,5 +28,5 @@ def echo(text: object, *, err: bool = False) -> None:
     stream.flush()
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -102,8 +102,8 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
         )
         return Audit(recipe.data.path or "data.sources", merge(judged, words), tuple(notes))
     # As it is stored: what the recipe cannot train with is for the audit to list.
-    found = audit_recipe(recipe, family.open(recipe.model))
-    return with_encodings(found, recipe, family.open(recipe.model, recipe)) if encode else found
+    audit = audit_recipe(recipe, family.open(recipe.model))
+    return with_encodings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
 
 
 def audit_folder(path: str, *, progress: bool = True) -> Audit:
@@ -167,11 +167,11 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
     return replace(audit, judged=merge(audit.judged, *parts), encoded=statistics)
 
 
-def _by_clip(found: Findings, judged: Sequence[JudgedSample]) -> Findings:
+def _by_clip(by_file: Findings, judged: Sequence[JudgedSample]) -> Findings:
     """Return findings by clip: those of a clip's later windows move to the clip's name."""
     files = {one.file for one in judged}
     by_clip: Findings = {}
-    for name, findings in found.items():
+    for name, findings in by_file.items():
         clip, _, start = name.rpartition("@")
         if name in files or clip not in files:
             by_clip.setdefault(name, []).extend(findings)
@@ -185,9 +185,9 @@ def _words(one: JudgedSample) -> list[str]:
     return [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
 
 
-def _problems(found: Scan) -> Findings:
+def _problems(scanned: Scan) -> Findings:
     problems: Findings = {}
-    for one in found.problems:
+    for one in scanned.problems:
         remedy = _REMEDIES.get(one.code, "correct it, or remove the sample")
         problems.setdefault(one.file, []).append(Finding(one.code, one.words, "reject", remedy))
     return problems

@@ -142,8 +142,10 @@ def _kernels() -> Decision:
     return Decision("kernels", choice, support.reason)
 
 
-def _package(name: str, env: Environment, found: Sequence[VersionProblem]) -> dict[str, Any]:
-    problem = next((problem for problem in found if problem.id == name), None)
+def _package(
+    name: str, env: Environment, version_problems: Sequence[VersionProblem]
+) -> dict[str, Any]:
+    problem = next((problem for problem in version_problems if problem.id == name), None)
     return {
         "version": env.versions.get(name),
         "tested": TESTED[name].release,

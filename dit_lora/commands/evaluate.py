@@ -340,10 +340,10 @@ class _Book:
             ) from error
 
 
-def _differences(known: Any, setting: Mapping[str, Any]) -> str:
-    known = known if isinstance(known, dict) else {}
-    names = [name for name in setting if known.get(name) != setting[name]]
-    return "; ".join(f"{name}: {known.get(name)!r}, now {setting[name]!r}" for name in names)
+def _differences(stored: Any, setting: Mapping[str, Any]) -> str:
+    stored = stored if isinstance(stored, dict) else {}
+    names = [name for name in setting if stored.get(name) != setting[name]]
+    return "; ".join(f"{name}: {stored.get(name)!r}, now {setting[name]!r}" for name in names)
 
 
 def _key(question: Question) -> str:

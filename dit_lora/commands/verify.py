@@ -127,23 +127,23 @@ def verify_adapter(
     be read at all.
     """
     quiet_libraries()
-    found = find_target(target, model)
-    stock = found.stock()
+    source = find_target(target, model)
+    stock = source.stock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype
     result = Result(
-        found.file,
-        found.made,
-        found.base_name,
+        source.file,
+        source.made,
+        source.base_name,
         stock,
         dtype,
         allow_extreme=allow_extreme_update,
     )
-    if found.kind == "pipeline":
+    if source.kind == "pipeline":
         expected = stock.without_values(dtype).state_dict()
         checks = pipeline_checks(stock.weight_files(), expected, stock.name)
         return check_pipeline(result, checks, lambda: stock.load(dtype).to(device))
     fresh = stock.load(dtype)
-    if found.made.get("quantize"):  # as it was trained on
-        quantize_base(fresh, found.made["quantize"], set(tensors_of(result.base_file)))
+    if source.made.get("quantize"):  # as it was trained on
+        quantize_base(fresh, source.made["quantize"], set(tensors_of(result.base_file)))
     return check_adapter(result, fresh.to(device))

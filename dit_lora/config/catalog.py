@@ -168,13 +168,14 @@ def _placed(recipe: StockRecipe, config: str) -> str:
 
 
 def _unknown(name: str, names: list[str], families: Iterable[str]) -> str:
-    inside = [known for known in names if known.startswith(f"{name}/")]
+    inside = [recipe for recipe in names if recipe.startswith(f"{name}/")]
     if inside:
         return listed(f"{name!r} has several recipes; choose one:", inside)
-    spelled = {known.split("/")[-1]: known for known in names} | {known: known for known in names}
+    spelled = {recipe.split("/")[-1]: recipe for recipe in names}
+    spelled |= {recipe: recipe for recipe in names}
     spelled |= {family: family for family in families}
     near = [spelled[match] for match in difflib.get_close_matches(name, spelled, n=3)]
-    near += [known for known in names if name and name in known]
+    near += [recipe for recipe in names if name and name in recipe]
     if near:
         three = list(dict.fromkeys(near))[:3]
         return f"no recipe {name!r}; did you mean {' or '.join(three)}? All: dit-lora recipes"

@@ -283,20 +283,20 @@ def launch_problem(
         f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
         f"or `torchrun --nproc_per_node {count}`"
     )
-    found = []
+    lines = []
     if several_asked:
-        found.append(
+        lines.append(
             f"{processes or 'several'} processes were asked for and the run has 1: accelerate launch starts a "
             "single process, in silence, for --cpu and for distributed_type MULTI_CPU or NO; "
             f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, {on_cpu}"
         )
     if fsdp_asked:
-        found.append(
+        lines.append(
             "FSDP was asked for and the run has one process, which has nobody to share weights with; leave "
             "FSDP out, or start several: one a GPU with num_processes in accelerate_configs/fsdp2.yaml, or "
             f"on a CPU `ACCELERATE_USE_FSDP=true FSDP_VERSION=2 torchrun --nproc_per_node {count}`"
         )
-    return "\n".join(found) or None
+    return "\n".join(lines) or None
 
 
 def default_launch_config() -> Path:

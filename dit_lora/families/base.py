@@ -299,10 +299,10 @@ def local_checkpoint(model: ModelConfig) -> Path:
 def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:
     """Read the model_index.json of a folder; refuse one of another pipeline than the family's."""
     index = read_component_config(path)
-    found = index.get("_class_name")
-    if found not in pipelines:
+    pipeline_class = index.get("_class_name")
+    if pipeline_class not in pipelines:
         raise DitLoraError(
-            f"{model.path} is a {found} checkpoint; family {model.family} trains {' and '.join(pipelines)}"
+            f"{model.path} is a {pipeline_class} checkpoint; family {model.family} trains {' and '.join(pipelines)}"
         )
     return index
 
@@ -359,12 +359,12 @@ def load_or_init(
         return load_pretrained(
             model_class, path, subfolder="transformer", dtype=dtype, use_safetensors=True
         ).requires_grad_(False)
-    known = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
-    unknown = sorted(set(scratch) - set(known))
+    arguments = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
+    unknown = sorted(set(scratch) - set(arguments))
     if unknown:
         name = model_class.__name__
         raise DitLoraError(
-            listed(f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", known)
+            listed(f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", arguments)
         )
     try:
         model = model_class.from_config({**read_component_config(path, "transformer"), **scratch})

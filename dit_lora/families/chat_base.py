@@ -70,8 +70,8 @@ class ChatCheckpoint(ABC):
     @property
     def pad_token_id(self) -> int:
         """The token that pads the others; the model never looks at it."""
-        found = self.tokenizer.pad_token_id
-        return self.tokenizer.eos_token_id if found is None else found
+        pad_id = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad_id is None else pad_id
 
     @abstractmethod
     def for_recipe(self, recipe: Recipe) -> Self:

@@ -63,15 +63,15 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
     }
 
 
-def _validation(given: ValidationConfig) -> dict[str, tuple[bool, str]]:
+def _validation(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
     usual = ValidationConfig()
     answers = "answers are greedy"
     return {
-        "validation.images": (bool(given.images), "give validation.media"),
-        "validation.inference_steps": (given.inference_steps != usual.inference_steps, answers),
-        "validation.guidance_scale": (given.guidance_scale != usual.guidance_scale, answers),
+        "validation.images": (bool(config.images), "give validation.media"),
+        "validation.inference_steps": (config.inference_steps != usual.inference_steps, answers),
+        "validation.guidance_scale": (config.guidance_scale != usual.guidance_scale, answers),
         "validation.held_out_draws": (
-            given.held_out_draws not in (0, usual.held_out_draws),
+            config.held_out_draws not in (0, usual.held_out_draws),
             "there is no noise to draw; 0 turns the held-out loss off",
         ),
     }

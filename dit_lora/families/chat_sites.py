@@ -7,7 +7,7 @@ from dit_lora.families.family import Site
 
 def chat_site(family: str, variant: str, vision: str, language: str, **changes: Any) -> Site:
     """Return the site of a variant; `vision` is a layer of the vision encoder, `language` the language model."""
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "family": family,
         "variant": variant,
         "samples": "conversations",
@@ -24,7 +24,7 @@ def chat_site(family: str, variant: str, vision: str, language: str, **changes: 
         "posterior": False,
         "has_buffers": True,
     }
-    return Site(**{**given, **changes})
+    return Site(**{**defaults, **changes})
 
 
 def experts(vision: str, projection: str, language: str, **others: str) -> dict[str, str]:

@@ -133,10 +133,10 @@ class Family:
         """Return the licence of a base by its Hub id; None where it is not known here."""
         if base is None:
             return None
-        found = next((one for ids, one in self.licenses.items() if fnmatchcase(base, ids)), None)
-        if found is None or found.id != "other" or found.link is not None:
-            return found
-        return replace(found, link=f"https://huggingface.co/{base}/blob/main/LICENSE.txt")
+        licence = next((one for ids, one in self.licenses.items() if fnmatchcase(base, ids)), None)
+        if licence is None or licence.id != "other" or licence.link is not None:
+            return licence
+        return replace(licence, link=f"https://huggingface.co/{base}/blob/main/LICENSE.txt")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `validation.images`
     and `train.vlb`; `data.fps` of images; and what is for chat models.
     """
-    given = {
+    options = {
         "chat": recipe.chat is not None,
         "data.media": any(source.media is not None for source in recipe.data.all_sources),
         "validation.media": bool(recipe.validation.media),
@@ -54,7 +54,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "validation.images": bool(recipe.validation.images),
         "train.vlb": recipe.train.vlb is not None,
     }
-    wrong = [name for name, is_set in given.items() if is_set and name not in takes]
+    wrong = [name for name, is_set in options.items() if is_set and name not in takes]
     if wrong:
         raise DitLoraError(
             f"{', '.join(wrong)}: family {recipe.model.family} has nothing that this applies to; remove it"

@@ -75,9 +75,9 @@ def from_configs() -> Iterator[list[nn.Module]]:
         model = cls._from_config(load_pretrained(cls.config_class, path))
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
-    given: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
-    own: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in given}
-    for kind, function in given.items():
+    replacements: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
+    own: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in replacements}
+    for kind, function in replacements.items():
         kind.from_pretrained = classmethod(function)
     try:
         yield built

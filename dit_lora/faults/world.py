@@ -191,9 +191,9 @@ class World:
 
     @property
     def target(self) -> str:
-        found = sorted(self.clips.rglob(f"{self.aim}*"))
+        paths = sorted(self.clips.rglob(f"{self.aim}*"))
         return next(
-            path.relative_to(self.clips).as_posix() for path in found if path.suffix != ".txt"
+            path.relative_to(self.clips).as_posix() for path in paths if path.suffix != ".txt"
         )
 
     @cached_property

@@ -123,7 +123,7 @@ class BlockComparison:
     inside: str | None = None
     """The one block to look into, instead of all: what its modules return is compared too."""
     coverage: Coverage = field(default_factory=Coverage)
-    found: list[Apart] = field(default_factory=list)
+    differences: list[Apart] = field(default_factory=list)
 
     def run(self, forward: Callable[[], Any]) -> None:
         """Go through the model once, by its stock code."""
@@ -217,9 +217,9 @@ class BlockComparison:
         self.coverage.compared.add(block.name)
         unsteady = self._unsteady(block, expected, fused) if self.inside is None else None
         if unsteady is not None:
-            self.found.append(Apart(block.name, unsteady, repeats=False))
+            self.differences.append(Apart(block.name, unsteady, repeats=False))
         elif wrong is not None:
-            self.found.append(Apart(*wrong, repeats=True))
+            self.differences.append(Apart(*wrong, repeats=True))
 
     def _in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
         """Return where it differs in fp32, if anywhere, and the stock code's values."""

@@ -296,7 +296,8 @@ def _known(path: Path) -> dict[str, list[CheckFinding]]:
         stored = parse_json(path.read_text(encoding="utf-8"))
         if stored["version"] != _VERSION:
             return {}
-        return {key: [CheckFinding(**f) for f in found] for key, found in stored["found"].items()}
+        by_key = stored["found"]
+        return {key: [CheckFinding(**f) for f in findings] for key, findings in by_key.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no file, or one torn or written by another version
 

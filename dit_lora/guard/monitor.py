@@ -95,8 +95,8 @@ class Monitor:
         statistics = {module: _statistics(kept) for module, kept in values.items()}
         self._hidden = [
             module
-            for module, found in statistics.items()
-            if not math.isfinite(found.get("abs_max", 0.0))
+            for module, numbers in statistics.items()
+            if not math.isfinite(numbers.get("abs_max", 0.0))
         ]
         return statistics
 

@@ -76,10 +76,10 @@ def first_difference(
         if switch.name == COMPILE or not of_blocks:
             for other in others:
                 stack.enter_context(other.off())
-            found = _located(switch, losses, model)
+            difference = _located(switch, losses, model)
             if how.coverage is not None:
                 how.coverage.compared.add("")
-            return found
+            return difference
         if how.learning is None:
             how = replace(how, learning=_learning(losses, model))
         stack.enter_context(_quietly(model))
@@ -167,31 +167,31 @@ def _in_blocks(
     if how.coverage is not None:
         how.coverage.compared |= first.coverage.compared
         how.coverage.missed |= first.coverage.missed
-    found = _agreed(first.found, model)
+    place = _agreed(first.differences, model)
     # Once more, inside that block, to name the module in it; a name ends at the first space.
-    if found is not None and found.repeats and not found.where.startswith(GRADIENT):
-        block = found.where.partition(" ")[0]
-        found = _agreed(compared(block).found, model) or found
-    return Difference(switch.name, found.where, found.error, found.repeats) if found else None
+    if place is not None and place.repeats and not place.where.startswith(GRADIENT):
+        block = place.where.partition(" ")[0]
+        place = _agreed(compared(block).differences, model) or place
+    return Difference(switch.name, place.where, place.error, place.repeats) if place else None
 
 
-def _agreed(found: Sequence[Apart], model: nn.Module) -> Apart | None:
+def _agreed(places: Sequence[Apart], model: nn.Module) -> Apart | None:
     """Return the first, and before all where a kernel is not even as itself; on all ranks of a model that needs
     them, the same.
     """
     # What follows is collective again: all ranks must look at the same place.
-    lists = gather_object([list(found)]) if needs_all_ranks(model) else [found]
+    lists = gather_object([list(places)]) if needs_all_ranks(model) else [places]
     every = [place for rank_places in lists for place in rank_places]
     return next((place for place in every if not place.repeats), None) or next(iter(every), None)
 
 
 def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
-    found = _compare(switch, losses, model, _blocks(model))
-    if found is None or not found.repeats or found.module.startswith(GRADIENT):
-        return found
-    block = found.module.partition(" ")[0]
+    difference = _compare(switch, losses, model, _blocks(model))
+    if difference is None or not difference.repeats or difference.module.startswith(GRADIENT):
+        return difference
+    block = difference.module.partition(" ")[0]
     inside = [name for name, _ in called_modules(model) if name.startswith(f"{block}.")]
-    return _compare(switch, losses, model, inside) or found
+    return _compare(switch, losses, model, inside) or difference
 
 
 def _compare(
@@ -210,14 +210,14 @@ def _compare(
     dtypes = [x.dtype for x in references.values() if x.dtype in WHOLE]
     lowest = max(dtypes, key=lambda dtype: WHOLE[dtype].output, default=torch.float32)
     place = first_apart(references, fused, WHOLE[lowest])
-    found = None
+    difference = None
     if unsteady:
-        found = Difference(switch.name, "the whole model", unsteady, repeats=False)
+        difference = Difference(switch.name, "the whole model", unsteady, repeats=False)
     elif place is not None:
-        found = Difference(switch.name, *place)
+        difference = Difference(switch.name, *place)
     if needs_all_ranks(model):  # one answer for all ranks, so that none goes on alone
-        return next((one for one in gather_object([found]) if one is not None), None)
-    return found
+        return next((one for one in gather_object([difference]) if one is not None), None)
+    return difference
 
 
 def _blocks(model: nn.Module) -> list[str]:

@@ -80,7 +80,7 @@ def task_of(contents: Contents) -> str | None:
 def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
     base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
-    known = get_family(contents.made["family"]).license_of(base) if derived else None
+    licence = get_family(contents.made["family"]).license_of(base) if derived else None
     relation = "finetune" if contents.kind == "pipeline" else "adapter"
     trigger = contents.facts["data"].get("caption_prefix")
     gallery = [
@@ -96,9 +96,9 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
         "base_model_relation": relation if derived else None,
         "library_name": _library(contents),
         "pipeline_tag": task_of(contents),
-        "license": known.id if known else None,
-        "license_name": known.name if known else None,
-        "license_link": known.link if known else None,
+        "license": licence.id if licence else None,
+        "license_name": licence.name if licence else None,
+        "license_link": licence.link if licence else None,
         "datasets": contents.facts["data"]["datasets"] or None,
         "tags": _tags(contents),
         "instance_prompt": without_tokens(trigger) if trigger else None,
@@ -334,14 +334,14 @@ def _versions(contents: Contents) -> Iterator[str]:
 
 
 def _licence(contents: Contents) -> str:
-    known = get_family(contents.made["family"]).license_of(contents.base)
+    licence = get_family(contents.made["family"]).license_of(contents.base)
     if contents.base is None:
         return "Not stated: the base model was a local folder. What is derived from it is under its licence."
     where = f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
-    if known is None:
+    if licence is None:
         return (
             f"Not stated: see the licence of the base model, {where}, from which this is derived."
         )
-    name = plain(known.name or known.id)
-    named = f"[{name}]({known.link})" if known.link else name
+    name = plain(licence.name or licence.id)
+    named = f"[{name}]({licence.link})" if licence.link else name
     return f"{named}, the licence of the base model, {where}, from which this is derived."

@@ -254,12 +254,12 @@ def _disk(recipe: Recipe, subject: Subject, weights: Weights) -> dict[str, int]:
     result = trained if recipe.train.mode == "lora" else weights.frozen + trained
     # One more than is kept, while the newest is written.
     kept = recipe.train.keep + recipe.train.keep_best + 1
-    found = {"checkpoints": kept * checkpoint, "result": result}
+    sizes = {"checkpoints": kept * checkpoint, "result": result}
     if subject.is_chat or not recipe.data.precompute:
-        return found
+        return sizes
     return {
         "cache, a clip": subject.sample_bytes(subject.shapes[0]) * (2 if recipe.data.flip else 1),
-        **found,
+        **sizes,
     }
 
 

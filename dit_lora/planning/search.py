@@ -171,9 +171,9 @@ def _without_excess(variants: _Variants, taken: list[Settings], fitting: MemoryB
     """Leave out, the dearest first, what the others do without: full checkpointing, say, for selective before it."""
     for change in reversed(taken):
         fewer = [one for one in taken if one is not change]
-        found = variants.tried(fewer)
-        if found is not None and found.fits:
-            taken, fitting = fewer, found
+        budget = variants.tried(fewer)
+        if budget is not None and budget.fits:
+            taken, fitting = fewer, budget
     return _as_typed(taken, fitting)
 
 

@@ -231,9 +231,9 @@ class Subject:
         size, model = recipe.train.batch_size, self.model(recipe)
 
         def count() -> Needs:
-            batch, known = self._batch(self.spec(shape), size), self.known(shape, size)
+            batch, integers = self._batch(self.spec(shape), size), self.known(shape, size)
             with autocasting(model, self.dtype, gpu=self.gpu):
-                return measure(model, self._losses(size), batch, CPU, known)
+                return measure(model, self._losses(size), batch, CPU, integers)
 
         return self._once(("needs", _model_key(recipe), size, shape), count)
 
@@ -243,10 +243,10 @@ class Subject:
         exist = recipe.train.accumulate > 1
 
         def count() -> int:
-            batch, known = self._batch(self.spec(shape), size), self.known(shape, size)
+            batch, integers = self._batch(self.spec(shape), size), self.known(shape, size)
             losses = self._losses(size)
             with autocasting(model, self.dtype, gpu=self.gpu):
-                return step_peak(model, losses, batch, mode, known=known, gradients_exist=exist)
+                return step_peak(model, losses, batch, mode, known=integers, gradients_exist=exist)
 
         return self._once(("peak", _model_key(recipe), size, exist, shape, mode), count)
 
@@ -280,8 +280,8 @@ class Subject:
 
     def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
         """Return the integers of a micro-batch on which shapes depend, such as token ids."""
-        known = self._specs[shape][1]
-        return {name: tensor.expand(size, *tensor.shape) for name, tensor in known.items()}
+        integers = self._specs[shape][1]
+        return {name: tensor.expand(size, *tensor.shape) for name, tensor in integers.items()}
 
     def _losses(self, size: int) -> Losses:
         streams = Streams(self.recipe.train.seed, range(size))

@@ -67,12 +67,12 @@ class Requirements:
         return min(shape.frames for shape in self.shapes)
 
 
-def judge(media: Media, found: ProbedFile, wanted: Requirements | None) -> list[Finding]:
+def judge(media: Media, probed: ProbedFile, wanted: Requirements | None) -> list[Finding]:
     """Return everything wrong with a file; without `wanted`, in general."""
-    facts = found.facts
-    findings = [*found.faults, *_name(media, facts)]
+    facts = probed.facts
+    findings = [*probed.faults, *_name(media, facts)]
     # A file that could not be decoded has no pictures to judge.
-    if found.faults or "frames" not in facts:
+    if probed.faults or "frames" not in facts:
         return findings
     small = _too_small(facts)
     if small:

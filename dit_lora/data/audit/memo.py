@@ -43,11 +43,11 @@ class AuditMemo:
         line = self._lines.get(_key(media, digest))
         return _probe(parse_json(line)) if line else None
 
-    def put(self, media: Media, digest: str, found: ProbedFile) -> None:
+    def put(self, media: Media, digest: str, probed: ProbedFile) -> None:
         """Keep a probe, and write the memo now and then."""
         key = _key(media, digest)
-        thumbnail = base64.b64encode(found.thumbnail).decode() if found.thumbnail else None
-        self._lines[key] = json.dumps({"key": key, **asdict(found), "thumbnail": thumbnail})
+        thumbnail = base64.b64encode(probed.thumbnail).decode() if probed.thumbnail else None
+        self._lines[key] = json.dumps({"key": key, **asdict(probed), "thumbnail": thumbnail})
         self._changed = True
         if time.monotonic() - self._saved_at > _SAVED_EVERY:
             self.save()

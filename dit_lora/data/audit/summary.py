@@ -80,8 +80,8 @@ def as_json(
         for sample in judged
     ]
     optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
-    given = {name: value for name, value in optional.items() if value}
-    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **given})
+    filled = {name: value for name, value in optional.items() if value}
+    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **filled})
     return plain
 
 

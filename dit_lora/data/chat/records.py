@@ -112,15 +112,15 @@ def _choose_medium(
                 sample.wrong("record_keys", message)
 
 
-def _read_qa(given: object, sample: ChatRecord) -> None:
+def _read_qa(qa: object, sample: ChatRecord) -> None:
     """Read VideoChat2's list of questions `q`, answers `a` and instructions `i`."""
-    if not isinstance(given, list):
-        sample.wrong("record_type", f"its QA is of type {_type(given)}, not a list")
+    if not isinstance(qa, list):
+        sample.wrong("record_type", f"its QA is of type {_type(qa)}, not a list")
         return
-    if not given:
+    if not qa:
         sample.wrong("no_answer", "its QA is empty")
     turns = []
-    for number, turn in enumerate(given, start=1):
+    for number, turn in enumerate(qa, start=1):
         where = f"QA {number}"
         if not isinstance(turn, Mapping):
             sample.wrong("record_type", f"{where} is of type {_type(turn)}, not an object")

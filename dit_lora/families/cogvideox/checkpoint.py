@@ -57,8 +57,8 @@ def _transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
     changes = model.from_scratch or {}
     unknown = sorted(set(changes) - set(defaults))
     if unknown:
-        known = f"model.from_scratch takes {', '.join(sorted(defaults))}; it does not know"
-        raise DitLoraError(listed(known, unknown))
+        heading = f"model.from_scratch takes {', '.join(sorted(defaults))}; it does not know"
+        raise DitLoraError(listed(heading, unknown))
     return {**defaults, **config, **changes}
 
 

@@ -83,10 +83,12 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
             clean = processor.preprocess(as_picture(first))
             images = [clean, *(noised_images(first, clean) if self.image_noise else ())]
             # One at a time: in a batch, the last bits would depend on the neighbours.
-            found = [vae.encode(one.to(device, dtype)[:, :, None]).latent_dist for one in images]
+            posteriors = [
+                vae.encode(one.to(device, dtype)[:, :, None]).latent_dist for one in images
+            ]
             return encode_video(vae, pixels) | {
-                "image_latent_mean": torch.cat([posterior.mean for posterior in found]),
-                "image_latent_logvar": torch.cat([posterior.logvar for posterior in found]),
+                "image_latent_mean": torch.cat([posterior.mean for posterior in posteriors]),
+                "image_latent_logvar": torch.cat([posterior.logvar for posterior in posteriors]),
             }
 
         return encode
@@ -139,9 +141,9 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         beside[:, :1] = image
         prompt_embeds = batch["prompt_embeds"]
         has_offset = self.transformer_config["ofs_embed_dim"] is not None
-        given = {"ofs": prompt_embeds.new_full((1,), OFFSET)} if has_offset else {}
+        arguments = {"ofs": prompt_embeds.new_full((1,), OFFSET)} if has_offset else {}
         hidden = torch.cat([noisy_BFCHW, beside], dim=2)
-        return self._call(transformer, hidden, timesteps, prompt_embeds, **given)
+        return self._call(transformer, hidden, timesteps, prompt_embeds, **arguments)
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         if how.image is None:
@@ -151,8 +153,8 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
             )
         size = {"height": how.shape.height, "width": how.shape.width}
         first = read_frames(how.image, frames=1, fps=None, **size)[0]
-        given = {**conditions, "image": as_picture(first)}
-        return super().generate(pipeline, given, replace(how, image=None))
+        with_image = {**conditions, "image": as_picture(first)}
+        return super().generate(pipeline, with_image, replace(how, image=None))
 
 
 def as_picture(pixels: torch.Tensor) -> Image.Image:

@@ -76,22 +76,22 @@ class CogVideoXCheckpoint(Checkpoint):
     def _beyond_positions(self, shape: VideoShape) -> list[str]:
         """Say what the transformer has no positions for."""
         config, factor = self.transformer_config, self.spatial_factor
-        given = {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        requested = {"frames": shape.frames, "height": shape.height, "width": shape.width}
         sizes = {name: config[f"sample_{name}"] * factor for name in ("height", "width")}
         if config["use_learned_positional_embeddings"]:
             # Of another length, Diffusers computes sincos positions anew and leaves the learned ones out.
             learned = {"frames": config["sample_frames"], **sizes}
             return [
-                f"data.{name} must be {value}, which its learned positions are for; got {given[name]}"
+                f"data.{name} must be {value}, which its learned positions are for; got {requested[name]}"
                 for name, value in learned.items()
-                if given[name] != value
+                if requested[name] != value
             ]
         if config["patch_size_t"] is None:
             return []
         return [
-            f"data.{name} can be {most} at most, where its positions end; got {given[name]}"
+            f"data.{name} can be {most} at most, where its positions end; got {requested[name]}"
             for name, most in sizes.items()
-            if given[name] > most
+            if requested[name] > most
         ]
 
     def text_facts(self) -> Mapping[str, Any]:
@@ -203,8 +203,8 @@ class CogVideoXCheckpoint(Checkpoint):
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
-        given = {"prompt_embeds": prompt["prompt_embeds"]}
-        return given | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
+        arguments = {"prompt_embeds": prompt["prompt_embeds"]}
+        return arguments | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         return {

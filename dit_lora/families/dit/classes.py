@@ -61,8 +61,8 @@ class ClassTable:
             return labels[name]
         if name.isdecimal() and not any(label.isdecimal() for label in labels):
             return int(name) if int(name) in self.rows() else None
-        found = {labels.get(part.strip()) for part in name.split(",")}
-        return found.pop() if len(found) == 1 else None
+        rows = {labels.get(part.strip()) for part in name.split(",")}
+        return rows.pop() if len(rows) == 1 else None
 
     def extended(self, names: Sequence[str]) -> Self:
         """Return the classes with new ones at the end; the rows of the old ones stay."""
@@ -171,8 +171,8 @@ class ClassCheckpoint(NoisePrediction):
         """The row of a class by its name; raises with the nearest names where there is none."""
         row = self.classes.row(name)
         if row is None:
-            known = self.classes.near(name)
-            raise DitLoraError(listed(f"{self.path.name} has no class {name!r}; it has", known))
+            nearest = self.classes.near(name)
+            raise DitLoraError(listed(f"{self.path.name} has no class {name!r}; it has", nearest))
         return row
 
     def _classes_for(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:

@@ -130,10 +130,10 @@ class LatteCheckpoint(NoisePrediction):
         if isinstance(prompt, str):
             return {"prompt": prompt, "clean_caption": False}
         kept = int(prompt["prompt_mask"].sum())
-        given = {"prompt_embeds": prompt["prompt_embeds"][:, :kept], "negative_prompt": None}
+        arguments = {"prompt_embeds": prompt["prompt_embeds"][:, :kept], "negative_prompt": None}
         if empty:
-            given["negative_prompt_embeds"] = empty["prompt_embeds"][:, :kept]
-        return given
+            arguments["negative_prompt_embeds"] = empty["prompt_embeds"][:, :kept]
+        return arguments
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         return {

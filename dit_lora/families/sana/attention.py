@@ -34,13 +34,13 @@ class Fp32LinearAttention:
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
     ) -> torch.Tensor:
-        given = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
+        rotary = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
         kind = hidden_states.device.type
         if not torch.is_autocast_enabled(kind):
-            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **given)
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **rotary)
         outer = _under_autocast(attn, kind, torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            return self.stock(outer, hidden_states, encoder_hidden_states, attention_mask, **given)
+            return self.stock(outer, hidden_states, encoder_hidden_states, attention_mask, **rotary)
 
 
 class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):

@@ -187,11 +187,11 @@ class SanaCheckpoint(Checkpoint):
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
-        given: dict[str, Any] = dict(prompt)
+        arguments: dict[str, Any] = dict(prompt)
         if empty:
-            given |= {f"negative_{name}": tensor for name, tensor in empty.items()}
-            given["negative_prompt"] = None  # its default, "", contradicts embeddings
-        return given
+            arguments |= {f"negative_{name}": tensor for name, tensor in empty.items()}
+            arguments["negative_prompt"] = None  # its default, "", contradicts embeddings
+        return arguments
 
     def arguments(self, shape: VideoShape) -> dict[str, Any]:
         # Without binning: the shape that was asked for, not the nearest of the pipeline's list.

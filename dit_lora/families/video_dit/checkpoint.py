@@ -107,10 +107,10 @@ class VideoDiTOfText(VideoDiTCheckpoint):
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
-        given = {"pooled_projections": prompt["pooled_projections"]}
+        arguments = {"pooled_projections": prompt["pooled_projections"]}
         if empty:
-            given["negative_pooled_projections"] = empty["pooled_projections"]
-        return given
+            arguments["negative_pooled_projections"] = empty["pooled_projections"]
+        return arguments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,13 +32,14 @@ def build_tiny(variant: str, out: Path) -> None:
     )
     _as_if_trained(transformer)
     tokenizer = clip_tokenizer() if text else None
+    labels = {str(row): name for row, name in enumerate(CLASSES)}
     pipeline: Any = VideoDiTPipeline(
         transformer=transformer,
         vae=tiny_vae(),
         scheduler=iddpm_scheduler(),
         text_encoder=clip_encoder(tokenizer) if tokenizer else None,
         tokenizer=tokenizer,
-        id2label=None if text else {str(row): name for row, name in enumerate(CLASSES)},
+        id2label=None if text else labels,
     )
     pipeline.save_pretrained(out, safe_serialization=True)
 

@@ -8,7 +8,7 @@ from dit_lora.families.family import ChatFamily, Site
 
 def _site(variant: str, **changes: Any) -> Site:
     vision, language = "model.vision_encoder.encoder.blocks.1", "model.language_model"
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "data": {"frames": 4, "height": 32, "width": 32},
         "groups": {"adapter": {"lr": 1e-3}, "connector": {"lr": 1e-4}},
         "experts": experts(
@@ -20,7 +20,7 @@ def _site(variant: str, **changes: Any) -> Site:
         "vision_attention": f"{vision}.attn",
         "queries": "model.extra_query_tokens",
     }
-    return chat_site("videochat2", variant, vision, language, **{**given, **changes})
+    return chat_site("videochat2", variant, vision, language, **{**defaults, **changes})
 
 
 FAMILY = ChatFamily(

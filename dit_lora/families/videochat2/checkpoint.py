@@ -120,14 +120,14 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         return replace(rendered, instruction=tuple(ids))
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        given = {"input_ids": batch["input_ids"]}
+        inputs = {"input_ids": batch["input_ids"]}
         if "pixels" in batch:
             pixels = batch["pixels"]
             stated = (_NOTEBOOK_MEAN, _NOTEBOOK_STD) if self.notebook else (_MEAN, _STD)
             mean, std = (pixels.new_tensor(one, dtype=torch.float32) for one in stated)
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
-            given["pixel_values"] = scaled
-        return given | {
+            inputs["pixel_values"] = scaled
+        return inputs | {
             name: batch[name] for name in ("instruction_ids", "instruction_mask") if name in batch
         }
 
@@ -165,10 +165,10 @@ def tile_grid(height: int, width: int, most: int) -> tuple[int, int]:
 def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
     """Read config and tokenizers of a folder that `dit-lora convert videochat2` made."""
     path = local_checkpoint(model)
-    found = read_config(path, "config.json", "Transformers").get("model_type")
-    if found != "videochat2":
+    model_type = read_config(path, "config.json", "Transformers").get("model_type")
+    if model_type != "videochat2":
         raise DitLoraError(
-            f"model.path: {model.path} holds a {found} model, not a videochat2; make one of the released files "
+            f"model.path: {model.path} holds a {model_type} model, not a videochat2; make one of the released files "
             "with dit-lora convert videochat2"
         )
     config = load_pretrained(VideoChat2Config, path)

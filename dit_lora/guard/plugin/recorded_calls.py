@@ -168,7 +168,7 @@ class Recorder:
     calls: list[CapturedCall] = field(default_factory=list)
     """Calls in the order in which they were made; recorders of several models may share the list."""
     generator: torch.Generator | None = None
-    given: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
+    sees: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
     """Called with the tensors of a call, before its samples' names are asked for."""
     begins: Callable[[], None] = lambda: None
     """Called before the model runs."""
@@ -213,7 +213,7 @@ class Recorder:
         # Detached: what is kept must not hold a graph in memory.
         kept_args, kept_kwargs = tree_map(_detached, (args, dict(kwargs)))
         tensors = _tensors((args, kwargs))
-        self.given(tensors)
+        self.sees(tensors)
         micro_step = self._micro_step()
         call = CapturedCall(
             kept_args,

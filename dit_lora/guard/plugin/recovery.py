@@ -78,8 +78,8 @@ class PluginRecovery:
         began = time.perf_counter()
         verdicts = self._agreed_verdicts(trip)
         spoiled = trip.spoiled(verdicts)
-        known = not spoiled and self.budget.knows(verdicts)
-        action = self._action(trip, verdicts, known=known)
+        known_bad = not spoiled and self.budget.knows(verdicts)
+        action = self._action(trip, verdicts, known=known_bad)
         if action.kind == "skip":
             self.budget.skip(trip.kind, trip.step, verdicts)
         elif not trip.between_steps:
@@ -88,7 +88,7 @@ class PluginRecovery:
         put_back = self._put_back() if spoiled or action.kind == "rollback" else None
         if put_back is None and action.kind == "rollback":
             action = Action("stop", why="the snapshot that is held does not fit any more")
-        facts: dict[str, Any] = {"known": True} if known else {}
+        facts: dict[str, Any] = {"known": True} if known_bad else {}
         facts |= {"weights_of_step": put_back} if put_back is not None else {}
         for verdict in verdicts:
             self._write(trip, verdict, action, time.perf_counter() - began, facts)
@@ -105,7 +105,7 @@ class PluginRecovery:
             raise NonFiniteError(message, self.events[-1])
         done = self._done(action, undone)
         # A sample that is known to be bad, or one more step without a gradient, is no news.
-        told = known or (trip.kind == "zero_gradient" and self.budget.in_a_row > 1)
+        told = known_bad or (trip.kind == "zero_gradient" and self.budget.in_a_row > 1)
         if self.host.rank == 0 and not told:
             _LOG.warning("%s", listed(f"{head}; {done}", lines))
         return put_back is not None

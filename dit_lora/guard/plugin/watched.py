@@ -72,7 +72,7 @@ class Watched:
                 model,
                 self.names.ids,
                 self.calls,
-                given=self.names.see,
+                sees=self.names.see,
                 begins=self._call_begins,
                 ends=self._call_ends,
             )

@@ -177,8 +177,8 @@ def _charts(judged: Sequence[JudgedSample]) -> list[BarChart | Histogram]:
     """Return charts of what the set is made of; what nobody measured is left out."""
 
     def column(key: str) -> list[float]:
-        found = (_number(one.facts.get(key)) for one in judged)
-        return [value for value in found if value is not None]
+        numbers = (_number(one.facts.get(key)) for one in judged)
+        return [value for value in numbers if value is not None]
 
     sizes = [
         (width, height)
@@ -198,13 +198,13 @@ def _charts(judged: Sequence[JudgedSample]) -> list[BarChart | Histogram]:
 
 def _encoded_findings(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, str]]:
     """Return verdict, file and words of what the encoders' output showed."""
-    found = [
+    findings = [
         (finding.verdict, one.file, finding.words)
         for one in judged
         for finding in one.findings
         if finding.code.startswith(("latent_", "embedding_"))
     ]
-    return sorted(found)
+    return sorted(findings)
 
 
 def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:

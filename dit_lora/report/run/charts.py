@@ -117,15 +117,15 @@ def curve_data(run: RunFiles) -> dict[str, object]:
 
 def marks(run: RunFiles) -> list[tuple[int, str]]:
     """Return the steps of the guard's events, and what it said."""
-    found = []
+    labels = []
     for event in run.events:
         step, verdict = event.get("step"), mapping(event.get("verdict"))
         if isinstance(step, int):
             kind = str(event.get("kind", "event")).replace("_", " ")
             words = f": {verdict['words']}" if verdict.get("words") else ""
             said = f"{kind}, {event.get('action', 'report')}{words}"
-            found.append((step, said[:_WORDS]))
-    return found
+            labels.append((step, said[:_WORDS]))
+    return labels
 
 
 def samples_a_second(metrics: Metrics) -> Values:

@@ -39,14 +39,15 @@ def run_data(run: RunFiles) -> Data | None:
         counts = [("samples", _count(run.data.get("samples")))]
     counts += [(f"Audit: {name}", _count(totals.get(name))) for name in ("ok", "warn", "reject")]
     notes = run.audit.get("notes")
-    given = run.data.get("rejected_count")
+    notes = notes[:ROWS] if isinstance(notes, list) else []
+    rejected_count = run.data.get("rejected_count")
     return Data(
         counts=[(name, count) for name, count in counts if count],
         buckets=_buckets(run.data.get("buckets")) or _buckets(run.audit.get("buckets")),
         rejected=[(name, in_words(why)) for name, why in list(rejected.items())[:ROWS]],
-        rejected_count=given if isinstance(given, int) else len(rejected),
+        rejected_count=rejected_count if isinstance(rejected_count, int) else len(rejected),
         codes=[(code, _count(n)) for code, n in list(mapping(totals.get("codes")).items())[:ROWS]],
-        notes=[in_words(note) for note in notes[:ROWS]] if isinstance(notes, list) else [],
+        notes=[in_words(note) for note in notes],
     )
 
 

@@ -187,21 +187,21 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         notes.append(f"{path.name} is not a JSON object and is left out.")
         return {}
-    return found
+    return content
 
 
 def _stat(path: Path) -> tuple[float, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime, found.st_size
+    return status.st_mtime, status.st_size
 
 
 def _held_out(line: Mapping[str, Any]) -> dict[int, float]:

@@ -61,11 +61,11 @@ class Tail:
                 self._offset += len(line)
                 self._last = line[-_KNOWN:]
                 self._lines += 1
-                found = _object(line)
-                if found is None:
+                record = _object(line)
+                if record is None:
                     self.bad.append(self._lines)
                 else:
-                    yield found
+                    yield record
 
     def notes(self, *, going: bool) -> Iterator[str]:
         """Yield in words what could not be read; a line that is being written is nothing to note."""
@@ -134,10 +134,10 @@ class Metrics:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = parse_json(line)
+        value = parse_json(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def mapping(value: Any) -> dict[str, Any]:

@@ -39,9 +39,8 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "") -> str:
     """Return the page; `live` is the fingerprint that a served page compares with the server's."""
     run = _public(run)
     prompts = mapping(run.config.get("validation")).get("prompts")
-    sampled = find_sampled(
-        run.folder, [str(one) for one in prompts] if isinstance(prompts, list) else [], embed=embed
-    )
+    texts = [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []
+    sampled = find_sampled(run.folder, texts, embed=embed)
     events, recipe = event_rows(run), run.status.get("recipe")
     packages = mapping(run.environment.get("packages"))
     machine = {key: value for key, value in run.environment.items() if key != "packages"}

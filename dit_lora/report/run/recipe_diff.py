@@ -34,7 +34,7 @@ def against_stock(config: Mapping[str, Any], file: str | None) -> RecipeDiff | N
     """
     model = mapping(config.get("model"))
     path = PurePosixPath(str(model.get("path", ""))).name.lower()
-    found: list[tuple[bool, int, RecipeDiff]] = []
+    candidates: list[tuple[bool, int, RecipeDiff]] = []
     for name, shipped in _of_family(str(model.get("family"))).items():
         theirs = mapping(shipped.get("model"))
         same_file = file is not None and PurePosixPath(file).stem in _stems(name)
@@ -42,8 +42,8 @@ def against_stock(config: Mapping[str, Any], file: str | None) -> RecipeDiff | N
         if same_file or same_model:
             changed = _changed(shipped, config)
             if changed is not None:
-                found.append((not same_file, len(changed), RecipeDiff(name, changed)))
-    return min(found, key=lambda one: one[:2])[2] if found else None
+                candidates.append((not same_file, len(changed), RecipeDiff(name, changed)))
+    return min(candidates, key=lambda one: one[:2])[2] if candidates else None
 
 
 def flat(section: Any, parent: str = "") -> Iterator[tuple[str, str]]:

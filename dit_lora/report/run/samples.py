@@ -117,9 +117,9 @@ def _spread(steps: Iterable[int]) -> list[int]:
 
 def _embedded(paths: Iterable[Path], room: int) -> dict[Path, str]:
     """Return data URIs of as many as there is room for; files that go away meanwhile are left out."""
-    found: dict[Path, str] = {}
+    uris: dict[Path, str] = {}
     for path in paths:
-        if path in found:
+        if path in uris:
             continue
         try:
             size = 4 * math.ceil(path.stat().st_size / 3)
@@ -128,9 +128,9 @@ def _embedded(paths: Iterable[Path], room: int) -> dict[Path, str]:
             text = base64.b64encode(path.read_bytes()).decode()
         except OSError:
             continue
-        found[path] = f"data:{TYPES[path.suffix]};base64,{text}"
+        uris[path] = f"data:{TYPES[path.suffix]};base64,{text}"
         room -= size
-    return found
+    return uris
 
 
 def _find_answers(folder: Path) -> list[Answered]:
@@ -143,11 +143,11 @@ def _find_answers(folder: Path) -> list[Answered]:
     }
     for step in _spread(paths):
         try:
-            given = parse_json(paths[step].read_text(encoding="utf-8"))
+            records = parse_json(paths[step].read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if isinstance(given, list):
-            by_step[step] = [one if isinstance(one, dict) else {} for one in given]
+        if isinstance(records, list):
+            by_step[step] = [one if isinstance(one, dict) else {} for one in records]
     if not by_step:
         return []
     return [

@@ -124,17 +124,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, path: str) -> None:
         """Send a sample below the folder, and nothing else of it."""
         root = os.path.realpath(self.pages.folder)
-        known = path if _SAMPLE.fullmatch(path) else ""
-        found = Path(os.path.realpath(os.path.join(root, known)))
+        sample = path if _SAMPLE.fullmatch(path) else ""
+        target = Path(os.path.realpath(os.path.join(root, sample)))
         file = None
-        if os.path.isfile(found) and found.is_relative_to(root):  # a link may lead elsewhere
+        if os.path.isfile(target) and target.is_relative_to(root):  # a link may lead elsewhere
             with suppress(OSError):  # removed since, or not ours to read
-                file = found.open("rb")
+                file = target.open("rb")
         if file is None:
             self._say(HTTPStatus.NOT_FOUND, "no such file in this report")
             return
         with file:
-            self._part(file, TYPES[found.suffix])
+            self._part(file, TYPES[target.suffix])
 
     def _part(self, file: BinaryIO, kind: str) -> None:
         """Send what was asked for of a file."""

@@ -233,8 +233,8 @@ def _short(name: str) -> str:
 
 
 def _number(value: Any) -> str:
-    given = number_or_nan(value)
-    return NONE if math.isnan(given) else number(given)
+    parsed = number_or_nan(value)
+    return NONE if math.isnan(parsed) else number(parsed)
 
 
 def left_out(run: RunFiles) -> list[tuple[str, str, str, str]]:

@@ -37,14 +37,14 @@ class LayerKeys:
 
     def updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
         """Return what a file adds to each layer; raises `CheckFailedError` with every tensor that belongs to none."""
-        updates, known = {}, set()
+        updates, claimed = {}, set()
         for name, key in self.names.items():
             own = [f"{key}.{self.down}.weight", f"{key}.{self.up}.weight", f"{key}.alpha"]
             if all(full in tensors for full in own):
                 a, b, alpha = (tensors[full] for full in own)
                 updates[name] = [Term(a, b, alpha.item() / len(a))]
-                known |= {*own}
-        stray = [full for full in tensors if full not in known]
+                claimed |= {*own}
+        stray = [full for full in tensors if full not in claimed]
         if stray:
             raise CheckFailedError(listed("these tensors belong to no layer", stray))
         return updates
@@ -57,12 +57,14 @@ def comfyui_layout(names: Mapping[str, str] | str, updates: Updates) -> LayerKey
     """
     if isinstance(names, str):
         raise DitLoraError(names or "no names of ComfyUI are known here for this family")
-    found = {name: _in_comfyui(names, name) for name in updates}
-    unknown = [name for name, theirs in found.items() if theirs is None]
+    counterparts = {name: _in_comfyui(names, name) for name in updates}
+    unknown = [name for name, theirs in counterparts.items() if theirs is None]
     if unknown:
         raise DitLoraError(listed("ComfyUI's model has no counterpart of these layers", unknown))
     return LayerKeys(
-        {name: f"diffusion_model.{theirs}" for name, theirs in found.items()}, "lora_A", "lora_B"
+        {name: f"diffusion_model.{theirs}" for name, theirs in counterparts.items()},
+        "lora_A",
+        "lora_B",
     )
 
 

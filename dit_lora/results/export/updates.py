@@ -69,16 +69,16 @@ def update(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
     return functools.reduce(torch.add, (term.update(dtype) for term in terms))
 
 
-def require_same(expected: Updates, found: Updates, what: str) -> None:
+def require_same(expected: Updates, actual: Updates, what: str) -> None:
     """Raise `CheckFailedError` with every layer whose update is not the expected one, compared in fp64."""
-    faults = [f"{name}: not in it" for name in expected if name not in found]
-    faults += [f"{name}: not in the adapter" for name in found if name not in expected]
-    for name in expected.keys() & found.keys():
-        expected_terms, found_terms = expected[name], found[name]
-        if _shape(expected_terms) != _shape(found_terms):
-            faults.append(f"{name}: {_shape(found_terms)}, not {_shape(expected_terms)}")
+    faults = [f"{name}: not in it" for name in expected if name not in actual]
+    faults += [f"{name}: not in the adapter" for name in actual if name not in expected]
+    for name in expected.keys() & actual.keys():
+        expected_terms, actual_terms = expected[name], actual[name]
+        if _shape(expected_terms) != _shape(actual_terms):
+            faults.append(f"{name}: {_shape(actual_terms)}, not {_shape(expected_terms)}")
             continue
-        minus = [Term(term.a, term.b, -term.scale) for term in found_terms]
+        minus = [Term(term.a, term.b, -term.scale) for term in actual_terms]
         size, difference = _norm(expected_terms), _norm([*expected_terms, *minus])
         # Written so that NaN, which is not less than anything, is a fault too.
         if not difference <= _TOLERANCE * size:

@@ -223,13 +223,13 @@ class ParityWatch:
             self._held.read(step)  # copied to its end, before an optimizer writes
             self._lr_scale = self.recovery.state.lr_scale
 
-    def _act(self, step: int, found: list[Any], seconds: float) -> None:
+    def _act(self, step: int, wrong_kernels: list[Any], seconds: float) -> None:
         recovery, rungs = self.recovery, self.setup.recipe.guard.on_nonfinite
         target = self._target() if "rollback" in rungs else None
         action = "fallback" if target is None else "rollback"
         action = action if "fallback" in rungs else "stop"
         lines, events = [], []
-        for name, difference, rank in found:
+        for name, difference, rank in wrong_kernels:
             words = f"{difference.words}; switched off for this run"
             if action != "rollback":
                 words += self.trained_with(step)

@@ -51,9 +51,9 @@ def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share)
     return tried
 
 
-def _as_of(found: Verdict, verdict: Verdict) -> Verdict:
+def _as_of(diagnosed: Verdict, verdict: Verdict) -> Verdict:
     """Return the verdict on a rank for another of its micro-batches, unless facts or chance explain that one."""
-    return replace(found, micro_step=verdict.micro_step) if _is_by_replays(verdict) else verdict
+    return replace(diagnosed, micro_step=verdict.micro_step) if _is_by_replays(verdict) else verdict
 
 
 def _is_by_replays(verdict: Verdict) -> bool:

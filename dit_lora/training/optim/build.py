@@ -53,22 +53,22 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
     """Return the optimizer that `optim.name` names, over the groups of `parameter_groups`."""
     record = OPTIMIZERS[optim.name]
-    given: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.arguments}
+    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.arguments}
     if record.decay_in_groups:
         groups = [{"weight_decay": optim.weight_decay, **group} for group in groups]
     else:
-        given["weight_decay"] = optim.weight_decay
+        arguments["weight_decay"] = optim.weight_decay
     module, _, name = record.target.partition(":")
-    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, **given)
+    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, **arguments)
     return optimizer
 
 
 def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
     """Learning rates that depend on the step alone, so that there is no state to save or to poison."""
-    given = optim.groups.given()
+    configs = optim.groups.given()
 
     def learning_rate(group: str, step: int) -> float:
-        config = given[group]
+        config = configs[group]
         kind = config.schedule or optim.schedule
         warmup = optim.warmup_steps if config.warmup_steps is None else config.warmup_steps
         factor = schedule_factor(kind, step, warmup=warmup, steps=steps, least=optim.min_lr_rate)
@@ -98,8 +98,8 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
     rates = {}
     for group in groups:
         group["lr"] = schedule(group["name"], step)
-        found = (group[name] for name in factors if name in group)
-        rates[group["name"]] = group["lr"] * math.prod(found, start=1.0)
+        scales = (group[name] for name in factors if name in group)
+        rates[group["name"]] = group["lr"] * math.prod(scales, start=1.0)
     return rates
 
 

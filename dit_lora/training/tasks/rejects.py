@@ -17,7 +17,7 @@ class Rejects:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.found: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
 
     def add(
         self, reasons: Mapping[str, str], summary: str = "these samples cannot be used"
@@ -40,12 +40,12 @@ class Rejects:
             # Every rank has gathered the same list, and raises it.
             error.collective = True
             raise error
-        self.found |= new
+        self.reasons |= new
         self.session.say(listed(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
 
     def without(self, samples: Sequence[Named], name: Callable[[Named], str]) -> list[Named]:
         """Return the samples that stay; raises if none does."""
-        stay = [one for one in samples if name(one) not in self.found]
+        stay = [one for one in samples if name(one) not in self.reasons]
         if not stay:
             raise DitLoraError("no sample is left: every one was rejected")
         return stay

@@ -84,18 +84,18 @@ class Trackers:
         """
         if not self._names:
             return
-        known = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
-        run_id = known or secrets.token_hex(4)
-        if not known:
+        earlier_id = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
+        run_id = earlier_id or secrets.token_hex(4)
+        if not earlier_id:
             write_whole(self._folder / IDENTITY, json.dumps({"id": run_id}) + "\n")
-        again_from = start_step + 1 if known and start_step else 0
+        again_from = start_step + 1 if earlier_id and start_step else 0
         for name in self._names:
             try:
                 self._open.append(self._opened(name, run_id, redacted(config), again_from))
             except _failures(name) as error:
                 self._say(_left_out(name, error))
         self._events = [_public(line) for line in read_lines(self._folder / "events.jsonl")[0]]
-        if known and self._events:  # TensorBoard drops the steps that are taken again
+        if earlier_id and self._events:  # TensorBoard drops the steps that are taken again
             self._each(lambda one: _log_events(one, self._events, again_from))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -42,30 +42,30 @@ def audit_conversations(
     return every, _of_text(samples, every), _notes(samples)
 
 
-def _of_text(found: ChatSamples, judged: list[JudgedSample]) -> Findings:
+def _of_text(samples: ChatSamples, judged: list[JudgedSample]) -> Findings:
     """Return findings on texts; a sample whose file is at fault already has that said of the file alone."""
     at_fault = {one.file for one in judged if one.verdict == "reject"}
     findings: Findings = {
         name: [Finding("conversation", words, "reject", "correct it, or remove the sample")]
-        for name, words in found.rejected.items()
+        for name, words in samples.rejected.items()
         if name not in at_fault
     }
-    for name, dropped in _shortened(found).items():
+    for name, dropped in _shortened(samples).items():
         words = f"{dropped} tokens of its questions are left out, to stay within chat.max_tokens"
         remedy = "raise chat.max_tokens, or shorten the question"
         findings.setdefault(name, []).append(Finding("question_long", words, "warn", remedy))
     return findings
 
 
-def _shortened(found: ChatSamples) -> Mapping[str, int]:
-    return {entry.id: entry.shortened for entry in found.entries if entry.shortened}
+def _shortened(samples: ChatSamples) -> Mapping[str, int]:
+    return {entry.id: entry.shortened for entry in samples.entries if entry.shortened}
 
 
-def _notes(found: ChatSamples) -> list[str]:
-    if not found.entries:
+def _notes(samples: ChatSamples) -> list[str]:
+    if not samples.entries:
         return []
-    lengths = sorted(entry.shape.length for entry in found.entries)
-    answers = sum(entry.answers for entry in found.entries)
+    lengths = sorted(entry.shape.length for entry in samples.entries)
+    answers = sum(entry.answers for entry in samples.entries)
     return [
         f"{len(lengths):,} conversations of up to {lengths[-1]} tokens (half of them up to "
         f"{lengths[len(lengths) // 2]}); {answers:,} answer tokens"

@@ -37,21 +37,21 @@ def find_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool
 ) -> ChatSamples:
     """Read annotations and headers, and render every conversation; nothing is decoded."""
-    found, chat = read_conversations(data), recipe.chat or ChatConfig()
-    rejected = {problem.file: problem.words for problem in found.problems}
-    seen = [one for one in found.all if one.media is not None]
+    conversations, chat = read_conversations(data), recipe.chat or ChatConfig()
+    rejected = {problem.file: problem.words for problem in conversations.problems}
+    seen = [one for one in conversations.all if one.media is not None]
     # Headers alone: sizes give the bucket, and durations the time stamps.
     headers = read_headers([one.media for one in seen if one.media], recipe, quiet=quiet)
     by_id = {one.id: header for one, header in zip(seen, headers, strict=True)}
     entries = []
-    for one in bar("rendering conversations", "sample", quiet)(found.all):
+    for one in bar("rendering conversations", "sample", quiet)(conversations.all):
         one = replace(one, system=one.system or chat.system)
         try:
             entries.append(_entry(one, by_id.get(one.id), checkpoint, chat))
         except DitLoraError as error:
             rejected[one.id] = str(error)
     media = {one.id: one.media for one in seen if one.media}
-    names = dict.fromkeys([*(one.id for one in found.all), *rejected])
+    names = dict.fromkeys([*(one.id for one in conversations.all), *rejected])
     return ChatSamples(tuple(entries), rejected, media, tuple(names))
 
 

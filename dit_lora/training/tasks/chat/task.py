@@ -54,15 +54,15 @@ class ChatTask:
         held_out = None
         # The others find headers and digests remembered.
         with accelerator.local_main_process_first():
-            found = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
+            samples = find_conversations(recipe, checkpoint, recipe.data, quiet=quiet)
             digests = Digests(recipe.cache_dir / "digests.json")
             model = self.model_digest(checkpoint, recipe, digests)
-            clips = [Clip(name, media, "") for name, media in found.media.items()]
+            clips = [Clip(name, media, "") for name, media in samples.media.items()]
             at_fault = audited(recipe, clips, digests)
             if not quiet:
                 digests.save()
-        rejects.add({**found.rejected, **at_fault, **_without_effect(recipe, found.entries)})
-        entries = rejects.without(found.entries, lambda entry: entry.id)
+        rejects.add({**samples.rejected, **at_fault, **_without_effect(recipe, samples.entries)})
+        entries = rejects.without(samples.entries, lambda entry: entry.id)
         conversations = training_set(entries, checkpoint, recipe)
         session.say(_told(conversations))
         if recipe.validation.conversations is not None:
@@ -75,7 +75,7 @@ class ChatTask:
                 rejects.without(others.entries, lambda entry: entry.id), checkpoint, recipe
             )
         return PreparedChat(
-            conversations, digest_of(entries), model, rejects.found, held_out=held_out
+            conversations, digest_of(entries), model, rejects.reasons, held_out=held_out
         )
 
     def load_trainable(

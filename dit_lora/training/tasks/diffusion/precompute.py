@@ -80,7 +80,7 @@ def precompute(session: Session, checkpoint: Checkpoint) -> Precomputed:
         prompt_keys=tuple(plan.texts[prompt].key for prompt in recipe.validation.prompts),
         data_digest=entry_key({"entries": [_keys(entry) for entry in clips.entries]}),
         transformer_digest=plan.transformer_digest,
-        rejected=rejects.found,
+        rejected=rejects.reasons,
         report=report,
     )
 
