@@ -94,7 +94,8 @@ class Index:
             header, stem = self._headers[name], name.removesuffix(SUFFIX)
             for entry in header.entries:
                 # Only the copy in that shard is set aside; other copies of the key stay.
-                if entry.is_whole and f"{stem}.{entry.key}{DEAD}" not in self._dead:
+                is_dead = self._dead and f"{stem}.{entry.key}{DEAD}" in self._dead
+                if entry.is_whole and not is_dead:
                     self.entries.setdefault(entry.key, entry)
 
 

@@ -104,9 +104,10 @@ class Encoded:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: there may be a million, and a frozen one takes three times as long to make.
+@dataclass(slots=True, eq=False)
 class StoredEntry:
-    """An entry of a shard, as its header describes it."""
+    """An entry of a shard, as its header describes it; never changed."""
 
     path: Path
     key: str
