@@ -111,10 +111,10 @@ class Ranks:
                 raise subprocess.TimeoutExpired(
                     str(self.body), timeout, stderr=self._said("stderr")
                 )
-            if self.poll():
+            code = self.poll()  # now: a rank that is ended below did not fail
+            if code:
                 self.send_signal(signal.SIGTERM)
                 self._ended(_GRACE, all_of_them=True)
-            code = self.poll()
         finally:
             self.kill()
         return subprocess.CompletedProcess(
