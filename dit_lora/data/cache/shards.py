@@ -104,7 +104,7 @@ class Encoded:
     digest: bytes
 
 
-# Not frozen: there may be a million, and a frozen one takes three times as long to make.
+# Not frozen: there may be a million, and a frozen one takes five times as long to make.
 @dataclass(slots=True, eq=False)
 class StoredEntry:
     """An entry of a shard, as its header describes it; never changed."""
