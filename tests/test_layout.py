@@ -192,7 +192,10 @@ def test_rooms_are_few_and_none_is_crowded() -> None:
 
 
 def test_modules_found_by_a_made_up_name_are_of_registries_alone() -> None:
-    """What the floors cannot see: verbs by their file, a family's own modules, libraries by the recipe's words."""
+    """What the floors cannot see: verbs by their file, libraries by the recipe's words.
+
+    A family names its modules in strings, which are counted as imports.
+    """
     makers = set()
     for path in (ROOT / "dit_lora").rglob("*.py"):
         for node in ast.walk(tree_of(path)):

@@ -1,7 +1,7 @@
 """The facts about a family, known before a checkpoint is opened and read without importing torch.
 
-A family's package `dit_lora.families.<name>` is its facts and nothing more; what its checkpoints do, the module
-`checkpoint`, is imported when one is opened, and what builds its tiny twins, `tiny`, when one is built.
+A family's package `dit_lora.families.<name>` is its facts and nothing more. They name two modules: one for what its checkpoints
+do, imported when one is opened, and one that builds its tiny twins, imported when one is built.
 """
 
 import importlib
@@ -97,6 +97,10 @@ class Family:
     """The facts of one family. What has a default here is left out where the default is true."""
 
     name: str
+    checkpoint_module: str
+    """The module with `open_checkpoint`, imported when a checkpoint is opened."""
+    tiny_module: str
+    """The module with `build_tiny`, imported when a tiny twin is built."""
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     """Default names of the linear layers that get an adapter, as PEFT matches them; as Diffusers names attention's."""
     group_patterns: Mapping[str, tuple[str, ...]]
@@ -121,13 +125,10 @@ class Family:
 
         if variant not in self.tiny_variants:
             raise DitLoraError(f"no variant {variant!r}; one of {', '.join(self.tiny_variants)}")
-        builder = self._module("tiny")
+        builder = importlib.import_module(self.tiny_module)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             builder.build_tiny(variant, folder)
-
-    def _module(self, name: str) -> Any:
-        return importlib.import_module(f"{__package__}.{self.name}.{name}")
 
     def license_of(self, base: str | None) -> License | None:
         """Return the licence of a base by its Hub id; None where it is not known here."""
@@ -164,7 +165,9 @@ class DiffusionFamily(Family):
         It is as `recipe` trains it; without one as it is stored, or as it was trained where an adapter's header
         has `index` changes. Raises `DitLoraError` if it cannot train what the recipe asks for.
         """
-        stored: Checkpoint = self._module("checkpoint").open_checkpoint(self, model)
+        stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
+            self, model
+        )
         checkpoint = stored.as_trained(index) if index else stored
         return checkpoint if recipe is None else checkpoint.for_recipe(recipe)
 
@@ -183,5 +186,7 @@ class ChatFamily(Family):
 
         It is as `recipe` trains it, else with as much shown to it as its config says.
         """
-        stored: ChatCheckpoint = self._module("checkpoint").open_checkpoint(model)
+        stored: ChatCheckpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
+            model
+        )
         return stored if recipe is None else stored.for_recipe(recipe)

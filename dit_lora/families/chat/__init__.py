@@ -24,6 +24,8 @@ def _site(
 
 FAMILY = ChatFamily(
     name="chat",
+    checkpoint_module="dit_lora.families.chat.checkpoint",
+    tiny_module="dit_lora.families.chat.tiny",
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     lora_within=("language_model", "text_model"),  # the latter is SmolVLM's
     group_patterns={

@@ -10,6 +10,8 @@ _VIDEO = {"frames": 9, "height": 32, "width": 48, "fps": 8}
 
 FAMILY = DiffusionFamily(
     name="cogvideox",
+    checkpoint_module="dit_lora.families.cogvideox.checkpoint",
+    tiny_module="dit_lora.families.cogvideox.tiny",
     # The default targets are what CogVideo's and Diffusers' own trainers adapt (finetune/schemas/args.py).
     group_patterns={
         "connector": (

@@ -4,6 +4,8 @@ from dit_lora.families.family import DiffusionFamily, License, Site
 
 FAMILY = DiffusionFamily(
     name="dit",
+    checkpoint_module="dit_lora.families.dit.checkpoint",
+    tiny_module="dit_lora.families.dit.tiny",
     group_patterns={
         "connector": (
             "pos_embed.*",

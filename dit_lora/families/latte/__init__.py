@@ -4,6 +4,8 @@ from dit_lora.families.family import DiffusionFamily, License, Site
 
 FAMILY = DiffusionFamily(
     name="latte",
+    checkpoint_module="dit_lora.families.latte.checkpoint",
+    tiny_module="dit_lora.families.latte.tiny",
     group_patterns={
         "connector": (
             "pos_embed.*",

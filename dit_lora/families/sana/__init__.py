@@ -18,6 +18,8 @@ def _site(variant: str) -> Site:
 
 FAMILY = DiffusionFamily(
     name="sana",
+    checkpoint_module="dit_lora.families.sana.checkpoint",
+    tiny_module="dit_lora.families.sana.tiny",
     # to_q, to_k and to_v are what Diffusers' train_dreambooth_lora_sana.py adapts; of self and cross attention.
     group_patterns={
         "connector": (

@@ -14,6 +14,8 @@ _SITE: dict[str, Any] = {
 
 FAMILY = DiffusionFamily(
     name="video_dit",
+    checkpoint_module="dit_lora.families.video_dit.checkpoint",
+    tiny_module="dit_lora.families.video_dit.tiny",
     group_patterns={
         "connector": (
             "patch_embed.*",

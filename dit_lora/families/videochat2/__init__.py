@@ -25,6 +25,8 @@ def _site(variant: str, **changes: Any) -> Site:
 
 FAMILY = ChatFamily(
     name="videochat2",
+    checkpoint_module="dit_lora.families.videochat2.checkpoint",
+    tiny_module="dit_lora.families.videochat2.tiny",
     # lm_head too, as scripts/videochat_mistral trains it.
     lora_targets=(
         "q_proj",
