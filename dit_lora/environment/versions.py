@@ -163,7 +163,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "cudnn-sdpa-backward",
         "handled",
         "cuDNN's attention backward gives NaN gradients with a mask (reported on H100 and H200)",
-        "nothing to do: the run calls torch.backends.cuda.enable_cudnn_sdp(False)",
+        "nothing to do: attention with a mask is kept off cuDNN",
         "https://github.com/pytorch/pytorch/issues/196678",
         matches=lambda env: (
             bool(env.torch_cuda and env.devices) and _within(env, "torch", (2, 11, 0))
