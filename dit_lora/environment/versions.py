@@ -41,7 +41,7 @@ class Tested:
 TESTED: Mapping[str, Tested] = {
     "torch": Tested("2.11", "2.13.0", 3),
     "diffusers": Tested("0.42", "0.42.1", 1),
-    "transformers": Tested("5.0", "5.23.0", 6),
+    "transformers": Tested("5.17", "5.23.0", 6),
     "peft": Tested("0.20", "0.21.2", 1),
     "accelerate": Tested("1.15", "1.15.0", 2),
     "huggingface_hub": Tested("1.32", "2.4.0", 3),

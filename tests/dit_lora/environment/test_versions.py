@@ -126,12 +126,12 @@ def test_all_refusals_are_listed_at_once_and_allow_untested_passes_them():
     assert "run.allow_untested=true" in text.splitlines()[0]
     assert [line.split()[1] for line in text.splitlines()[1:]] == [
         "torch>=2.11,<3",
-        "transformers>=5.0,<6",
+        "transformers>=5.17,<6",
         "safetensors>=0.8,<1",
         "the",  # the loss is NaN: known of torch before 2.5.1
     ]
     assert "got 6.0.0" in text
-    for command in ("transformers>=5.0,<6", "safetensors>=0.8,<1", "torch>=2.11,<3"):
+    for command in ("transformers>=5.17,<6", "safetensors>=0.8,<1", "torch>=2.11,<3"):
         assert f'pip install "{command}"' in text
     # With allow_untested the same lines are warnings, and the run goes on.
     assert [f"  - {line}" for line in require_compatible(env, True)] == text.splitlines()[1:]
