@@ -52,12 +52,22 @@ summary=$out/summary.txt
 
 tell() { echo "== $1" | tee -a "$summary"; }
 
-# part NAME MOST LEAST MODULE COMMAND...: run it with at most MOST seconds, if LEAST are left and the module can be imported.
+# Looked for and not imported, which takes seconds each time.
+kernels="torch pytest"
+project="$kernels diffusers transformers accelerate peft av pydantic typer"
+lacks() {
+  "$python" -c 'import sys; from importlib.util import find_spec
+print(*(name for name in sys.argv[1:] if find_spec(name) is None))' "$@"
+}
+
+# part NAME MOST LEAST PACKAGES COMMAND...: run it with at most MOST seconds, if LEAST are left and the packages are there.
 part() {
-  local name=$1 most=$2 least=$3 module=$4; shift 4
-  local left=$((ends - SECONDS)) began=$SECONDS code
-  if ! "$python" -c "import $module" 2>/dev/null; then
-    status=1; tell "$name: left out: $python cannot import $module; docs/gpu.md lists the packages"; return
+  local name=$1 most=$2 least=$3 packages=$4; shift 4
+  local left=$((ends - SECONDS)) began=$SECONDS code missing
+  # shellcheck disable=SC2086 -- several names
+  missing=$(lacks $packages)
+  if [ -n "$missing" ]; then
+    status=1; tell "$name: left out: $python has no $missing; docs/gpu.md lists the packages"; return
   fi
   if [ "$left" -lt "$least" ]; then
     status=1; tell "$name: left out: $left s are left, and it takes $least"; return
@@ -77,7 +87,7 @@ part() {
 steps() {
   local name=$1 most=$2 least=$3; shift 3
   [ -n "$tiny" ] && set -- tiny
-  part "$name" "$most" "$least" benchmarks.step bash -c \
+  part "$name" "$most" "$least" "$project" bash -c \
     'exec "$0" -m benchmarks.step --device "$1" --out "$2" --steps "$3" --budget $((BUDGET - 25)) --models "${@:4}"' \
     "$python" "$device" "$out" "$([ -n "$tiny" ] && echo 1 || echo 4)" "$@"
 }
@@ -85,8 +95,8 @@ steps() {
 # Without tests/conftest.py, which needs Diffusers.
 kernel_tests() {
   local spread=()
-  "$python" -c 'import xdist' 2>/dev/null && spread=(-n "$cores")
-  part kernel_tests 150 60 pytest "$python" -m pytest -q ${spread[@]+"${spread[@]}"} -p no:cacheprovider \
+  [ -z "$(lacks xdist)" ] && spread=(-n "$cores")
+  part kernel_tests 150 60 "$kernels" "$python" -m pytest -q ${spread[@]+"${spread[@]}"} -p no:cacheprovider \
     --confcutdir=tests/dit_lora_kernels tests/dit_lora_kernels \
     -k "not sm90 and not mutants${tiny:+ and finite_norm}"
 }
@@ -94,7 +104,7 @@ kernel_tests() {
 kernel_times() {
   local shapes=()
   [ -n "$tiny" ] && shapes=(--shapes tiny --seconds-per-case 0.01)
-  part kernel_times 240 60 torch bash -c \
+  part kernel_times 240 60 "$kernels" bash -c \
     'exec "$0" kernels/bench/bench.py --device "$1" --out "$2" --budget $((BUDGET - 25)) "${@:3}"' \
     "$python" "$device" "$out" ${shapes[@]+"${shapes[@]}"}
 }
@@ -103,19 +113,19 @@ gpu_tests() {
   local files
   files=$(grep -rl 'mark.gpu' tests/dit_lora)
   # shellcheck disable=SC2086 -- names of files, without spaces
-  part gpu_tests 150 60 dit_lora.families "$python" -m pytest -q -m gpu -p no:cacheprovider $files
+  part gpu_tests 150 60 "$project" "$python" -m pytest -q -m gpu -p no:cacheprovider $files
 }
 
 if [ "$call" = first ]; then
-  part machine 60 5 torch "$python" -m benchmarks.machine --device "$device"
-  part ceilings 90 30 dit_lora.cli.app "$python" -m dit_lora doctor --measure ${tiny:+--quick}
+  part machine 60 5 "$kernels" "$python" -m benchmarks.machine --device "$device"
+  part ceilings 90 30 "$project" "$python" -m dit_lora doctor --measure ${tiny:+--quick}
   steps steps_video 250 40 cogvideox-5b
   kernel_tests
   kernel_times
 else
   steps steps_images 260 40 sana-1.6b-b8 dit-xl2-b32 sana-1.6b-b4 dit-xl2-b64
   gpu_tests
-  part recovery 150 60 benchmarks.gpu_recovery "$python" -m benchmarks.gpu_recovery --device "$device"
+  part recovery 150 60 "$project" "$python" -m benchmarks.gpu_recovery --device "$device"
   steps steps_more 240 60 cogvideox-2b wan-1.3b cogvideox-1.5
 fi
 exit $status
