@@ -83,13 +83,13 @@ part() {
   esac
 }
 
-# Steps of some models; the budget ends before the part's own limit does, so that the tables are whole.
+# Steps of some models, with tables in a folder of their own: those of one day have one name. The budget ends before the part's own limit does, so that the tables are whole.
 steps() {
   local name=$1 most=$2 least=$3; shift 3
   [ -n "$tiny" ] && set -- tiny
   part "$name" "$most" "$least" "$project" bash -c \
     'exec "$0" -m benchmarks.step --device "$1" --out "$2" --steps "$3" --budget $((BUDGET - 25)) --models "${@:4}"' \
-    "$python" "$device" "$out" "$([ -n "$tiny" ] && echo 1 || echo 4)" "$@"
+    "$python" "$device" "$out/$name" "$([ -n "$tiny" ] && echo 1 || echo 4)" "$@"
 }
 
 # Without tests/conftest.py, which needs Diffusers.
@@ -119,6 +119,8 @@ gpu_tests() {
 if [ "$call" = first ]; then
   part machine 60 5 "$kernels" "$python" -m benchmarks.machine --device "$device"
   part ceilings 90 30 "$project" "$python" -m dit_lora doctor --measure ${tiny:+--quick}
+  # What plans elsewhere take by --ceilings; the home it is kept in may go with the machine.
+  cp "${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}/dit-lora"/ceilings_*.json "$out" 2>/dev/null
   steps steps_video 250 40 cogvideox-5b
   kernel_tests
   kernel_times

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dit_lora.environment.ceilings import Ceilings, load_ceilings
+from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.guard.switches import eager
 from dit_lora.numerics.streams import Streams
@@ -25,6 +26,18 @@ FILE = "prediction.json"
 _UPDATE = 11
 """Passes over trained weights, their gradients and moments in an update: AdamW reads four and writes three, norms, clip
 and the guard's check read or write four more."""
+
+_FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    LookupError,
+    DitLoraError,
+)
+"""What an op that takes no tensors without values raises, a model that reads one, and a file that is not ours: no run ends by
+its prediction."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +125,10 @@ def write_prediction(setup: AnySetup) -> None:
         return
     try:
         speed = predict_run(setup)
-    # An op that takes no tensors without values, and token ids that do not fit the media.
-    except (RuntimeError, ValueError) as error:
-        session.say(f"no prediction: {str(error).strip().partition(chr(10))[0]}")
+    except _FAILURES as error:
+        session.say(
+            f"no prediction: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        )
         return
     if speed is not None:
         session.say(f"predicted: {speed.words}")

@@ -98,6 +98,8 @@ def test_each_call_has_its_parts_in_order_and_keeps_their_output(check: Check) -
     assert check.run("second").returncode == 0
     assert tuple(check.summary) == (*FIRST, *SECOND), "the second call's parts are added"
     steps = [asked for _, _, asked in check.asked if "benchmarks.step " in asked]
+    places = [one.split(" --out ")[1].split()[0] for one in steps]
+    assert places == [str(check.out / name) for name in ("steps_images", "steps_more")]
     assert [one.split(" --models ")[1] for one in steps] == [
         "sana-1.6b-b8 dit-xl2-b32 sana-1.6b-b4 dit-xl2-b64",
         "cogvideox-2b wan-1.3b cogvideox-1.5",

@@ -217,6 +217,9 @@ def test_a_run_says_how_near_it_came_to_its_prediction(
     ratio = float(figure.detail.split(" times the ")[0].split(", ")[-1])
     assert ratio == pytest.approx(float(figure.value) / kept["seconds"], rel=0.05)
     assert "predicted by rates of" in render_run(read)
+    ceilings_file(device_name(CPU)).write_text("{")
+    lora_main([*common, "train.steps=5", "train.resume=auto"])
+    assert "no prediction: DitLoraError: " in capsys.readouterr().err
     (run / "prediction.json").write_text('{"seconds": "soon", "source": 3}')
     (figure,) = [one for one in figures(RunReader(run).read()) if one.label == "Seconds per step"]
     assert "predicted" not in figure.detail
