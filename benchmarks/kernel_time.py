@@ -1,4 +1,4 @@
-"""Where a step's time on the device goes: one step under torch.profiler, its kernels in few kinds."""
+"""The device's time in a step: one step under torch.profiler, its kernels in few kinds."""
 
 import re
 from collections import Counter

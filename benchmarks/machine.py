@@ -1,4 +1,4 @@
-"""What a figure is worth nothing without: device, date, command, commit, versions and the GPU's clocks.
+"""Facts that a figure is worth nothing without: device, date, command, commit, versions and the GPU's clocks.
 
     python -m benchmarks.machine [--device cuda|cpu]     prints it as JSON
 

@@ -1,4 +1,4 @@
-"""How near `dit-lora plan`'s seconds a step come to real ones, on this machine's CPU or GPU.
+"""Compares `dit-lora plan`'s seconds a step with real ones, on this machine's CPU or GPU.
 
     python -m benchmarks.prediction [--recipes NAME ...] [--steps N] [--within FACTOR]
 
@@ -32,7 +32,7 @@ _FAMILIES = {
     "sana": ("sana", "sana-600m"),
     "latte": ("latte", "latte"),
 }
-"""By smoke recipe: family, tiny checkpoint."""
+"""Family and tiny checkpoint, by smoke recipe."""
 _FIRST = 3
 """Steps that are left out: they allocate and settle."""
 

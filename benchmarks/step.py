@@ -47,7 +47,7 @@ class _TimeUpError(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """What a run of the benchmark measures with."""
+    """The device, steps and end of a run of the benchmark."""
 
     device: torch.device
     steps: int

@@ -1,4 +1,4 @@
-"""What `benchmarks.step` found: as lines of JSON, and as tables that show wins and losses alike."""
+"""The results of `benchmarks.step`: as lines of JSON, and as tables that show wins and losses alike."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ _COMPILED = {setting.name for setting in SETTINGS if setting.is_compiled_stock}
 
 @dataclass
 class Result:
-    """What one setting of one model did."""
+    """The outcome of one setting of one model."""
 
     model: str
     setting: str
     seconds: list[float] = field(default_factory=list)
-    """Of each step after the warm-up, until the device had done it."""
+    """Times of each step after the warm-up, until the device had done it."""
     host: list[float] = field(default_factory=list)
     """Seconds until the host had launched each of them; empty where the step itself waits for the device."""
     warm_up: float = 0.0
     losses: list[float] = field(default_factory=list)
-    """Of all steps, the warm-up's too."""
+    """The losses of all steps, the warm-up's too."""
     peak: int | None = None
     """Bytes of the device at most, after the warm-up."""
     mode: str = ""

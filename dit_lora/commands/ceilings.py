@@ -1,4 +1,4 @@
-"""What a device reaches, measured, kept and shown: `dit-lora doctor --measure`."""
+"""Measures, keeps and shows what a device reaches: `dit-lora doctor --measure`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What one device reaches: rates that `dit-lora doctor --measure` took, kept beside Accelerate's own facts of the machine."""
+"""Rates that one device reaches, as `dit-lora doctor --measure` took them; kept beside Accelerate's own facts of the machine."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
 VERSION = 1
-"""Of the file; one of another version is measured anew."""
+"""The version of the file; one of another is measured anew."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ceilings:
     products: Sequence[ProductRate]
     attention: Sequence[AttentionRate]
     failed: Mapping[str, str] = field(default_factory=dict)
-    """What could not be measured, and why."""
+    """The names of those that could not be measured, and why."""
     about: Mapping[str, str] = field(default_factory=dict)
     """Versions, and clocks and power while it was measured."""
 
@@ -151,4 +151,4 @@ def _of_h200() -> Ceilings:
 
 
 ESTIMATE = _of_h200()
-"""What a plan counts with where nothing was measured."""
+"""The rates that a plan counts with where nothing was measured."""

@@ -1,4 +1,4 @@
-"""What a GPU is doing while figures are taken: clocks, power and temperature, as nvidia-smi tells them."""
+"""Asks nvidia-smi for the state of a GPU that figures depend on: clocks, power and temperature."""
 
 import subprocess
 

@@ -43,7 +43,7 @@ class Planned:
     change: Change | None
     """None where it fits, and where nothing that is known here makes it fit."""
     speed: Speed
-    """Of a step of the recipe as it is, on one rank, at its largest shape."""
+    """The speed of a step of the recipe as it is, on one rank, at its largest shape."""
 
     @property
     def sharding(self) -> str | None:

@@ -36,7 +36,7 @@ _FAILURES = (
     LookupError,
     DitLoraError,
 )
-"""What an op that takes no tensors without values raises, a model that reads one, and a file that is not ours: no run ends by
+"""Raised by an op that takes no tensors without values, a model that reads one, and a file that is not ours: no run ends by
 its prediction."""
 
 
@@ -51,7 +51,7 @@ class Speed:
     together: bool
     """True if host and device work at the same time."""
     source: str
-    """Where the rates are from."""
+    """The origin of the rates, in words."""
 
     @property
     def seconds(self) -> float:
