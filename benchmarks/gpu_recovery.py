@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +183,16 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _poison() -> None:
     """Make the latents of one sample NaN on the device, from the fourth step on, whenever a step takes it."""
-    moved, take = Batch.to, training_loop._take
+    moved, micro_step = Batch.to, training_loop._micro_step
     victims: list[str] = []
     poisons = False
 
-    def taken(loop: Any, reader: Any, number: int, stop_asked: Any) -> Any:
+    def poisoned_step(*args: Any) -> Any:
         nonlocal poisons
-        poisons = number >= _POISONED_FROM
+        (step,) = (one for one in args if isinstance(one, training_loop._Step))
+        poisons = step.number >= _POISONED_FROM
         try:
-            return take(loop, reader, number, stop_asked)
+            return micro_step(*args)
         finally:
             poisons = False
 
@@ -203,10 +205,10 @@ def _poison() -> None:
         # A copy: on a CPU these are the loader's own tensors.
         tensors = {name: tensor.clone() for name, tensor in batch.tensors.items()}
         tensors["latent_mean"][batch.ids.index(victims[0])] = math.nan
-        return Batch(batch.ids, batch.draws, tensors, batch.faults)
+        return replace(batch, tensors=tensors)
 
     Batch.to = to  # type: ignore[method-assign]
-    training_loop._take = taken
+    training_loop._micro_step = poisoned_step
 
 
 def _as_run(kind: str, arguments: list[str]) -> None:

@@ -43,11 +43,11 @@ class KernelTimes:
 
 def kernel_times(device: torch.device, step: Callable[[], object]) -> KernelTimes:
     """Run `step` once under the profiler, which slows the host and not the kernels."""
-    activities = [ProfilerActivity.CPU]
+    activity = ProfilerActivity.CPU
     if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+        activity = ProfilerActivity.CUDA
         torch.cuda.synchronize(device)
-    with profile(activities=activities) as profiled:
+    with profile(activities=[activity]) as profiled:
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -68,7 +68,8 @@ def _milliseconds(event: FunctionEvent, device: torch.device) -> float | None:
     # An optimizer's annotation is an event on the GPU too, and spans kernels that are counted by themselves.
     if event.is_user_annotation or event.device_type.name != device.type.upper():
         return None
-    own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+    on_gpu = device.type == "cuda"
+    own = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
     return own / 1e3 if own > 0 else None
 
 

@@ -202,7 +202,6 @@ def _measure(steps: Steps, result: Result, timing: Timing) -> None:
 
     def warm(_number: int, loss: float, _host: float | None) -> None:
         result.losses.append(loss)
-        timing.wait()
         result.warm_up = time.perf_counter() - began
         _require_time(timing)
 
@@ -212,8 +211,8 @@ def _measure(steps: Steps, result: Result, timing: Timing) -> None:
     began = time.perf_counter()
 
     def timed(_number: int, loss: float, host: float | None) -> None:
+        # No waiting here: the device has done a plain step, and the loop may have launched the next one.
         nonlocal began
-        timing.wait()
         result.seconds.append(time.perf_counter() - began)
         result.losses.append(loss)
         result.host += [host] if host is not None else []

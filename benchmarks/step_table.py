@@ -22,7 +22,7 @@ class Result:
     model: str
     setting: str
     seconds: list[float] = field(default_factory=list)
-    """Times of each step after the warm-up, until the device had done it."""
+    """Times of each step after the warm-up, until the device had done it; of the loop's, from one read to the next."""
     host: list[float] = field(default_factory=list)
     """Seconds until the host had launched each of them; empty where the step itself waits for the device."""
     warm_up: float = 0.0

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from launching import ROOT
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 SIZES = {
     "cogvideox-5b": 5_570_283_072,
@@ -218,6 +220,27 @@ def test_kernels_are_told_apart_by_their_names(step: Any, name: str, kind: str) 
     from benchmarks.kernel_time import kind_of
 
     assert kind_of(name) == kind
+
+
+def test_a_gpus_kernels_are_added_once_without_the_hosts_calls_and_annotations(step: Any) -> None:
+    from benchmarks import kernel_time
+
+    def event(name: str, device: str, start: float, end: float, annotation: bool = False) -> Any:
+        return FunctionEvent(
+            id=0, name=name, thread=0, start_us=start, end_us=end, use_device="cuda",
+            device_type=getattr(DeviceType, device), is_user_annotation=annotation,
+        )  # fmt: skip
+
+    events = [
+        event("cudaLaunchKernel", "CPU", 0, 900),
+        event("Optimizer.step#AdamW.step", "CUDA", 10, 80, annotation=True),
+        event("nvjet_tst_128x256", "CUDA", 10, 40),
+        event("nvjet_tst_128x256", "CUDA", 40, 60),
+        event("_forward_kernel", "CUDA", 60, 70),
+    ]
+    gpu = torch.device("cuda")
+    found = [kernel_time._milliseconds(one, gpu) for one in events]
+    assert found == [None, None, pytest.approx(0.03), pytest.approx(0.02), pytest.approx(0.01)]
 
 
 @pytest.mark.parametrize("name", SIZES)
