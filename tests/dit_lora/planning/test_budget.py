@@ -379,9 +379,9 @@ def made_up_count(recipe: Recipe, subject: Subject, launch: Launch, gpu: int | N
     a_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
     needs = recipe.train.batch_size * a_sample - saved
     fits = gpu is None or needs <= gpu
-    return SimpleNamespace(
-        recipe=recipe, launch=launch, gpu=gpu, phases={"training": needs}, needs=needs, fits=fits
-    )
+    found = SimpleNamespace(recipe=recipe, launch=launch, gpu=gpu, needs=needs, fits=fits)
+    found.mode, found.phases = "none", {"training": needs}
+    return found
 
 
 def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
