@@ -10,7 +10,7 @@ compiled           either of them with each block through torch.compile
 ours               dit_lora.fuse, checkpointing by our advisor (or as named), fused AdamW
 ours, guard        ours within the loop of a run: gate, norms by group, the step's one read, the record for replays
 ours, cuDNN off    ours without cuDNN's attention, which PyTorch prefers on some GPUs
-ours, fp8          ours with frozen products in fp8, where kernels.fp8 exists
+ours, fp8          ours with frozen products in fp8, where kernels.fp8 exists and the GPU has them
 The losses of all settings at each step must lie on top of each other, but for fp8's. What does not fit the memory says
 so. Every result is written as it comes: a line of JSON beside the table, with its kernels and the GPU's clocks.
 `--models tiny` runs on a CPU, with the kernels' references, in place of a test.
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.stderr.write("step: there is no CUDA device here; --models tiny --device cpu runs\n")
         return 2
+    settings = [one for one in settings if not one.fp8 or _has_fp8(device)]
     timing = Timing(device, args.steps, time.monotonic() + args.budget)
     about = facts(device, ["python", "-m", "benchmarks.step", *(argv or sys.argv[1:])])
     results = [Result(name, setting.name) for name in chosen for setting in settings]
@@ -126,6 +127,11 @@ def _settings(names: Sequence[str]) -> list[Setting] | None:
         )
         return None
     return [setting for setting in SETTINGS if setting.name in (known[0], *names)]
+
+
+def _has_fp8(device: torch.device) -> bool:
+    """Return whether PyTorch's fp8 products run on this device: from Ada and Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _append(path: Path, line: Mapping[str, Any], *, anew: bool = False) -> None:

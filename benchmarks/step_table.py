@@ -22,7 +22,8 @@ class Result:
     model: str
     setting: str
     seconds: list[float] = field(default_factory=list)
-    """Times of each step after the warm-up, until the device had done it; of the loop's, from one read to the next."""
+    """Times of each step after the warm-up, until the device had done it; of the loop's, from one read to the
+    next: the first has the next one's launch, the last has not."""
     host: list[float] = field(default_factory=list)
     """Seconds until the host had launched each of them; empty where the step itself waits for the device."""
     warm_up: float = 0.0
