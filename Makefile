@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | build | gpu-check. Each works alone from a clean clone.
+# make setup | demo | test | lint | docs | build | gpu-check | gpu-check-more. Each works alone from a clean clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test test-all lint docs docs-serve build gpu-check clean
+.PHONY: setup demo test test-all lint docs docs-serve build gpu-check gpu-check-more clean
 
 setup: $(VENV)/.installed
 
@@ -59,41 +59,19 @@ build: setup
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-# Under ten minutes on one GPU; what there is no time for says so. In the project's environment, or with
-# `make gpu-check PYTHON=python3` in that interpreter's, where nothing is installed. OUT: a folder for copies.
+# Two calls of less than ten minutes on one GPU: docs/gpu.md. In the project's environment, or with
+# `make gpu-check PYTHON=python3` in that interpreter's, where nothing is installed. OUT: the folder of results.
 ifeq ($(origin PYTHON),file)
 GPU_PYTHON := $(BIN)/python
-gpu-check: setup
+gpu-check gpu-check-more: setup
 else
 GPU_PYTHON := $(PYTHON)
 endif
-GPU_RESULTS := build/gpu-check
-# Without tests/conftest.py, which needs Diffusers.
-KERNEL_TESTS := -m pytest -q --confcutdir=tests/dit_lora_kernels tests/dit_lora_kernels
 
-gpu-check: export PYTHONPATH := kernels:tests:.
-gpu-check: export PYTHONUNBUFFERED := 1
 gpu-check:
-	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
-	  { echo 'gpu-check: $(GPU_PYTHON) has no torch that finds a CUDA device' >&2; exit 1; }
-	@rm -rf $(GPU_RESULTS) && mkdir -p $(GPU_RESULTS)
-	@status=0; \
-	run() { \
-	  name=$$1; shift; echo "== $$name"; \
-	  { timeout --kill-after=5 "$$@" 2>&1; echo $$? > $(GPU_RESULTS)/code; } | tee $(GPU_RESULTS)/$$name.log; \
-	  code=$$(cat $(GPU_RESULTS)/code); rm $(GPU_RESULTS)/code; \
-	  if [ $$code -ne 0 ]; then status=1; echo "== $$name failed with $$code"; fi; \
-	  if [ "$$OUT" ]; then cp $(GPU_RESULTS)/* "$$OUT"; fi; }; \
-	needs() { \
-	  name=$$1; shift; $(GPU_PYTHON) -c "import $$*" 2>/dev/null && return; \
-	  status=1; echo "== $$name left out: it needs the packages of pyproject.toml"; return 1; }; \
-	run kernel_tests 140 $(GPU_PYTHON) $(KERNEL_TESTS); \
-	if needs gpu_tests dit_lora.families; then \
-	  run gpu_tests 35 $(GPU_PYTHON) -m pytest -q -m gpu $$(grep -rl 'mark.gpu' tests/dit_lora); fi; \
-	run bench 235 $(GPU_PYTHON) kernels/bench/bench.py --budget 200 --out $(GPU_RESULTS); \
-	if needs steps benchmarks.step; then \
-	  run steps 145 $(GPU_PYTHON) -m benchmarks.step --budget 110 --steps 3 --out $(GPU_RESULTS); fi; \
-	exit $$status
+	@PYTHON=$(GPU_PYTHON) benchmarks/gpu_check.sh first
+gpu-check-more:
+	@PYTHON=$(GPU_PYTHON) benchmarks/gpu_check.sh second
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info

@@ -105,6 +105,12 @@ def fixed_batches(size: int) -> Iterator[Batch]:
         position += size
 
 
+def _wait(accelerator: Accelerator) -> None:
+    """Wait until a GPU has done the step: ours reads its row, a bare one would only launch it."""
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize(accelerator.device)
+
+
 def bare_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int) -> Step:
     model, optimizer = build_model()
     model.to(accelerator.device)
@@ -118,6 +124,7 @@ def bare_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int) -> St
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        _wait(accelerator)
         return time.perf_counter() - began
 
     return step
@@ -176,6 +183,7 @@ def our_loop(
                 stop_asked=lambda: 0,
                 on_step=on_step,
             )
+            _wait(accelerator)
             return time.perf_counter() - began
 
     return step

@@ -50,6 +50,8 @@ class Model:
     ops: tuple[str, ...]
     """Kernels that it takes; on a CPU they run as their references."""
     rank: int = 64
+    channels_at: int = 1
+    """The dimension of the output that holds its channels."""
 
     def build(self, device: torch.device) -> Any:
         """On the device, in bf16 with fp32 adapters, frozen but for them; B is not zero, so that A has gradients."""
@@ -118,19 +120,28 @@ def _sana(config: Mapping[str, Any], batch: int, text: int) -> Callable[[Draws],
         return {
             "hidden_states": draws.normal(batch, channels, side, side),
             "encoder_hidden_states": draws.normal(batch, text, config["caption_channels"]),
-            "encoder_attention_mask": torch.ones(batch, text, device=draws.device),
+            "encoder_attention_mask": _captions(draws, batch, text),
             "timestep": draws.whole(1000, batch),
         }
 
     return inputs
 
 
-def _dit(draws: Draws) -> Inputs:
-    return {
-        "hidden_states": draws.normal(64, 4, 32, 32),
-        "timestep": draws.whole(1000, 64),
-        "class_labels": draws.whole(1000, 64),
-    }
+def _captions(draws: Draws, batch: int, text: int) -> torch.Tensor:
+    """Return the mask (B, T) of captions of a fifteenth to two thirds of the tokens: a mask of ones alone may be dropped."""
+    lengths = text // 15 + 1 + draws.whole(text * 3 // 5, batch, 1)
+    return (torch.arange(text, device=draws.device) < lengths).float()
+
+
+def _dit(batch: int) -> Callable[[Draws], Inputs]:
+    def inputs(draws: Draws) -> Inputs:
+        return {
+            "hidden_states": draws.normal(batch, 4, 32, 32),
+            "timestep": draws.whole(1000, batch),
+            "class_labels": draws.whole(1000, batch),
+        }
+
+    return inputs
 
 
 def _wan(draws: Draws) -> Inputs:
@@ -172,14 +183,27 @@ _JOINT = ("lora_linear", "qk_norm_rope", "ada_norm")
 _LINEAR = ("lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu")
 
 
-def _cogvideox_model(name: str, frames: int, height: int, width: int, shape: str) -> Model:
+def _cogvideox_model(
+    name: str, frames: int, height: int, width: int, shape: str, rank: int = 64
+) -> Model:
     config = published(name)
     inputs = _cogvideox(config, frames, height, width)
-    return Model(CogVideoXTransformer3DModel, config, inputs, shape, _JOINT)
+    return Model(CogVideoXTransformer3DModel, config, inputs, shape, _JOINT, rank, channels_at=2)
+
+
+def _sana_model(batch: int) -> Model:
+    config = published("Sana_1600M_1024px_BF16_diffusers")
+    inputs = _sana(config, batch, 300)
+    return Model(SanaTransformer2DModel, config, inputs, f"{batch} x 1024x1024", _LINEAR)
+
+
+def _dit_model(batch: int) -> Model:
+    ops = ("lora_linear", "ada_norm")
+    config = published("DiT-XL-2-256")
+    return Model(DiTTransformer2DModel, config, _dit(batch), f"{batch} x 256x256", ops)
 
 
 def _real() -> dict[str, Model]:
-    sana = published("Sana_1600M_1024px_BF16_diffusers")
     # Diffusers' defaults are those of 14B.
     wan = {
         "num_attention_heads": 12,
@@ -188,24 +212,25 @@ def _real() -> dict[str, Model]:
         "num_layers": 30,
     }
     return {
-        "sana-1.6b": Model(SanaTransformer2DModel, sana, _sana(sana, 8, 300), "8 x 1024x1024", _LINEAR),
-        "dit-xl2": Model(
-            DiTTransformer2DModel, published("DiT-XL-2-256"), _dit, "64 x 256x256", ("lora_linear", "ada_norm")
-        ),
+        # The rank of the published example: diffusers, examples/cogvideo/README.md.
+        "cogvideox-5b": _cogvideox_model("CogVideoX-5b", 13, 60, 90, "1 x 49x480x720", 128),
+        "sana-1.6b-b8": _sana_model(8),
+        "dit-xl2-b32": _dit_model(32),
+        "sana-1.6b-b4": _sana_model(4),
+        "dit-xl2-b64": _dit_model(64),
         "cogvideox-2b": _cogvideox_model("CogVideoX-2b", 13, 60, 90, "1 x 49x480x720"),
-        "cogvideox-5b": _cogvideox_model("CogVideoX-5b", 13, 60, 90, "1 x 49x480x720"),
         "wan-1.3b": Model(WanTransformer3DModel, wan, _wan, "1 x 81x480x832", _JOINT),
         # 21 frames of latents, and one of padding for patches of two.
         "cogvideox-1.5": _cogvideox_model("CogVideoX1.5-5B", 22, 96, 170, "1 x 81x768x1360"),
-    }  # fmt: skip
+    }
 
 
 MODELS: dict[str, Model] = _real()
-"""In the order in which a short run takes them."""
+"""In the order in which a short run takes them: the most telling first."""
 TINY: dict[str, Model] = {
     "tiny-cogvideox": Model(
         CogVideoXTransformer3DModel, _TINY_COGVIDEOX, _cogvideox(_TINY_COGVIDEOX, 3, 8, 12), "1 x 9x64x96",
-        _JOINT, rank=4,
+        _JOINT, rank=4, channels_at=2,
     ),
     "tiny-sana": Model(
         SanaTransformer2DModel, _TINY_SANA, _sana(_TINY_SANA, 2, 7), "2 x 256x256", _LINEAR, rank=4

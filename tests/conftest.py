@@ -101,6 +101,9 @@ def encoded_shapes(
     """The cache of the smoke recipe's clips and captions."""
     from dit_lora.commands.cache import build
 
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # another test may have left one in bf16
     cache = tmp_path_factory.mktemp("encoded") / "cache"
     model, data = tiny_checkpoints["cogvideox-5b"], shape_clips
     size = ("data.height=32", "data.width=48", "validation.prompts=[]")

@@ -1,13 +1,17 @@
 """The verb `dit-lora plan`: what a run will take, before anything is downloaded."""
 
 import re
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from dit_lora.cli.arguments import Overrides, RecipeFile
 from dit_lora.cli.json_output import JsonFlag, answer
 from dit_lora.errors import DitLoraError
+
+if TYPE_CHECKING:
+    from dit_lora.environment.ceilings import Ceilings
 
 EXAMPLES = {
     "plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16")
@@ -30,9 +34,18 @@ def plan(
         Literal["ddp", "zero2", "fsdp2"],
         typer.Option(help="What the launch shares out among them."),
     ] = "ddp",
+    ceilings: Annotated[
+        Path | None,
+        typer.Option(
+            help="Rates of another machine's GPU: the file that `doctor --measure` wrote there."
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
+    """Say what memory, disk and time a run takes, before any weight is downloaded; exit 1 if it does not fit.
+
+    Seconds a step are predicted from what `doctor --measure` found of this machine's GPU, else from an estimate.
+    """
     from dit_lora.commands.plan import render
     from dit_lora.planning.budget import Launch
     from dit_lora.planning.search import plan as run
@@ -40,7 +53,8 @@ def plan(
 
     quiet_libraries()
     size = _memory_here() if gpu is None else parse_size(gpu)
-    planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
+    rates = _ceilings(ceilings)
+    planned = run(recipe, overrides or [], Launch(ranks, sharding), size, rates)
     fits = planned.budget.fits
     answer(context, as_json, planned.record(), lambda: render(planned), passed=fits)
 
@@ -51,6 +65,22 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _ceilings(file: Path | None) -> "Ceilings":
+    """Return the rates of a file, else those measured of this machine's GPU, else the estimate."""
+    import torch
+
+    from dit_lora.environment.ceilings import ESTIMATE, load_ceilings, read_ceilings
+
+    if file is not None:
+        read = read_ceilings(file)
+        if read is None:
+            raise DitLoraError(f"--ceilings: {file} is of another version; measure again")
+        return read
+    if not torch.cuda.is_available():
+        return ESTIMATE
+    return load_ceilings(torch.cuda.get_device_name()) or ESTIMATE
 
 
 def _memory_here() -> int | None:

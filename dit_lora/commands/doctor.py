@@ -116,9 +116,9 @@ def render(report: Mapping[str, Any]) -> None:
         (name, entry["version"] or "-", entry["tested"] or "-", entry["status"])
         for name, entry in packages.items()
     ]
-    console.print(_table(("package", "installed", "tested", "status"), rows))
+    console.print(table(("package", "installed", "tested", "status"), rows))
     choices = [(entry["what"], entry["choice"], entry["why"]) for entry in report["decisions"]]
-    console.print(_table(("a run uses", "choice", "why"), choices))
+    console.print(table(("a run uses", "choice", "why"), choices))
     notes = [entry for entry in packages.values() if entry["what"]] + list(report["known_bad"])
     for note in notes:
         lines = [f"{note['severity']}: {note['what']}", note.get("source"), note["remedy"]]
@@ -169,7 +169,7 @@ def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
     }
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
     """Return a table without frames whose cells are shown as they are, brackets included."""
     from rich import box
     from rich.table import Table

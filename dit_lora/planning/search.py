@@ -11,10 +11,12 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.config.recipe import Recipe
+from dit_lora.environment.ceilings import ESTIMATE, Ceilings
 from dit_lora.errors import DitLoraError
 from dit_lora.families.without_weights import opened, without_weights
 from dit_lora.numerics.precision import choose_precision
 from dit_lora.planning.budget import GIB, Launch, MemoryBudget, count
+from dit_lora.planning.speed import Speed, speed_of
 from dit_lora.planning.subject import Subject
 from dit_lora.training.execution.activation_checkpointing import MODES
 from dit_lora.training.session.launch import require_shared
@@ -40,6 +42,8 @@ class Planned:
     budget: MemoryBudget
     change: Change | None
     """None where it fits, and where nothing that is known here makes it fit."""
+    speed: Speed
+    """The speed of a step of the recipe as it is, on one rank, at its largest shape."""
 
     @property
     def sharding(self) -> str | None:
@@ -66,6 +70,7 @@ class Planned:
             "host": _gib(budget.host),
             "disk": _gib(budget.disk),
             "clips": budget.clips,
+            "step": self.speed.record(),
             "steps": budget.recipe.train.steps,
             "ranks": budget.launch.ranks,
             "sharding": budget.launch.sharding,
@@ -73,10 +78,16 @@ class Planned:
         }
 
 
-def plan(path: str | Path, overrides: Sequence[str], launch: Launch, gpu: int | None) -> Planned:
+def plan(
+    path: str | Path,
+    overrides: Sequence[str],
+    launch: Launch,
+    gpu: int | None,
+    ceilings: Ceilings = ESTIMATE,
+) -> Planned:
     """Return the budget of a recipe on a GPU of so many bytes (None: no limit), counted as for a GPU.
 
-    Raises `DitLoraError` for a recipe that is wrong, a checkpoint whose configs are nowhere, and what a launch
+    The speed is that of a GPU with these ceilings. Raises `DitLoraError` for a recipe that is wrong, a checkpoint whose configs are nowhere, and what a launch
     cannot do.
     """
     recipe = load_recipe(path, overrides)
@@ -84,7 +95,19 @@ def plan(path: str | Path, overrides: Sequence[str], launch: Launch, gpu: int | 
     with without_weights(recipe) as local:
         variants = _Variants(path, overrides, local.model.path, launch, gpu)
         budget = variants.count()
-        return Planned(budget, None if budget.fits else _what_fits(variants, budget))
+        speed = _speed(budget, variants.subject(budget.recipe), ceilings)
+        return Planned(budget, None if budget.fits else _what_fits(variants, budget), speed)
+
+
+def _speed(budget: MemoryBudget, subject: Subject, ceilings: Ceilings) -> Speed:
+    recipe = budget.recipe
+    return speed_of(
+        subject.work(recipe, subject.shapes[0], budget.mode),
+        ceilings,
+        micro_steps=recipe.train.accumulate,
+        trained=subject.weights(recipe).trained_bytes,
+        gpu=subject.gpu,
+    )
 
 
 def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:

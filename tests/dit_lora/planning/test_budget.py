@@ -166,11 +166,16 @@ def test_a_gpus_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], mode
     recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "data.frames=49")
     subject = subject_of(recipe, gpu=False)
     counted = count(recipe, subject, Launch(), None, mode).training.total
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
     real = RealRun(recipe, subject, mode, HERE)
     real.step()
     torch.cuda.reset_peak_memory_stats()
     real.step()
-    assert torch.cuda.max_memory_allocated() == pytest.approx(counted, rel=0.1)
+    peak, held = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated()
+    # cuBLAS keeps 32 MiB for each thread that has called it, which plans count as CUDA's own: more than a tiny model.
+    torch._C._cuda_clearCublasWorkspaces()
+    assert peak - (held - torch.cuda.memory_allocated()) == pytest.approx(counted, rel=0.1)
 
 
 @contextmanager
@@ -374,9 +379,9 @@ def made_up_count(recipe: Recipe, subject: Subject, launch: Launch, gpu: int | N
     a_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
     needs = recipe.train.batch_size * a_sample - saved
     fits = gpu is None or needs <= gpu
-    return SimpleNamespace(
-        recipe=recipe, launch=launch, gpu=gpu, phases={"training": needs}, needs=needs, fits=fits
-    )
+    found = SimpleNamespace(recipe=recipe, launch=launch, gpu=gpu, needs=needs, fits=fits)
+    found.mode, found.phases = "none", {"training": needs}
+    return found
 
 
 def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:

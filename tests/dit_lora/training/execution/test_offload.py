@@ -335,4 +335,7 @@ def test_a_step_on_cuda_holds_two_blocks_of_the_base(tiny_checkpoints: dict[str,
         del step
     blocks = [sum(p.nbytes for p in group.parameters) for group in held.groups.values()]
     assert peaks["none"] - peaks["group"] > 0.9 * (sum(blocks) - 2 * max(blocks))
-    assert all(torch.equal(found["group"][name], grad) for name, grad in found["none"].items())
+    # Not to the bit: on CUDA the backward of PyTorch's attention adds in no fixed order.
+    for name, grad in found["none"].items():
+        difference = torch.linalg.vector_norm(found["group"][name] - grad)
+        assert difference <= 1e-4 * torch.linalg.vector_norm(grad), name

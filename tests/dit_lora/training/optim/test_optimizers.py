@@ -352,6 +352,7 @@ def test_bad_state_is_named_with_its_parameter(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_resume_pages_what_was_paged() -> None:
     """bitsandbytes pages buffers of 100,000 elements and more."""
+    pytest.importorskip("bitsandbytes")
 
     def build() -> tuple[nn.Parameter, torch.optim.Optimizer]:
         draws = torch.Generator().manual_seed(0)

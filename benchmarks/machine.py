@@ -1,0 +1,96 @@
+"""Facts that a figure is worth nothing without: device, date, command, commit, versions and the GPU's clocks.
+
+    python -m benchmarks.machine [--device cuda|cpu]     prints it as JSON
+
+The commit is git's; where there is no repository, that of the variable DIT_LORA_COMMIT or of a file COMMIT at the root.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from dit_lora.environment.gpu_state import gpu_state
+
+ROOT = Path(__file__).parents[1]
+_PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft")
+
+
+def facts(device: torch.device, command: list[str]) -> dict[str, str]:
+    """Return names and values; the GPU's clocks are those of this moment."""
+    found = {
+        "device": device_name(device),
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(command),
+        "commit": commit(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+    }
+    if device.type == "cuda":
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found |= gpu_state(device.index or 0)
+    else:
+        found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+def in_words(found: Mapping[str, str]) -> str:
+    """Return facts as a line of a table's head, without device and date, which are its title."""
+    shown = {name: value for name, value in found.items() if name not in ("device", "date")}
+    command = shown.pop("command")
+    return f"`{command}`: {', '.join(f'{name} {value}' for name, value in shown.items())}."
+
+
+def device_name(device: torch.device) -> str:
+    """Return a GPU's name, of a CPU its architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def file_stem(kind: str, found: Mapping[str, str]) -> str:
+    """Return `<kind>_<device>_<date>`, of letters, digits and hyphens."""
+    device = re.sub(r"[^A-Za-z0-9]+", "-", found["device"]).strip("-").lower()
+    return f"{kind}_{device}_{found['date']}"
+
+
+def commit() -> str:
+    """Return the commit of this tree, `unknown` where nothing tells it."""
+    # Of this folder's own repository alone: one that a copy of the tree happens to lie in has other commits.
+    if (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        except (OSError, subprocess.SubprocessError):
+            pass
+        else:
+            return done.stdout.strip()
+    told, file = os.environ.get("DIT_LORA_COMMIT"), ROOT / "COMMIT"
+    return told or (file.read_text().strip() if file.is_file() else "unknown")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device = torch.device(parser.parse_args().device)
+    print(json.dumps(facts(device, sys.argv), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""The settings of `benchmarks.step`: how each is put on a model, takes its steps, and is taken off again."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from benchmarks.step_models import Inputs, Model
+from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
+from dit_lora.data.loading.batch import Batch
+from dit_lora.fuse.api import fuse, unfuse
+from dit_lora.fuse.gradient_norms import choose_norms
+from dit_lora.fuse.patches import OPS, fusion_of
+from dit_lora.guard.gate import Trip
+from dit_lora.guard.replay import MicroBatch
+from dit_lora.guard.snapshots import Snapshots
+from dit_lora.numerics.memory import available_bytes
+from dit_lora.numerics.objectives import LossOutput
+from dit_lora.numerics.streams import Streams
+from dit_lora.training.choose_checkpointing import bytes_to_come
+from dit_lora.training.distributed.engine import Engine
+from dit_lora.training.execution.activation_checkpointing import Mode, set_checkpointing
+from dit_lora.training.execution.activations import advise, measure
+from dit_lora.training.guarding.watch import StepWatcher
+from dit_lora.training.loop import Loop, train
+from dit_lora.training.optim.build import build_schedule
+from dit_lora.training.step import StepResult
+
+_FP8 = "fp8"
+_RATE, _CLIP = 1e-4, 1.0
+TARGET = "target"
+"""Name of the noise that a step's output is compared with, beside a model's inputs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train."""
+
+    name: str
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    fused: bool = False
+    compiled: bool = False
+    cudnn: bool = True
+    """True where PyTorch may take cuDNN's attention."""
+    guarded: bool = False
+    """True where the step is that of `dit_lora.training.loop`, gate and all."""
+    fp8: bool = False
+
+    @property
+    def is_compiled_stock(self) -> bool:
+        """True for what the best compiled setting is looked for among."""
+        return self.compiled and not self.fused
+
+
+SETTINGS = (
+    Setting("example", "full"),
+    Setting("ours", fused=True),
+    Setting("stock, none", "none"),
+    Setting("ours, guard", fused=True, guarded=True),
+    Setting("stock, none, compiled", "none", compiled=True),
+    Setting("ours, compiled", fused=True, compiled=True),
+    Setting("ours, cuDNN off", fused=True, cudnn=False),
+    *([Setting("ours, fp8", fused=True, fp8=True)] if _FP8 in OPS else []),
+    Setting("ours, none", "none", fused=True),
+    Setting("ours, selective", "selective", fused=True),
+    Setting("example, compiled", "full", compiled=True),
+)
+"""The most telling first: a run that is cut short has them."""
+EXAMPLE = SETTINGS[0]
+
+Done = Callable[[int, float, float | None], None]
+"""Called after each step with its number, its loss, and the seconds that the host took to launch it, where known."""
+
+
+class Steps(Protocol):
+    """One setting at work."""
+
+    mode: Mode
+    words: str
+    """Why that checkpointing."""
+
+    def take(self, first: int, last: int, done: Done) -> None:
+        """Take these steps, the last one too."""
+
+
+@contextmanager
+def settled(
+    model: Any, entry: Model, setting: Setting, batches: Sequence[Inputs], wait: Callable[[], None]
+) -> Iterator[Steps]:
+    """Yield the setting's steps over these batches; afterwards the model is as it was built."""
+    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(setting.cudnn and cudnn)
+        yield _steps(model, entry, setting, batches, wait)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        _take_off(model, trained)
+
+
+def _steps(
+    model: Any, entry: Model, setting: Setting, batches: Sequence[Inputs], wait: Callable[[], None]
+) -> Steps:
+    device = next(model.parameters()).device
+    if setting.fused:
+        on_cpu = dict.fromkeys(entry.ops, "on")  # by themselves they need a GPU
+        modes: dict[str, Any] = {} if device.type == "cuda" else on_cpu
+        # The check of the first forwards is off: here the losses of the settings are compared.
+        fuse(model, {**modes, **({_FP8: "on"} if setting.fp8 else {})}, check=False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # As the scripts have it: the fused one, which the gate needs, is ours.
+    with_fused: dict[str, Any] = {"fused": True} if setting.fused else {}
+    groups = [{"params": parameters, "name": "adapter"}]
+    optimizer = torch.optim.AdamW(groups, lr=_RATE, **with_fused)
+    mode, words = _mode(model, setting, batches[0], optimizer)
+    if setting.compiled:
+        torch._dynamo.reset()
+        for block in _blocks(model):
+            backend = "inductor" if device.type == "cuda" else "aot_eager"
+            block.compile(backend=backend, dynamic=False)
+    set_checkpointing(model, mode)
+    kind = _GuardedSteps if setting.guarded else _PlainSteps
+    return kind(model, optimizer, batches, mode, words, wait)
+
+
+def ops_used(model: Any) -> str:
+    """Return the kernels that replaced something in a fused model, as words."""
+    fusion = fusion_of(model)
+    return ", ".join(fusion.used()) if fusion else ""
+
+
+def _take_off(model: Any, trained: Mapping[str, torch.Tensor]) -> None:
+    unfuse(model)
+    set_checkpointing(model, "none")
+    for block in _blocks(model):
+        block._compiled_call_impl = None
+    for name, parameter in model.named_parameters():
+        if name in trained:
+            parameter.data.copy_(trained[name])
+            parameter.grad = None
+
+
+def _blocks(model: Any) -> Sequence[torch.nn.Module]:
+    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
+
+
+def _mode(
+    model: Any, setting: Setting, given: Inputs, optimizer: torch.optim.Optimizer
+) -> tuple[Mode, str]:
+    """Return the setting's checkpointing, of `auto` the advisor's, and why."""
+    if setting.checkpointing != "auto":
+        return setting.checkpointing, setting.checkpointing
+    device = next(model.parameters()).device
+    tensors, others = _taken_apart(given)
+
+    def losses(transformer: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return _output(transformer, {**batch, **others}).square().mean()
+
+    spec = {n: (t.shape, t.dtype) for n, t in tensors.items() if n != TARGET}
+    needs = measure(model, losses, spec, device)
+    free = available_bytes(device, 1) - bytes_to_come(optimizer)
+    advice = advise(needs, max(0, free), "auto")
+    return advice.mode, advice.words
+
+
+def _taken_apart(given: Inputs) -> tuple[dict[str, torch.Tensor], Inputs]:
+    """Return the tensors of a step, which a batch holds, and the rest."""
+    tensors = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
+    return tensors, {n: value for n, value in given.items() if n not in tensors}
+
+
+def _output(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
+    """Return the output in fp32, under autocast as Accelerate's."""
+    with torch.autocast(given["hidden_states"].device.type, torch.bfloat16):
+        output: torch.Tensor = model(**given, return_dict=False)[0]
+    return output.float()
+
+
+def sample_losses(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
+    """Return each sample's mean squared error against the step's noise, (B,) in fp32."""
+    given = dict(given)
+    target = given.pop(TARGET)
+    return (_output(model, given) - target).square().flatten(1).mean(1)
+
+
+@dataclass
+class _PlainSteps:
+    """The step of Diffusers' scripts: backward, clip, AdamW, no gate."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    batches: Sequence[Inputs]
+    mode: Mode
+    words: str
+    wait: Callable[[], None]
+
+    def take(self, first: int, last: int, done: Done) -> None:
+        for number in range(first, last + 1):
+            loss, seconds = self._take(self.batches[number])
+            self.wait()
+            done(number, float(loss), seconds)
+
+    def _take(self, given: Inputs) -> tuple[torch.Tensor, float]:
+        began = time.perf_counter()
+        loss = sample_losses(self.model, given).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], _CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), time.perf_counter() - began
+
+
+class _NoRecovery:
+    """A benchmark whose step trips is no benchmark."""
+
+    def recover(
+        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+    ) -> int:
+        raise RuntimeError(f"the guard tripped: {trip}")
+
+
+@dataclass
+class _GuardedSteps:
+    """The step of a run: `dit_lora.training.loop.train` with its gate, its norms and its record for replays.
+
+    Snapshots and statistics, which come every so many steps, are told by benchmarks/overhead.py.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    batches: Sequence[Inputs]
+    mode: Mode
+    words: str
+    wait: Callable[[], None]
+
+    def take(self, first: int, last: int, done: Done) -> None:
+        def on_step(result: StepResult) -> None:
+            # The loop has read the step's row, so that the host's share cannot be told.
+            done(result.step - 1, result.loss, None)
+
+        # The loop counts steps from 1.
+        train(
+            self._loop(),
+            self._from,
+            start_step=first,
+            steps=last + 1,
+            stop_asked=lambda: 0,
+            on_step=on_step,
+        )
+
+    def _from(self, taken: int) -> Iterator[Batch]:
+        for number, given in enumerate(self.batches[taken:], start=taken):
+            tensors, _ = _taken_apart(given)
+            rows = range(len(given["hidden_states"]))
+            names = tuple(f"{number}-{row}" for row in rows)
+            yield Batch(names, tuple(number * len(rows) + row for row in rows), tensors)
+
+    def _loop(self) -> Loop:
+        group = GroupConfig(lr=_RATE, schedule="constant", warmup_steps=0)
+        optim = OptimConfig(groups=GroupsConfig(adapter=group), clip=_CLIP)
+        device = next(self.model.parameters()).device
+        _, others = _taken_apart(self.batches[0])
+
+        def losses(model: Any, batch: Batch, _streams: Streams) -> LossOutput:
+            given = {**batch.tensors, **others}
+            return LossOutput(sample_losses(model, given), batch.tensors["timestep"])
+
+        return Loop(
+            engine=Engine(Accelerator(cpu=device.type == "cpu"), self.model, self.optimizer),
+            losses=losses,
+            schedule=build_schedule(optim, len(self.batches)),
+            optim=optim,
+            accumulate=1,
+            seed=0,
+            recovery=_NoRecovery(),
+            watcher=StepWatcher(Snapshots(dict, every=0)),
+            norms=choose_norms("auto", self.optimizer.param_groups[0]["params"])[0],
+        )

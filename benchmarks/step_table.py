@@ -1,0 +1,131 @@
+"""The results of `benchmarks.step`: as lines of JSON, and as tables that show wins and losses alike."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.kernel_time import KernelTimes
+from benchmarks.machine import in_words
+from benchmarks.step_models import Model
+from benchmarks.step_settings import EXAMPLE, SETTINGS
+from dit_lora.training.execution.activations import SHARE
+
+WARM_UP = 2
+_COMPILED = {setting.name for setting in SETTINGS if setting.is_compiled_stock}
+
+
+@dataclass
+class Result:
+    """The outcome of one setting of one model."""
+
+    model: str
+    setting: str
+    seconds: list[float] = field(default_factory=list)
+    """Times of each step after the warm-up, until the device had done it; of the loop's, from one read to the
+    next: the first has the next one's launch, the last has not."""
+    host: list[float] = field(default_factory=list)
+    """Seconds until the host had launched each of them; empty where the step itself waits for the device."""
+    warm_up: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """The losses of all steps, the warm-up's too."""
+    peak: int | None = None
+    """Bytes of the device at most, after the warm-up."""
+    mode: str = ""
+    words: str = ""
+    ops: str = ""
+    kernels: KernelTimes | None = None
+    gpu: dict[str, str] = field(default_factory=dict)
+    """The GPU's clocks and power right after the steps."""
+    failed: str | None = None
+    fits: bool = True
+    same_as: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return it for a line of JSON."""
+        return asdict(self)
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+    def difference(self, example: "Result") -> float | None:
+        """Return the largest relative difference of a step's loss from that of the example."""
+        pairs = list(zip(self.losses, example.losses, strict=False))
+        return max((abs(a - b) / abs(b) for a, b in pairs), default=None)
+
+
+def markdown(
+    about: Mapping[str, str], results: Sequence[Result], chosen: Mapping[str, Model], steps: int
+) -> str:
+    """Return a table of times, one of where they go, and what was left out."""
+    sizes = "; ".join(f"{name} {entry.shape}, rank {entry.rank}" for name, entry in chosen.items())
+    lines = [
+        f"# LoRA training steps on {about['device']}, {about['date']}", "", in_words(about), "",
+        f"Random weights: {sizes}. Median of {steps} steps after {WARM_UP}; the settings are told in "
+        "benchmarks/step.py. Host: until the last kernel of a step was launched. Ratios below 1 are losses. The last "
+        "column is the largest relative difference of a step's loss from the example's.", "",
+        "| model | setting | s a step (lowest to highest) | host, s | example / this | best compiled stock / this "
+        "| peak GiB | warm-up, s | checkpointing | kernels | loss, relative difference |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|---|---:|",
+    ]  # fmt: skip
+    by_model = {name: [r for r in results if r.model == name] for name in chosen}
+    for own in by_model.values():
+        lines += [_row(result, own, steps) for result in own]
+    lines += _kernel_table(results)
+    lines += ["", f"Advice counts {SHARE:.0%} of the free memory as there for activations."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(result: Result, own: Sequence[Result], steps: int) -> str:
+    example = next(r for r in own if r.setting == EXAMPLE.name)
+    compiled = [r for r in own if r.setting in _COMPILED and r.seconds]
+    best = min(compiled, key=lambda r: r.median or 0.0, default=None)
+    difference = result.difference(example)
+    cells = [
+        result.model, result.setting, _time_cell(result, steps),
+        f"{statistics.median(result.host):.4f}" if result.host else "-",
+        _ratio(example, result), _ratio(best, result),
+        "-" if result.peak is None else f"{result.peak / 2**30:.1f}",
+        f"{result.warm_up:.1f}" if result.losses else "-", result.words or "-", result.ops or "-",
+        "-" if difference is None else f"{difference:.1e}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratio(other: Result | None, result: Result) -> str:
+    if other is None or other is result or not other.median or not result.median:
+        return "-"
+    ratio = other.median / result.median
+    return f"{ratio:.3f}" + (" **slower**" if ratio < 1 else "")
+
+
+def _time_cell(result: Result, steps: int) -> str:
+    if result.failed:
+        return f"failed: {result.failed.replace('|', '/')}"
+    if result.same_as:
+        return f"the same as {result.same_as}"
+    if not result.fits:
+        return "does not fit"
+    if not result.seconds:
+        return "left out, the time was up"
+    low, high = min(result.seconds), max(result.seconds)
+    cell = f"{result.median:.4f} ({low:.4f} to {high:.4f})"
+    return cell if len(result.seconds) == steps else f"{cell}, {len(result.seconds)} steps"
+
+
+def _kernel_table(results: Sequence[Result]) -> list[str]:
+    """Return the device's milliseconds by kind of kernel; nothing where none were taken."""
+    measured = [(r, r.kernels) for r in results if r.kernels is not None]
+    if not measured:
+        return []
+    kinds = list(dict.fromkeys(kind for _, times in measured for kind in times.by_kind))
+    head = ["model", "setting", *kinds, "all", "launches"]
+    lines = ["", "Milliseconds of the device in one step, by kind of kernel; the longest kernels are in the JSON lines.",
+             "", f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(kinds) + 2)}"]  # fmt: skip
+    for result, times in measured:
+        own = [f"{times.by_kind[kind]:.1f}" if kind in times.by_kind else "-" for kind in kinds]
+        whole = f"{sum(times.by_kind.values()):.1f}"
+        cells = [result.model, result.setting, *own, whole, str(times.launches)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,25 @@
+"""Asks nvidia-smi for the state of a GPU that figures depend on: clocks, power and temperature."""
+
+import subprocess
+
+_FIELDS = {
+    "driver": "driver_version",
+    "clock": "clocks.sm",
+    "highest clock": "clocks.max.sm",
+    "memory clock": "clocks.mem",
+    "power": "power.draw",
+    "power limit": "power.limit",
+    "temperature": "temperature.gpu",
+}
+
+
+def gpu_state(index: int = 0) -> dict[str, str]:
+    """Return driver, clocks, power and temperature of one GPU, with units; empty where nvidia-smi tells nothing."""
+    asked = f"--query-gpu={','.join(_FIELDS.values())}"
+    command = ["nvidia-smi", f"--id={index}", asked, "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    said = [value.strip() for value in done.stdout.strip().split(",")]
+    return dict(zip(_FIELDS, said, strict=True)) if len(said) == len(_FIELDS) else {}
