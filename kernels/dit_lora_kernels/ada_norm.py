@@ -21,8 +21,10 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    launch,
     launches,
     on_its_device,
+    op,
     packed,
     readable_rows,
     tl,
@@ -323,8 +325,8 @@ def launch_forward(
     rows = [readable_rows(tensor) for tensor in ordered]
     affine = [packed(weight), packed(bias)]
     strides = [stride for tensor in rows for stride in _strides(tensor)]
-    _forward_kernel[(B * T,)](
-        *rows, *affine, residual, out, *_mean_and_rstd(stats), *strides,
+    launch(
+        _forward_kernel, (B * T,), *rows, *affine, residual, out, *_mean_and_rstd(stats), *strides,
         T, length, stats.stride(1), D,
         EPS=eps, ACC=accumulator(stream.x.dtype), **_block(D),
     )  # fmt: skip
@@ -360,8 +362,8 @@ def launch_backward(
         ordered = [readable_rows(v) for v in (grad, grad_residual, residual)]
         tables = [readable_rows(v) for v in (y, gate, scale)]
         strides = [stride for v in (*ordered, *tables) for stride in _strides(v)]
-        _backward_kernel[(B * groups * chunks,)](
-            *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
+        launch(
+            _backward_kernel, (B * groups * chunks,), *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
             T, groups, length, stats.stride(1), D, chunks,
             ROWS=count, ACC=accumulator(residual.dtype), **_block(D, sums=any(wanted)),
         )  # fmt: skip
@@ -392,7 +394,7 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     return [out, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
-@torch.library.custom_op("dit_lora::ada_norm", mutates_args=(), device_types=("cuda", "cpu"))
+@op("ada_norm")
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
@@ -431,9 +433,7 @@ def _allocate_backward(
     return [None if d is None else torch.empty(shape, dtype=d, device=device) for d in dtypes]
 
 
-@torch.library.custom_op(
-    "dit_lora::ada_norm_backward", mutates_args=(), device_types=("cuda", "cpu")
-)
+@op("ada_norm_backward")
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    launch,
     launches,
     on_its_device,
+    op,
     packed,
     readable_rows,
     tl,
@@ -436,8 +438,8 @@ def launch_forward(
         return out
     x, cos, sin = readable_rows(x), _table(cos), _table(sin)
     rows = 0 if cos is None else cos.shape[1]
-    _forward_kernel[(batch * tokens,)](
-        x, packed(weight), packed(bias), cos, sin, out, rstd,
+    launch(
+        _forward_kernel, (batch * tokens,), x, packed(weight), packed(bias), cos, sin, out, rstd,
         tokens, rows, options.first, *x.stride()[:3], **_constants(x, cos, options),
     )  # fmt: skip
     return out
@@ -465,8 +467,8 @@ def launch_backward(
     )
     if grad.numel() > 0:
         strides = (0, 0, 0) if source is None else source.stride()[:3]
-        _backward_kernel[(programs,)](
-            grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight, dbias,
+        launch(
+            _backward_kernel, (programs,), grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight, dbias,
             total, tokens, 0 if cos is None else cos.shape[1], options.first,
             *grad.stride()[:3], *strides, EACH=each, **constants,
         )  # fmt: skip
@@ -480,7 +482,7 @@ def launch_backward(
 # 4. op
 
 
-@torch.library.custom_op("dit_lora::qk_norm_rope", mutates_args=(), device_types=("cpu", "cuda"))
+@op("qk_norm_rope")
 def _op(
     x: Tensor,
     weight: Tensor | None,
@@ -523,9 +525,7 @@ def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), rstd
 
 
-@torch.library.custom_op(
-    "dit_lora::qk_norm_rope_backward", mutates_args=(), device_types=("cpu", "cuda")
-)
+@op("qk_norm_rope_backward")
 def _backward_op(
     grad: Tensor,
     source: Tensor | None,

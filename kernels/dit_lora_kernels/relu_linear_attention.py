@@ -28,8 +28,10 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    launch,
     launches,
     on_its_device,
+    op,
     readable_rows,
     tl,
     triton,
@@ -452,14 +454,14 @@ def launch_forward(
     # Without a rotation the state's products are of what 16-bit memory holds: one pass of TF32 is exact.
     exact = "tf32" if options["PRECISION"] == "tf32x3" and cos is None else options["PRECISION"]
     if out.numel():
-        state_kernel[grid](
-            k, v, cos, sin, state, z, q.shape[1], h, chunks,
+        launch(
+            state_kernel, grid, k, v, cos, sin, state, z, q.shape[1], h, chunks,
             *k.stride()[:3], *v.stride()[:3], table_b, **options | {"PRECISION": exact},
         )  # fmt: skip
     state, z = _total(state), _total(z)
     if out.numel():
-        output_kernel[grid](
-            q, cos, sin, state, z, out, q.shape[1], h, chunks,
+        launch(
+            output_kernel, grid, q, cos, sin, state, z, out, q.shape[1], h, chunks,
             *q.stride()[:3], table_b, EPS=eps, **options,
         )  # fmt: skip
     return out, state, z
@@ -480,13 +482,13 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
     grid = (dz.shape[0] * chunks * h,)
     # dk and dv follow from the state's gradient: where nobody wants them it is neither summed nor stored.
     keys = dk is not None or dv is not None
-    query_grad_kernel[grid](
-        grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
+    launch(
+        query_grad_kernel, grid, grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
         q.shape[1], h, chunks, *grad.stride()[:3], *q.stride()[:3], table_b, EPS=eps, **options,
     )  # fmt: skip
     if keys:
-        key_grad_kernel[grid](
-            k, v, cos, sin, _total(dstate), _total(dz), dk, dv,
+        launch(
+            key_grad_kernel, grid, k, v, cos, sin, _total(dstate), _total(dz), dk, dv,
             q.shape[1], h, chunks, *k.stride()[:3], *v.stride()[:3], table_b, **options,
         )  # fmt: skip
 
@@ -502,9 +504,7 @@ def _allocate(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out, state, torch.empty((b, h, d), dtype=wide_dtype(q.dtype), device=q.device)
 
 
-@torch.library.custom_op(
-    "dit_lora::relu_linear_attention", mutates_args=(), device_types=("cuda", "cpu")
-)
+@op("relu_linear_attention")
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -520,9 +520,7 @@ def _(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _allocate(q)
 
 
-@torch.library.custom_op(
-    "dit_lora::relu_linear_attention_backward", mutates_args=(), device_types=("cuda", "cpu")
-)
+@op("relu_linear_attention_backward")
 def relu_linear_attention_backward(
     grad: Tensor,
     q: Tensor,

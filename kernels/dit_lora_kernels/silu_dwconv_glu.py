@@ -23,8 +23,10 @@ from torch.nn import functional
 
 from dit_lora_kernels.support import (
     accumulator,
+    launch,
     launches,
     on_its_device,
+    op,
     packed,
     readable_rows,
     tl,
@@ -300,8 +302,8 @@ def launch_convolution(
     )  # h stands in for a pointer that is not read
     # Two channels a thread, whole lines a warp: the 18 weights and 8 sums of eight channels would spill.
     grid, tile = _tiles((B, H, W), C, 128)
-    _convolution_kernel[grid](
-        h, _by_tap(weight), h if bias is None else packed(bias), gradient, out, H, W, C,
+    launch(
+        _convolution_kernel, grid, h, _by_tap(weight), h if bias is None else packed(bias), gradient, out, H, W, C,
         *h.stride()[:3], *gradient.stride()[:3], **tile,
         BIAS=bias is not None, BACKWARD=dout is not None, ACC=accumulator(h.dtype), num_warps=8,
     )  # fmt: skip
@@ -316,8 +318,8 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     if dh.numel() == 0:
         return dh
     grid, tile = _tiles((B, H, W), C2, 256)
-    _input_kernel[grid](
-        dc, _by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
+    launch(
+        _input_kernel, grid, dc, _by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
         ACC=accumulator(h.dtype), num_warps=4,
     )  # fmt: skip
     return dh
@@ -334,8 +336,8 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
     partial = torch.empty((chunks, taps, C2), dtype=wide_dtype(h.dtype), device=h.device)
     if partial.numel() > 0:
         block = min(64, triton.next_power_of_2(C2))
-        _filter_kernel[(chunks * taps, triton.cdiv(C2, block))](
-            dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
+        launch(
+            _filter_kernel, (chunks * taps, triton.cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
             STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulator(h.dtype), num_warps=4,
         )  # fmt: skip
     return partial.sum(0)
@@ -344,7 +346,7 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
 # 4. op
 
 
-@torch.library.custom_op("dit_lora::silu_dwconv_glu", mutates_args=(), device_types=("cpu", "cuda"))
+@op("silu_dwconv_glu")
 def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `silu_dwconv_glu` (B,H,W,C) of checked operands."""
     if launches(h):
@@ -357,9 +359,7 @@ def _(h: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
     return h.new_empty((*h.shape[:3], h.shape[3] // 2))
 
 
-@torch.library.custom_op(
-    "dit_lora::silu_dwconv_glu_backward", mutates_args=(), device_types=("cpu", "cuda")
-)
+@op("silu_dwconv_glu_backward")
 def silu_dwconv_glu_backward(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
