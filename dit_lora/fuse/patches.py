@@ -161,8 +161,14 @@ class ProcessorPatch:
 
 def class_name(thing: object) -> str:
     """Return `module.ClassName` of an instance's class."""
+    return _full_name(type(thing))
+
+
+@functools.cache  # adapted layers ask at every call
+def _full_name(kind: type) -> str:
+    """Return `module.ClassName`."""
     # By name, so that a patch of a class costs no import of its module, and none of a package that may be missing.
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def fusion_of(model: nn.Module) -> Fusion | None:

@@ -13,6 +13,7 @@ Backward reads the gradients of out and x' and x', and writes dx, 4u; with gate*
 trained, 6u. Kept for the backward: x' (which the caller keeps as the residual stream) and 4 or 8 bytes a row.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -23,6 +24,7 @@ from dit_lora_kernels.support import (
     accumulator,
     launch,
     launches,
+    next_power_of_2,
     on_its_device,
     op,
     packed,
@@ -293,10 +295,11 @@ def _strides(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
+@functools.cache
 def _block(channels: int, *, sums: bool = False) -> dict[str, int]:
     """Return a row's block and its warps."""
     # 16 values a thread are two 16-byte loads of bf16. With sums it is 8, as three of them are in registers too.
-    block = triton.next_power_of_2(channels)
+    block = next_power_of_2(channels)
     warps = block // 256 if sums else block // 512
     return {"BLOCK_D": block, "num_warps": min(max(warps, 1), 16)}
 

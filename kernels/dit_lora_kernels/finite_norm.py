@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.support import accumulator, launch, launches, op, tl, triton
+from dit_lora_kernels.support import accumulator, cdiv, launch, launches, op, tl, triton
 
 # Elements that a program takes: 32 a thread of its 4 warps.
 CHUNK = 4096
@@ -101,7 +101,7 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
     places = []
     for tensor, group in zip(tensors, groups, strict=True):
         places.append(used[group])
-        used[group] += triton.cdiv(tensor.numel(), CHUNK)
+        used[group] += cdiv(tensor.numel(), CHUNK)
     longest = max(used)
     norms = torch.zeros((count, longest), dtype=torch.float64, device=device)
     launched = defaultdict(list)

@@ -63,6 +63,28 @@ def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Ten
     return a.to(dtype), scaled.to(dtype)
 
 
+def lower_all(
+    adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Return `lower` of every (a, b, scaling), the same bits, in a few launches for all; each dtype and device is one."""
+    a = [each.detach() for each, _, _ in adapters]
+    b = [each.detach() for _, each, _ in adapters]
+    scalings = [scaling for *_, scaling in adapters]
+    if torch.promote_types(b[0].dtype, dtype) is not b[0].dtype:  # to be multiplied in a wider one
+        return [lower(*adapter, dtype) for adapter in adapters]
+    # PyTorch's optimizers are made of these two; they have no public names.
+    if any(scaling != 1 for scaling in scalings):
+        b = torch._foreach_mul(b, scalings)
+    lowered = []
+    for wide in (a, b):
+        low = wide
+        if wide[0].dtype is not dtype:
+            low = [torch.empty_like(tensor, dtype=dtype) for tensor in wide]
+            torch._foreach_copy_(low, wide)
+        lowered.append(low)
+    return list(zip(*lowered, strict=True))
+
+
 def lora_linear(
     x: Tensor,
     weight: Tensor | None,

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    cdiv,
     launch,
     launches,
+    next_power_of_2,
     on_its_device,
     op,
     packed,
@@ -397,8 +399,8 @@ def _backward_kernel(
 def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
     """Return the kernels' compile-time arguments, and `num_warps`."""
     heads, width = x.shape[2:]
-    block_h = triton.next_power_of_2(heads)
-    block = triton.next_power_of_2(width // 2)
+    block_h = next_power_of_2(heads)
+    block = next_power_of_2(width // 2)
     return {
         "H": heads,
         "D": width,
@@ -456,8 +458,8 @@ def launch_backward(
     grad, cos, sin = readable_rows(grad), _table(cos), _table(sin)
     source = readable_rows(source)
     # Several tokens a program only where their sums are wanted; a power of two, to compile few kernels.
-    each = triton.next_power_of_2(max(triton.cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
-    programs = triton.cdiv(total, each)
+    each = next_power_of_2(max(cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
+    programs = cdiv(total, each)
     constants = _constants(grad, cos, options)
     shapes = ((batch, tokens, heads, width), (programs, size), (programs, size))
     wide = wide_dtype(grad.dtype)

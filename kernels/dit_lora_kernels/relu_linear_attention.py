@@ -28,8 +28,10 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    cdiv,
     launch,
     launches,
+    next_power_of_2,
     on_its_device,
     op,
     readable_rows,
@@ -392,10 +394,8 @@ def tiling(s: int, d: int) -> Tiling:
     """Return the tiling for `s` tokens of heads of `d` channels."""
     # tl.dot takes no side below 16. Chunks of up to 512 or 1024 tokens: partials are an eighth (D = 32) or 2/5 (112)
     # of k's and v's bytes, and a short sequence is cut into blocks enough for its own tokens.
-    block_d = max(16, triton.next_power_of_2(d))
-    blocks = min(
-        16 if block_d <= 64 else 32, triton.next_power_of_2(triton.cdiv(max(s, 1), BLOCK_S))
-    )
+    block_d = max(16, next_power_of_2(d))
+    blocks = min(16 if block_d <= 64 else 32, next_power_of_2(cdiv(max(s, 1), BLOCK_S)))
     block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
     return Tiling(block_d, block_k, blocks, num_warps)
 
@@ -428,7 +428,7 @@ def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tens
 def _partials(q: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Return uninitialised room for a (D,D) and a (D,) of every program, in the order of the programs."""
     b, s, h, d = q.shape
-    chunks = triton.cdiv(s, blocks)
+    chunks = cdiv(s, blocks)
     dtype = wide_dtype(q.dtype)
     square = torch.empty((b, chunks, h, d, d), dtype=dtype, device=q.device)
     return square, torch.empty((b, chunks, h, d), dtype=dtype, device=q.device)

@@ -23,8 +23,10 @@ from torch.nn import functional
 
 from dit_lora_kernels.support import (
     accumulator,
+    cdiv,
     launch,
     launches,
+    next_power_of_2,
     on_its_device,
     op,
     packed,
@@ -282,10 +284,10 @@ def _tiles(
     """Return the grid over samples' tiles and blocks of channels, and a tile's size."""
     B, H, W = shape
     # Rows in equal parts of at most MAX_ROWS: with 17, two programs of 9 and 8 and not of 16 and 1.
-    rows = triton.cdiv(H, triton.cdiv(H, MAX_ROWS))
-    block = min(block, triton.next_power_of_2(channels))
-    spots = B * triton.cdiv(H, rows) * triton.cdiv(W, 2 * PAIRS)
-    return (spots, triton.cdiv(channels, block)), {"ROWS": rows, "PAIRS": PAIRS, "BLOCK_C": block}
+    rows = cdiv(H, cdiv(H, MAX_ROWS))
+    block = min(block, next_power_of_2(channels))
+    spots = B * cdiv(H, rows) * cdiv(W, 2 * PAIRS)
+    return (spots, cdiv(channels, block)), {"ROWS": rows, "PAIRS": PAIRS, "BLOCK_C": block}
 
 
 @on_its_device
@@ -331,13 +333,13 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
     H, W, C2 = h.shape[1:]
     pixels, taps = h.shape[:3].numel(), last - first
     # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
-    steps = min(16, max(1, triton.cdiv(pixels, 16)))
-    chunks = triton.cdiv(pixels, steps * 16)
+    steps = min(16, max(1, cdiv(pixels, 16)))
+    chunks = cdiv(pixels, steps * 16)
     partial = torch.empty((chunks, taps, C2), dtype=wide_dtype(h.dtype), device=h.device)
     if partial.numel() > 0:
-        block = min(64, triton.next_power_of_2(C2))
+        block = min(64, next_power_of_2(C2))
         launch(
-            _filter_kernel, (chunks * taps, triton.cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
+            _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
             STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulator(h.dtype), num_warps=4,
         )  # fmt: skip
     return partial.sum(0)

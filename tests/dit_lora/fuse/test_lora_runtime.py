@@ -43,7 +43,7 @@ def test_saved_bytes_are_half_of_pefts() -> None:
     with torch.autocast("cpu", BF16):
         for each in (model, stock):
             each(x)  # casts of the adapters belong to the step, not to a call
-            casts = [t for _, pair in lora._CASTS.values() for t in pair]
+            casts = [t for cast in lora._CASTS.values() for t in cast.lowered]
 
             def run(m: Attention = each) -> tuple[Tensor, ...]:
                 return lora.project((m.q, m.k, m.v), x)
@@ -62,7 +62,7 @@ def test_casts_are_made_once_and_never_missed() -> None:
 
     def cast() -> Tensor:
         model.q(x)
-        return lora._CASTS[model.q][1][0]
+        return lora._CASTS[model.q].lowered[0]
 
     first = cast()
     assert cast() is first
@@ -75,14 +75,14 @@ def test_casts_are_made_once_and_never_missed() -> None:
     third = cast()
     assert third is not second
     a.data.mul_(2)  # no trace
-    lora.forget_casts(model)
+    lora.renew_casts(model)
     assert torch.equal(cast(), a.bfloat16())
     a.data = a.data.clone()
     assert cast() is not third
-    scaled = lora._CASTS[model.q][1][1]
+    scaled = lora._CASTS[model.q].lowered[1]
     model.q.set_scale("default", 5.0)
     cast()
-    assert not torch.equal(lora._CASTS[model.q][1][1], scaled)
+    assert not torch.equal(lora._CASTS[model.q].lowered[1], scaled)
     for new in (nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(4, 24))):
         model.q.lora_A["default"].weight = new  # another parameter, of the same version
         assert torch.equal(cast(), new.bfloat16())
