@@ -397,6 +397,16 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     return [out, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
+def _by_stream(
+    joint: Tensor, stats: Tensor, streams: Sequence[Stream]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return each stream's tokens of (B,S,D) and of (1 or 2,B,S)."""
+    if len(streams) == 1:  # most are: a view of the whole would only take time
+        return (joint,), (stats,)
+    lengths = [stream.x.shape[1] for stream in streams]
+    return joint.split(lengths, 1), stats.split(lengths, 2)
+
+
 @op("ada_norm")
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
@@ -404,17 +414,16 @@ def ada_norm_forward(
     """Return `out`, `stats`, and x' of every stream with a y; `flat` holds the fields of every Stream in turn."""
     streams = _streams(flat)
     results = _allocate_forward(streams, layer)
-    out, stats, *residuals = results
-    first = 0
-    for stream in streams:
-        tokens = slice(first, first := first + stream.x.shape[1])
+    residuals = list(results[2:])
+    parts = zip(streams, *_by_stream(results[0], results[1], streams), strict=True)
+    for stream, out, stats in parts:
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
-            launch_forward(stream, weight, bias, residual, out[:, tokens], stats[..., tokens], eps)
+            launch_forward(stream, weight, bias, residual, out, stats, eps)
             continue
-        out[:, tokens], updated, stats[..., tokens] = ada_norm_reference(
-            stream, weight, bias, layer, eps
-        )
+        normed, updated, statistics = ada_norm_reference(stream, weight, bias, layer, eps)
+        out.copy_(normed)
+        stats.copy_(statistics)
         if residual is not None:
             residual.copy_(updated)
     return results
@@ -505,7 +514,8 @@ def _gradients(
         hats = hats if operands.weight is None else hats * operands.weight
         hats = hats if bias is None else hats + ones * bias
     grads = (dx, ones, hats, dx if y_is_x else dy, dgate)
-    return [g.to(d) if w else None for g, d, w in zip(grads, dtypes, want, strict=True)], shares
+    each = zip(grads, dtypes, want, strict=True)
+    return [(g if g.dtype is d else g.to(d)) if w else None for g, d, w in each], shares
 
 
 class _AdaNorm(torch.autograd.Function):
@@ -548,12 +558,11 @@ class _AdaNorm(torch.autograd.Function):
         affine, wants = ctx.needs_input_grad[2:4], _streams(ctx.needs_input_grad[4:])
         grads: list[Tensor | None] = []
         shares: list[tuple[Any, Any]] = []
-        first = 0
+        by_stream = _by_stream(grad, stats, [Stream(residual) for residual in kept[::4]])
         for i, (want, dtypes) in enumerate(zip(wants, _streams(ctx.dtypes), strict=True)):
             residual, y, gate, scale = kept[4 * i : 4 * i + 4]
-            tokens = slice(first, first := first + residual.shape[1])
             operands = BackwardOperands(
-                grad[:, tokens], grad_residuals[i], residual, stats[..., tokens], y, gate, scale, weight
+                by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
             )  # fmt: skip
             stream_grads, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
             grads += stream_grads
@@ -613,7 +622,8 @@ def grouped(stream: Stream, position: int) -> Stream:
                 f"that divides T={T}; got {_describe(table)}"
             )
     # A row for all tokens is repeated by a stride of 0. Autograd sums its gradient over the groups again.
-    return stream._replace(**{k: v.expand(B, groups, D) for k, v in tables.items()})
+    wide = {k: v if v.shape[1] == groups else v.expand(B, groups, D) for k, v in tables.items()}
+    return stream._replace(**wide)
 
 
 def joint_ada_norm(
