@@ -19,6 +19,7 @@ from torch.backends import cuda
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.lora import project
 from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
+from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.opaque import ONLY_COUNTS
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope, recoverable
 
@@ -79,7 +80,7 @@ def attend(
     """
     name = None if backend is None else AttentionBackendName(backend)
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
-    with _no_cudnn(mask):
+    with _no_cudnn(mask), attention_call():
         return dispatch_attention_fn(
             query, key, value, attn_mask=mask, backend=name, parallel_config=parallel
         )

@@ -92,8 +92,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("mean for sum over programs", "p.sum(1)).view(", "p.mean(1)).view("),
     (
         "one program too few",
-        "_backward_kernel[(B * groups * chunks,)]",
-        "_backward_kernel[(B * groups * chunks - 1,)]",
+        "_backward_kernel, (B * groups * chunks,)",
+        "_backward_kernel, (B * groups * chunks - 1,)",
     ),
     (
         "rows without a stride are taken as they are",
