@@ -108,8 +108,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "streams overlap in the gradient",
-        "slice(first, first := first + residual.shape[1])",
-        "slice(0, first := first + residual.shape[1])",
+        "by_stream[0][i], grad_residuals",
+        "by_stream[0][0], grad_residuals",
     ),
     ("y is kept where the gate is frozen", "stream.y if want.gate else None", "stream.y"),
 ]
