@@ -14,6 +14,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from dit_lora.errors import DitLoraError, listed
@@ -161,10 +162,12 @@ class ProcessorPatch:
 
 def class_name(thing: object) -> str:
     """Return `module.ClassName` of an instance's class."""
-    return _full_name(type(thing))
+    # Adapted layers ask at every call. Dynamo would warn of the cache.
+    named = _full_name.__wrapped__ if torch.compiler.is_compiling() else _full_name
+    return named(type(thing))
 
 
-@functools.cache  # adapted layers ask at every call
+@functools.cache
 def _full_name(kind: type) -> str:
     """Return `module.ClassName`."""
     # By name, so that a patch of a class costs no import of its module, and none of a package that may be missing.
