@@ -110,7 +110,7 @@ _BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
 def in_flight(sass: str) -> int:
-    """Return the most bytes of global loads that a thread has under way: in loops that load, the second time round.
+    """Return the most bytes of global loads that a thread has under way: in loops that load, once they run.
 
     A walk through the listing in its order: a load is under way until an instruction names a register that it fills,
     an asynchronous copy until a wait for its group. Branches are not followed.
@@ -121,7 +121,8 @@ def in_flight(sass: str) -> int:
     loading = [body for body in bodies if any("LDG" in text for text in body)]
     if not loading:
         return max(_under_way([text for _, text in lines]), default=0)
-    return max(max(list(_under_way(body * 2))[len(body) :]) for body in loading)
+    # Eight times round, of which the last is like all that follow: pipelines here are at most five deep.
+    return max(max(list(_under_way(body * 8))[-len(body) :]) for body in loading)
 
 
 def _under_way(lines: list[str]) -> Iterator[int]:
