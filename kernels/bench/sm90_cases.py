@@ -164,6 +164,8 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
     "relu_linear_attention": {
         "sana": partial(_relu, (8, 1024, 70, 32), rotated=False),
         "sana-video": partial(_relu, (1, 7800, 20, 112), rotated=True),
+        "sana fp16": partial(_relu, (8, 1024, 70, 32), rotated=False, dtype=torch.float16),
+        "width 128 fp64": partial(_relu, (1, 512, 2, 128), rotated=False, dtype=torch.float64),
     },
     "silu_dwconv_glu": {
         "sana": partial(_glu, (8, 32, 32, 11200)),
