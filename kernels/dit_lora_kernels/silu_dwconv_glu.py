@@ -184,8 +184,9 @@ def _convolution_kernel(
     a0_near, a0_far, a1_near, a1_far = zero, zero, zero, zero
     g0_near, g0_far, g1_near, g1_far = zero, zero, zero, zero
     # One row more above and one below the program's own: they add to its first and last row. near is the sum of the
-    # row before the one that is read, far of the one that is read.
-    for step in range(0, ROWS + 2):
+    # row before the one that is read, far of the one that is read. Three rows are on their way meanwhile: programs are
+    # too large for other warps to hide a row's latency.
+    for step in tl.range(0, ROWS + 2, num_stages=4):
         y = top + step - 1
         row_ptr = h_ptr + b * h_b + y * h_y + c
         row_ok = c < tl.where((y >= 0) & (y < H), C, 0)
@@ -228,7 +229,7 @@ def _input_kernel(
     w = _nine(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)
     zero = tl.zeros([PAIRS, BLOCK_C], ACC)
     near0, far0, near1, far1 = zero, zero, zero, zero
-    for step in range(0, ROWS + 2):
+    for step in tl.range(0, ROWS + 2, num_stages=3):
         y = top + step - 1
         row_ptr = dc_ptr + (b * H + y) * W * C2 + c
         row_ok = c < tl.where((y >= 0) & (y < H), C2, 0)
@@ -257,7 +258,7 @@ def _filter_kernel(
     tap = first + program % taps
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_C], ACC)
-    for step in range(0, STEPS):
+    for step in tl.range(0, STEPS, num_stages=3):
         pixel = (program // taps * STEPS + step) * PIXELS + tl.arange(0, PIXELS)[:, None]
         ok = (pixel < pixels) & (c < C2)[None, :]
         dc = tl.load(dc_ptr + pixel * C2 + c[None, :], mask=ok, other=0).to(ACC)
@@ -319,7 +320,7 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     if dh.numel() == 0:
         return dh
-    grid, tile = _tiles((B, H, W), C2, 256)
+    grid, tile = _tiles((B, H, W), C2, 512 // h.element_size())  # 16 bytes a thread
     launch(
         _input_kernel, grid, dc, _by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
         ACC=accumulator(h.dtype), num_warps=4,

@@ -240,11 +240,11 @@ def test_fused_attention_alone_meets_the_dispatch_modes(
     step = tiny_step(tiny_checkpoints, variant)
     fuse(step.transformer, dict.fromkeys(OPS_OF[variant], "on"), check=False)
     expected = step.gradients()
-    attention = calls(step, "none")["attention"]
     set_checkpointing(step.transformer, "selective")
     first, second = block_ops(step), block_ops(step)
     assert len(second) < len(first) / 5
-    assert sum(map(is_named_attention, second)) == sum(map(is_named_attention, first)) == attention
+    attention = sum(map(is_named_attention, first))
+    assert sum(map(is_named_attention, second)) == attention > 0
     found = step.gradients()
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
     assert calls(step, "selective")["attention"] == attention
