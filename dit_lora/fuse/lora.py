@@ -53,7 +53,7 @@ _READY = "_dit_lora_projected"
 class _Cast:
     """A and s*B of a layer in the compute dtype, and what they were made of."""
 
-    key: tuple[object, ...]
+    key: tuple[Any, ...]
     lowered: tuple[Tensor, Tensor]
     a: Tensor
     b: Tensor

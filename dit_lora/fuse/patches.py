@@ -163,8 +163,8 @@ class ProcessorPatch:
 def class_name(thing: object) -> str:
     """Return `module.ClassName` of an instance's class."""
     # Adapted layers ask at every call. Dynamo would warn of the cache.
-    named = _full_name.__wrapped__ if torch.compiler.is_compiling() else _full_name
-    return named(type(thing))
+    kind: Any = type(thing)
+    return _full_name.__wrapped__(kind) if torch.compiler.is_compiling() else _full_name(kind)
 
 
 @functools.cache

@@ -397,9 +397,7 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     return [out, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
-def _by_stream(
-    joint: Tensor, stats: Tensor, streams: Sequence[Stream]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple[Any, Any]:
     """Return each stream's tokens of (B,S,D) and of (1 or 2,B,S)."""
     if len(streams) == 1:  # most are: a view of the whole would only take time
         return (joint,), (stats,)
@@ -415,8 +413,7 @@ def ada_norm_forward(
     streams = _streams(flat)
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
-    parts = zip(streams, *_by_stream(results[0], results[1], streams), strict=True)
-    for stream, out, stats in parts:
+    for stream, out, stats in zip(streams, *_by_stream(*results[:2], streams), strict=True):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
             launch_forward(stream, weight, bias, residual, out, stats, eps)
@@ -533,9 +530,7 @@ class _AdaNorm(torch.autograd.Function):
         bias: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(
-            False
-        )  # None, not zeros to be read, for an output that is not used
+        ctx.set_materialize_grads(False)  # None for an output not used, not zeros to be read
         out, stats, *updated = ada_norm_forward(list(flat), weight, bias, layer, eps)
         streams, wants = _streams(flat), _streams(ctx.needs_input_grad[4:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]

@@ -74,7 +74,7 @@ def lower_all(
         return [lower(*adapter, dtype) for adapter in adapters]
     # PyTorch's optimizers are made of these two; they have no public names.
     if any(scaling != 1 for scaling in scalings):
-        b = torch._foreach_mul(b, scalings)
+        b = list(torch._foreach_mul(b, scalings))
     lowered = []
     for wide in (a, b):
         low = wide

@@ -481,10 +481,8 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
     dtypes = {x.dtype for x in operands}
     acc = operand = accumulator(operands[0].dtype)
     precision = "tf32x3" if all(dtype.itemsize == 2 for dtype in dtypes) else "ieee"
-    block_s, more = (
-        16 if wide_dtype(operands[0].dtype) is torch.float64 else 32,
-        {},
-    )  # what fits at D = 128
+    block_s = 16 if wide_dtype(operands[0].dtype) is torch.float64 else 32  # what fits at D = 128
+    more: dict[str, Any] = {}
     if dtypes == {torch.bfloat16}:
         precision = "bf16"
         operand = acc if triton.knobs.runtime.interpret else tl.bfloat16
