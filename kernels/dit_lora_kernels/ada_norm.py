@@ -413,7 +413,9 @@ def ada_norm_forward(
     streams = _streams(flat)
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
-    for stream, out, stats in zip(streams, *_by_stream(*results[:2], streams), strict=True):
+    for stream, out, stats in zip(
+        streams, *_by_stream(results[0], results[1], streams), strict=True
+    ):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
             launch_forward(stream, weight, bias, residual, out, stats, eps)

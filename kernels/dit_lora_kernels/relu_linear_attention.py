@@ -489,14 +489,13 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
         block_s = _BF16_BLOCKS[kernel][block_d > 32]
         if kernel is query_grad_kernel and block_d <= 32:
             more = {"maxnreg": 128, "num_stages": 4}  # without a spill
-    block_s = min(block_s, tokens)
     return {
         "D": d,
         "ACC": acc,
         "PRECISION": precision,
         "OPERAND": operand,
         "WHOLE": precision == "bf16" and block_k == block_d,
-        "BLOCK_S": block_s,
+        "BLOCK_S": (block_s := min(block_s, tokens)),
         "BLOCK_D": block_d,
         "BLOCK_K": block_k,
         "BLOCKS": tokens // block_s,
