@@ -413,9 +413,8 @@ def ada_norm_forward(
     streams = _streams(flat)
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
-    for stream, out, stats in zip(
-        streams, *_by_stream(results[0], results[1], streams), strict=True
-    ):
+    by_stream = _by_stream(results[0], results[1], streams)
+    for stream, out, stats in zip(streams, *by_stream, strict=True):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
             launch_forward(stream, weight, bias, residual, out, stats, eps)
