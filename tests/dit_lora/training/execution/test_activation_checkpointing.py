@@ -215,7 +215,8 @@ def block_ops(step: TinyStep) -> list[str]:
     real = activation_checkpointing._policy
 
     def noted(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(op.name())
+        if not context.is_recompute:  # torch 2.11 asks then too
+            asked.append(op.name())
         return real(context, op, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
