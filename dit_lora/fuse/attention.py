@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.lora import project
 from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
+from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.opaque import ONLY_COUNTS
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope, recoverable
 
@@ -91,9 +92,10 @@ def attend(
         parallel_config=parallel,
     )
     if mask is None or not mask.is_cuda:
-        return dispatch()
+        with attention_call():
+            return dispatch()
     # Dynamo knows `sdpa_kernel` and none of the functions that ask or set one backend.
-    with sdpa_kernel([_MASKED[i] for i in _enabled()]):
+    with sdpa_kernel([_MASKED[i] for i in _enabled()]), attention_call():
         return dispatch()
 
 

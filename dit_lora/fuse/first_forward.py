@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse.lora import forget_casts
+from dit_lora.fuse.lora import renew_casts
 from dit_lora.fuse.patches import ATTENTION, fusion_of
 from dit_lora.guard.block_parity import How
 from dit_lora.guard.parity import Difference, differences, first_difference
@@ -43,7 +43,7 @@ class FirstForwards:
         # Traced or without values there is nothing to compare, and no mask to read.
         if torch.compiler.is_compiling() or _is_fake(next(model.parameters(), None)):
             return None
-        forget_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
+        renew_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
         fusion = fusion_of(model)
         if fusion is not None and fusion.is_on(ATTENTION):
             full = [name for name, value in kwargs.items() if _is_full_mask(model, name, value)]

@@ -6,7 +6,9 @@ plain case runs PEFT's own forward.
 Shapes: I in, O out, R rank; x is (..., I), a layer's output (..., O).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,6 +17,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from dit_lora.fuse.patches import ForwardPatch, class_name, fusion_of, runs_patch
 from dit_lora_kernels.lora_linear import (
@@ -25,6 +28,7 @@ from dit_lora_kernels.lora_linear import (
     compute_dtype,
     lora_qkv,
     lower,
+    lower_all,
 )
 
 OP = "lora_linear"
@@ -43,9 +47,22 @@ _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 _READY = "_dit_lora_projected"
 """The place where `project` leaves (input, output) for the layer's own call."""
-# By layer: what the casts were made of, and A and s*B in the compute dtype. Weak, so that no model is kept by its casts.
-_Casts = tuple[tuple[object, ...], tuple[Tensor, Tensor]]
-_CASTS: WeakKeyDictionary[nn.Module, _Casts] = WeakKeyDictionary()
+
+
+@dataclass
+class _Cast:
+    """A and s*B of a layer in the compute dtype, and what they were made of."""
+
+    key: tuple[Any, ...]
+    lowered: tuple[Tensor, Tensor]
+    a: Tensor
+    b: Tensor
+    is_used: bool = True
+    """True if a call took it since it was made."""
+
+
+# Weak, so that no model is kept by its casts.
+_CASTS: WeakKeyDictionary[nn.Module, _Cast] = WeakKeyDictionary()
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -61,10 +78,12 @@ def why_not(layer: Any) -> str | None:
 
 def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return a LoRA linear layer's output (..., O), by `lora_linear` where `why_not` is None."""
-    # By identity of the input: a hook that gave the layer another one must get that one's output.
-    source, y = layer.__dict__.pop(_READY, (None, None))
-    if source is x and y is not None and not (args or kwargs):
-        return y
+    # While compiling, `project` leaves nothing here, and Dynamo could not trace the look.
+    if not torch.compiler.is_compiling():
+        # By identity of the input: a hook that gave the layer another one must get that one's output.
+        source, y = layer.__dict__.pop(_READY, (None, None))
+        if source is x and y is not None and not (args or kwargs):
+            return y
     parts = "given more than x" if args or kwargs else _read(layer)
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
@@ -74,14 +93,16 @@ def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     """Return what each layer makes of one input (..., I), as by calling each; x is saved once where all are fused LoRA.
 
-    A layer is fused if its forward is patched with `lora_forward` and the op is on. The layers are called all
-    the same, to hand out what is computed already: hooks see every call, and change no bit by being there.
+    A layer is fused if its forward is patched with `lora_forward` and the op is on. Where any has hooks, the layers are
+    called all the same, to hand out what is computed already: hooks see every call, and change no bit by being there.
     """
     outputs = _shared(layers, x)
     if outputs is None:
         return tuple(layer(x) for layer in layers)
-    # No layer with hooks comes here while compiling (`_is_fused`): nobody would see the calls.
-    if torch.compiler.is_compiling():
+    # Nobody would see the calls: no layer with hooks comes here while compiling (`_is_fused`).
+    if torch.compiler.is_compiling() or not (
+        _has_any_global_hook() or any(_has_hooks(layer) for layer in layers)
+    ):
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
         layer.__dict__[_READY] = (x, y)
@@ -107,9 +128,43 @@ def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None
     return lora_qkv(x, operands, dropout=parts[0].dropout)
 
 
-def forget_casts(_model: nn.Module) -> None:
-    """Drop the casts of A and B, of every model: due before each forward, as writing to `.data` leaves no trace."""
+def renew_casts(model: nn.Module) -> None:
+    """Make the casts of A and B anew that this model's last forward took, together; drop all others, of every model.
+
+    Due before each forward: writing to `.data` leaves no trace. Layers of which something else has changed meanwhile
+    make their own casts, as in a first forward.
+    """
+    casts = [(layer, cast) for layer, cast in _CASTS.items() if _may_renew(model, layer, cast)]
     _CASTS.clear()
+    groups = defaultdict(list)
+    for layer, cast in casts:
+        *_, scaling, dtype, _ = cast.key
+        groups[cast.a.device, cast.a.dtype, cast.b.dtype, dtype].append((layer, cast, scaling))
+    for (*_, dtype), members in groups.items():
+        parts = [(cast.a, cast.b, scaling) for _, cast, scaling in members]
+        for (layer, cast, scaling), lowered in zip(members, lower_all(parts, dtype), strict=True):
+            key = _cast_key(cast.a, cast.b, scaling, dtype)
+            _CASTS[layer] = _Cast(key, lowered, cast.a, cast.b, is_used=False)
+
+
+def _may_renew(model: nn.Module, layer: Any, cast: _Cast) -> bool:
+    """Return whether a cast was taken by this model, and its A and B are still the layer's, whole and in their place."""
+    if not cast.is_used or fusion_of(layer) is not fusion_of(model):
+        return False
+    # FSDP puts shards in their place, and frees the memory of these; ZeRO-3 leaves these, empty; offload moves them.
+    own = {
+        id(m._parameters.get("weight")) for k in _AB for m in layer._modules[k]._modules.values()
+    }
+    return id(cast.a) in own and id(cast.b) in own and _fits(cast)
+
+
+_AB = ("lora_A", "lora_B")
+
+
+def _fits(cast: _Cast) -> bool:
+    """Return whether A and B are of the shape and on the device of their casts."""
+    pairs = zip((cast.a, cast.b), cast.lowered, strict=True)
+    return all(own.shape == low.shape and own.device == low.device for own, low in pairs)
 
 
 class _Parts(NamedTuple):
@@ -131,26 +186,31 @@ def _read(layer: Any) -> _Parts | str:
         return "its adapters are disabled"
     if layer.merged:
         return "its adapter is merged"
-    in_a = layer.lora_A
+    # Past `nn.Module.__getattr__`, which takes longer than all else here: every layer comes by at every call.
+    parts_of = layer._modules
+    in_a = parts_of["lora_A"]._modules
     names = [name for name in layer.active_adapters if name in in_a]
     if len(names) != 1:
         return f"{len(names)} active adapters"
-    name, base = names[0], layer.base_layer
+    name, base = names[0], parts_of["base_layer"]
     if class_name(base) not in base_classes:
         return f"its base is a {type(base).__name__}"
     if name in layer.lora_variant:
         return "its adapter is DoRA or another variant"
-    a, b, dropout = in_a[name], layer.lora_B[name], layer.lora_dropout[name]
+    a, b = in_a[name], parts_of["lora_B"]._modules[name]
+    dropout = parts_of["lora_dropout"]._modules[name]
     # These are not called, so a hook on one of them, an observer's or an offload's, would not run.
     if is_hooked(base) or is_hooked(a) or is_hooked(b) or is_hooked(dropout):
         return "hooks on its base, A, B or dropout"
-    if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
+    plain = type(a) is nn.Linear and type(b) is nn.Linear
+    if not plain or b._parameters["bias"] is not None:
         return "its A or B is more than a matrix"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"its dropout is a {type(dropout).__name__}"
     rate = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
     if rate == 1:
         return "its dropout drops everything"
+    # As attributes: another module may stand in for a parameter (parametrizations, a functional call's).
     parts = _Parts(base, a.weight, b.weight, layer.scaling[name], rate)
     return _tensors_why_not(layer, parts, layer.r[name]) or parts
 
@@ -272,14 +332,20 @@ def _lowered(
     # A traced graph makes its own casts, and a tensor without values has none to keep.
     if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
         return lower(a, b, scaling, dtype)
+    key = _cast_key(a, b, scaling, dtype)
+    kept = _CASTS.get(layer)
+    if kept is None or kept.key != key:
+        kept = _CASTS[layer] = _Cast(key, lower(a, b, scaling, dtype), a, b)
+    kept.is_used = True
+    return kept.lowered
+
+
+def _cast_key(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[object, ...]:
+    """Return what a cast is made of."""
+    # The version counts writes in place, which an optimizer makes; the address tells of a parameter that was replaced.
     # Nothing made in inference mode can be saved for a backward pass.
     inference = torch.is_inference_mode_enabled()
-    # The version counts writes in place, which an optimizer makes; the address tells of a parameter that was replaced.
-    key = (a._version, b._version, a.data_ptr(), b.data_ptr(), scaling, dtype, inference)
-    kept = _CASTS.get(layer)
-    if kept is None or kept[0] != key:
-        kept = _CASTS[layer] = key, lower(a, b, scaling, dtype)
-    return kept[1]
+    return (a._version, b._version, a.data_ptr(), b.data_ptr(), scaling, dtype, inference)
 
 
 def _is_fused(layer: nn.Module) -> bool:

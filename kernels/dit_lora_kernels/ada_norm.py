@@ -13,6 +13,7 @@ Backward reads the gradients of out and x' and x', and writes dx, 4u; with gate*
 trained, 6u. Kept for the backward: x' (which the caller keeps as the residual stream) and 4 or 8 bytes a row.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -21,8 +22,11 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    launch,
     launches,
+    next_power_of_2,
     on_its_device,
+    op,
     packed,
     readable_rows,
     tl,
@@ -291,10 +295,11 @@ def _strides(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
+@functools.cache
 def _block(channels: int, *, sums: bool = False) -> dict[str, int]:
     """Return a row's block and its warps."""
     # 16 values a thread are two 16-byte loads of bf16. With sums it is 8, as three of them are in registers too.
-    block = triton.next_power_of_2(channels)
+    block = next_power_of_2(channels)
     warps = block // 256 if sums else block // 512
     return {"BLOCK_D": block, "num_warps": min(max(warps, 1), 16)}
 
@@ -323,8 +328,8 @@ def launch_forward(
     rows = [readable_rows(tensor) for tensor in ordered]
     affine = [packed(weight), packed(bias)]
     strides = [stride for tensor in rows for stride in _strides(tensor)]
-    _forward_kernel[(B * T,)](
-        *rows, *affine, residual, out, *_mean_and_rstd(stats), *strides,
+    launch(
+        _forward_kernel, (B * T,), *rows, *affine, residual, out, *_mean_and_rstd(stats), *strides,
         T, length, stats.stride(1), D,
         EPS=eps, ACC=accumulator(stream.x.dtype), **_block(D),
     )  # fmt: skip
@@ -360,8 +365,8 @@ def launch_backward(
         ordered = [readable_rows(v) for v in (grad, grad_residual, residual)]
         tables = [readable_rows(v) for v in (y, gate, scale)]
         strides = [stride for v in (*ordered, *tables) for stride in _strides(v)]
-        _backward_kernel[(B * groups * chunks,)](
-            *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
+        launch(
+            _backward_kernel, (B * groups * chunks,), *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
             T, groups, length, stats.stride(1), D, chunks,
             ROWS=count, ACC=accumulator(residual.dtype), **_block(D, sums=any(wanted)),
         )  # fmt: skip
@@ -392,24 +397,31 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     return [out, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
-@torch.library.custom_op("dit_lora::ada_norm", mutates_args=(), device_types=("cuda", "cpu"))
+def _by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple[Any, Any]:
+    """Return each stream's tokens of (B,S,D) and of (1 or 2,B,S)."""
+    if len(streams) == 1:  # most are: a view of the whole would only take time
+        return (joint,), (stats,)
+    lengths = [stream.x.shape[1] for stream in streams]
+    return joint.split(lengths, 1), stats.split(lengths, 2)
+
+
+@op("ada_norm")
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
     """Return `out`, `stats`, and x' of every stream with a y; `flat` holds the fields of every Stream in turn."""
     streams = _streams(flat)
     results = _allocate_forward(streams, layer)
-    out, stats, *residuals = results
-    first = 0
-    for stream in streams:
-        tokens = slice(first, first := first + stream.x.shape[1])
+    residuals = list(results[2:])
+    by_stream = _by_stream(results[0], results[1], streams)
+    for stream, out, stats in zip(streams, *by_stream, strict=True):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
-            launch_forward(stream, weight, bias, residual, out[:, tokens], stats[..., tokens], eps)
+            launch_forward(stream, weight, bias, residual, out, stats, eps)
             continue
-        out[:, tokens], updated, stats[..., tokens] = ada_norm_reference(
-            stream, weight, bias, layer, eps
-        )
+        normed, updated, statistics = ada_norm_reference(stream, weight, bias, layer, eps)
+        out.copy_(normed)
+        stats.copy_(statistics)
         if residual is not None:
             residual.copy_(updated)
     return results
@@ -431,9 +443,7 @@ def _allocate_backward(
     return [None if d is None else torch.empty(shape, dtype=d, device=device) for d in dtypes]
 
 
-@torch.library.custom_op(
-    "dit_lora::ada_norm_backward", mutates_args=(), device_types=("cuda", "cpu")
-)
+@op("ada_norm_backward")
 def ada_norm_backward(
     flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
 ) -> list[Tensor]:
@@ -502,7 +512,8 @@ def _gradients(
         hats = hats if operands.weight is None else hats * operands.weight
         hats = hats if bias is None else hats + ones * bias
     grads = (dx, ones, hats, dx if y_is_x else dy, dgate)
-    return [g.to(d) if w else None for g, d, w in zip(grads, dtypes, want, strict=True)], shares
+    each = zip(grads, dtypes, want, strict=True)
+    return [(g if g.dtype is d else g.to(d)) if w else None for g, d, w in each], shares
 
 
 class _AdaNorm(torch.autograd.Function):
@@ -520,9 +531,7 @@ class _AdaNorm(torch.autograd.Function):
         bias: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(
-            False
-        )  # None, not zeros to be read, for an output that is not used
+        ctx.set_materialize_grads(False)  # None for an output not used, not zeros to be read
         out, stats, *updated = ada_norm_forward(list(flat), weight, bias, layer, eps)
         streams, wants = _streams(flat), _streams(ctx.needs_input_grad[4:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
@@ -545,12 +554,11 @@ class _AdaNorm(torch.autograd.Function):
         affine, wants = ctx.needs_input_grad[2:4], _streams(ctx.needs_input_grad[4:])
         grads: list[Tensor | None] = []
         shares: list[tuple[Any, Any]] = []
-        first = 0
+        by_stream = _by_stream(grad, stats, [Stream(residual) for residual in kept[::4]])
         for i, (want, dtypes) in enumerate(zip(wants, _streams(ctx.dtypes), strict=True)):
             residual, y, gate, scale = kept[4 * i : 4 * i + 4]
-            tokens = slice(first, first := first + residual.shape[1])
             operands = BackwardOperands(
-                grad[:, tokens], grad_residuals[i], residual, stats[..., tokens], y, gate, scale, weight
+                by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
             )  # fmt: skip
             stream_grads, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
             grads += stream_grads
@@ -610,7 +618,8 @@ def grouped(stream: Stream, position: int) -> Stream:
                 f"that divides T={T}; got {_describe(table)}"
             )
     # A row for all tokens is repeated by a stride of 0. Autograd sums its gradient over the groups again.
-    return stream._replace(**{k: v.expand(B, groups, D) for k, v in tables.items()})
+    wide = {k: v if v.shape[1] == groups else v.expand(B, groups, D) for k, v in tables.items()}
+    return stream._replace(**wide)
 
 
 def joint_ada_norm(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.support import accumulator, launches, tl, triton
+from dit_lora_kernels.support import accumulator, cdiv, launch, launches, op, tl, triton
 
 # Elements that a program takes: 32 a thread of its 4 warps.
 CHUNK = 4096
@@ -101,7 +101,7 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
     places = []
     for tensor, group in zip(tensors, groups, strict=True):
         places.append(used[group])
-        used[group] += triton.cdiv(tensor.numel(), CHUNK)
+        used[group] += cdiv(tensor.numel(), CHUNK)
     longest = max(used)
     norms = torch.zeros((count, longest), dtype=torch.float64, device=device)
     launched = defaultdict(list)
@@ -116,8 +116,8 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
         table = _table(*zip(*chosen, strict=True))
         if device.type == "cuda":  # pinned, so that the host does not wait for the copy
             table = table.pin_memory().to(device, non_blocking=True)
-        _chunk_kernel[(len(table),)](
-            table, norms, CHUNK=CHUNK, ELEMENT=_element(dtype), ALIGNED=aligned,
+        launch(
+            _chunk_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=_element(dtype), ALIGNED=aligned,
             ACC=accumulator(dtype), num_warps=4,
         )  # fmt: skip
     # In fp64, where the squares of all norms of fp32 elements are in range.
@@ -127,7 +127,7 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
 # 4. op
 
 
-@torch.library.custom_op("dit_lora::finite_norms", mutates_args=(), device_types=("cpu", "cuda"))
+@op("finite_norms")
 def finite_norms_op(tensors: list[Tensor], groups: list[int], count: int) -> Tensor:
     """Return `finite_norms` (count,), fp64, of checked operands, at least one."""
     if launches(tensors[0]):

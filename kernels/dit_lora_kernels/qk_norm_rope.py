@@ -21,8 +21,12 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    cdiv,
+    launch,
     launches,
+    next_power_of_2,
     on_its_device,
+    op,
     packed,
     readable_rows,
     tl,
@@ -395,8 +399,8 @@ def _backward_kernel(
 def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
     """Return the kernels' compile-time arguments, and `num_warps`."""
     heads, width = x.shape[2:]
-    block_h = triton.next_power_of_2(heads)
-    block = triton.next_power_of_2(width // 2)
+    block_h = next_power_of_2(heads)
+    block = next_power_of_2(width // 2)
     return {
         "H": heads,
         "D": width,
@@ -436,8 +440,8 @@ def launch_forward(
         return out
     x, cos, sin = readable_rows(x), _table(cos), _table(sin)
     rows = 0 if cos is None else cos.shape[1]
-    _forward_kernel[(batch * tokens,)](
-        x, packed(weight), packed(bias), cos, sin, out, rstd,
+    launch(
+        _forward_kernel, (batch * tokens,), x, packed(weight), packed(bias), cos, sin, out, rstd,
         tokens, rows, options.first, *x.stride()[:3], **_constants(x, cos, options),
     )  # fmt: skip
     return out
@@ -454,8 +458,8 @@ def launch_backward(
     grad, cos, sin = readable_rows(grad), _table(cos), _table(sin)
     source = readable_rows(source)
     # Several tokens a program only where their sums are wanted; a power of two, to compile few kernels.
-    each = triton.next_power_of_2(max(triton.cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
-    programs = triton.cdiv(total, each)
+    each = next_power_of_2(max(cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
+    programs = cdiv(total, each)
     constants = _constants(grad, cos, options)
     shapes = ((batch, tokens, heads, width), (programs, size), (programs, size))
     wide = wide_dtype(grad.dtype)
@@ -465,8 +469,8 @@ def launch_backward(
     )
     if grad.numel() > 0:
         strides = (0, 0, 0) if source is None else source.stride()[:3]
-        _backward_kernel[(programs,)](
-            grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight, dbias,
+        launch(
+            _backward_kernel, (programs,), grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight, dbias,
             total, tokens, 0 if cos is None else cos.shape[1], options.first,
             *grad.stride()[:3], *strides, EACH=each, **constants,
         )  # fmt: skip
@@ -480,7 +484,7 @@ def launch_backward(
 # 4. op
 
 
-@torch.library.custom_op("dit_lora::qk_norm_rope", mutates_args=(), device_types=("cpu", "cuda"))
+@op("qk_norm_rope")
 def _op(
     x: Tensor,
     weight: Tensor | None,
@@ -523,9 +527,7 @@ def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), rstd
 
 
-@torch.library.custom_op(
-    "dit_lora::qk_norm_rope_backward", mutates_args=(), device_types=("cpu", "cuda")
-)
+@op("qk_norm_rope_backward")
 def _backward_op(
     grad: Tensor,
     source: Tensor | None,

@@ -28,16 +28,18 @@ from torch import Tensor
 
 from dit_lora_kernels.support import (
     accumulator,
+    cdiv,
+    launch,
     launches,
+    next_power_of_2,
     on_its_device,
+    op,
     readable_rows,
     tl,
     triton,
     wide_dtype,
 )
 
-# Tokens that a program takes at a time.
-BLOCK_S = 32
 # A program holds the whole state in registers, of which it is 64 a thread at D = 128.
 MAX_D = 128
 
@@ -142,9 +144,11 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
 # flight together read neighbouring memory. It keeps the D x D state in registers over BLOCKS blocks of BLOCK_S
 # tokens. Sums over all tokens are partials, one a program, which the launcher adds up in one fixed order.
 #
-# Precision of the products: operands that come straight from 16-bit memory are exact in TF32, so one pass of the
-# tensor cores loses nothing; whatever was rotated, scaled or summed in fp32 takes TF32X3, three passes that keep
-# fp32's accuracy. For fp32 inputs both are "ieee".
+# PRECISION of the products, which are summed in ACC:
+# - "bf16", where all inputs are: what comes straight from memory is an exact operand; what was rotated, scaled or
+#   summed in fp32 is split into bf16 numbers: two, 16 bits, twice what results are rounded to, or three, fp32's 24,
+#   where nearly all bits may cancel afterwards. In Triton's interpreter, which cannot multiply bf16, OPERAND is fp32.
+# - "tf32x3", for other inputs of 16 bits: three passes of TF32, with fp32's accuracy; "ieee", for fp32 and fp64.
 
 
 @triton.jit
@@ -210,37 +214,79 @@ def _inverse(p, z, EPS: tl.constexpr):
 
 
 @triton.jit
-def _turned_times(
-    x_ptr, cos_ptr, sin_ptr, matrix_ptr, rows, stride, S, D: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+def _split(x, OPERAND: tl.constexpr):
+    """Return three bf16 numbers of which x is the sum, from the largest, as OPERAND."""
+    high = x.to(tl.bfloat16).to(x.dtype)
+    middle = (x - high).to(tl.bfloat16).to(x.dtype)
+    low = (x - high - middle).to(tl.bfloat16)
+    return high.to(OPERAND), middle.to(OPERAND), low.to(OPERAND)
+
+
+@triton.jit
+def _add_turned(total, turned, high, middle, ROTATED: tl.constexpr, OPERAND: tl.constexpr):
+    """Return total + turned @ (high + middle), to 16 bits or more, the smallest products first."""
+    if ROTATED:
+        of_high, of_middle, _low = _split(turned, OPERAND)
+        total = tl.dot(of_middle, high, total)
+    else:  # as it was in memory
+        of_high = turned.to(OPERAND)
+    total = tl.dot(of_high, middle, total)
+    return tl.dot(of_high, high, total)
+
+
+@triton.jit
+def _add_transposed(total, x, high, middle, low):
+    """Return total + x @ (high + middle + low)', to fp32's accuracy, for an x that is exact."""
+    total = tl.dot(x, tl.trans(low), total)
+    total = tl.dot(x, tl.trans(middle), total)
+    return tl.dot(x, tl.trans(high), total)
+
+
+@triton.jit
+def _add_outer(
+    total, c, v, EXACT: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """Return R relu(x) @ matrix (BLOCK_S, BLOCK_D)."""
+    """Return total + c' @ v (BLOCK_D, BLOCK_D); EXACT where c is as it was in memory."""
+    if PRECISION != "bf16":
+        total += tl.dot(tl.trans(c), v, input_precision=PRECISION, out_dtype=ACC)
+    elif EXACT:
+        total = tl.dot(tl.trans(c.to(OPERAND)), v, total)
+    else:
+        high, middle, _low = _split(c, OPERAND)
+        total = tl.dot(tl.trans(middle), v, total)
+        total = tl.dot(tl.trans(high), v, total)
+    return total
+
+
+@triton.jit
+def _product(
+    x_ptr, cos_ptr, sin_ptr, matrix_ptr, rows, stride, S, TRANSPOSED: tl.constexpr,
+    D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return R relu(x) @ matrix (BLOCK_S, BLOCK_D), or if TRANSPOSED x @ matrix'."""
     # BLOCK_K channels of x at a time: the whole matrix would not fit in registers beside its product. A rotation
     # mixes neighbours alone, so a slice of an even number of channels is rotated by itself.
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_S, BLOCK_D), ACC)
     for first in range(0, BLOCK_D, BLOCK_K):
         some = first + tl.arange(0, BLOCK_K)
-        x = _relu(_load(x_ptr, rows, some, stride, S, D, ACC))
-        x = _rotate(x, cos_ptr, sin_ptr, rows, some, S, D, False)
-        matrix = _load(matrix_ptr, some, columns, D, D, D, ACC)
-        total += tl.dot(x, matrix, input_precision=PRECISION, out_dtype=ACC)
-    return total
-
-
-@triton.jit
-def _times_transposed(
-    x_ptr, matrix_ptr, rows, stride, S, D: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return x @ matrix' (BLOCK_S, BLOCK_D), BLOCK_K channels of x at a time as in `_turned_times`."""
-    columns = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_S, BLOCK_D), ACC)
-    for first in range(0, BLOCK_D, BLOCK_K):
-        some = first + tl.arange(0, BLOCK_K)
-        x = _load(x_ptr, rows, some, stride, S, D, ACC)
-        matrix = _load(matrix_ptr, columns, some, D, D, D, ACC)
-        total += tl.dot(x, tl.trans(matrix), input_precision=PRECISION, out_dtype=ACC)
+        if TRANSPOSED:
+            x = _load(x_ptr, rows, some, stride, S, D, OPERAND)
+            matrix = _load(matrix_ptr, columns, some, D, D, D, ACC)
+        else:
+            x = _relu(_load(x_ptr, rows, some, stride, S, D, ACC))
+            x = _rotate(x, cos_ptr, sin_ptr, rows, some, S, D, False)
+            matrix = _load(matrix_ptr, some, columns, D, D, D, ACC)
+        if PRECISION != "bf16":
+            matrix = tl.trans(matrix) if TRANSPOSED else matrix
+            total += tl.dot(x, matrix, input_precision=PRECISION, out_dtype=ACC)
+        else:
+            high, middle, low = _split(matrix, OPERAND)
+            if TRANSPOSED:
+                total = _add_transposed(total, x, high, middle, low)
+            else:
+                total = _add_turned(total, x, high, middle, cos_ptr is not None, OPERAND)
     return total
 
 
@@ -248,7 +294,7 @@ def _times_transposed(
 def state_kernel(
     k_ptr, v_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, S, H, CHUNKS,
     k_b, k_s, k_h, v_b, v_s, v_h, table_b,
-    D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store a program's partials of state = sum_t (R relu(k)[t]) v[t]' and of z = sum_t relu(k)[t]."""
@@ -262,10 +308,10 @@ def state_kernel(
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
         c = _relu(_load(k_ptr + b * k_b + h * k_h, rows, columns, k_s, S, D, ACC))
-        v = _load(v_ptr + b * v_b + h * v_h, rows, columns, v_s, S, D, ACC)
+        v = _load(v_ptr + b * v_b + h * v_h, rows, columns, v_s, S, D, OPERAND)
         z += tl.sum(c, 0)
         c = _rotate(c, cos_ptr, sin_ptr, rows, columns, S, D, False)
-        state += tl.dot(tl.trans(c), v, input_precision=PRECISION, out_dtype=ACC)
+        state = _add_outer(state, c, v, cos_ptr is None, PRECISION, OPERAND, ACC)
     _store(state_ptr + program * D * D, state, columns, columns, D, D, D)
     tl.store(z_ptr + program * D + columns, z, mask=columns < D)
 
@@ -274,7 +320,7 @@ def state_kernel(
 def output_kernel(
     q_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, out_ptr, S, H, CHUNKS,
     q_b, q_s, q_h, table_b,
-    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store out[s] = (R relu(q)[s]) @ state / (relu(q)[s] . z), in q's dtype."""
@@ -287,21 +333,30 @@ def output_kernel(
     state_ptr += (b * H + h) * D * D
     columns = tl.arange(0, BLOCK_D)
     z = tl.load(z_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
+    if WHOLE:
+        high, middle, _low = _split(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
-        out = _turned_times(
-            q_ptr, cos_ptr, sin_ptr, state_ptr, rows, q_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
-        )  # fmt: skip
-        # Read again: `_turned_times` had q a slice at a time, and p . z needs whole rows, not rotated.
+        # Read again in slices: `_product` has q a slice at a time, and p . z needs whole rows, not rotated.
         p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
-        _store(out_ptr, out * _inverse(p, z, EPS), rows, columns, H * D, S, D)
+        inverse = _inverse(p, z, EPS)
+        if WHOLE:
+            turned = _rotate(p, cos_ptr, sin_ptr, rows, columns, S, D, False)
+            out = tl.zeros((BLOCK_S, BLOCK_D), ACC)
+            out = _add_turned(out, turned, high, middle, cos_ptr is not None, OPERAND)
+        else:
+            out = _product(
+                q_ptr, cos_ptr, sin_ptr, state_ptr, rows, q_s, S, False, D,
+                ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
+            )  # fmt: skip
+        _store(out_ptr, out * inverse, rows, columns, H * D, S, D)
 
 
 @triton.jit
 def query_grad_kernel(
     grad_ptr, q_ptr, cos_ptr, sin_ptr, state_ptr, z_ptr, dq_ptr, dstate_ptr, dz_ptr, S, H, CHUNKS,
     g_b, g_s, g_h, q_b, q_s, q_h, table_b,
-    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EPS: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store dq, and a program's partials of the gradients of state and z.
@@ -319,11 +374,18 @@ def query_grad_kernel(
     z = tl.load(z_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
     dstate = tl.zeros((BLOCK_D, BLOCK_D), ACC)
     dz = tl.zeros((BLOCK_D,), ACC)
+    if WHOLE:
+        high, middle, low = _split(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
-        u = _times_transposed(
-            grad_ptr, state_ptr, rows, g_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K
-        )
+        if WHOLE:
+            g = _load(grad_ptr, rows, columns, g_s, S, D, OPERAND)
+            u = _add_transposed(tl.zeros((BLOCK_S, BLOCK_D), ACC), g, high, middle, low)
+        else:
+            u = _product(
+                grad_ptr, None, None, state_ptr, rows, g_s, S, True, D,
+                ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
+            )  # fmt: skip
         p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
         w = _inverse(p, z, EPS)
         turned = _rotate(p, cos_ptr, sin_ptr, rows, columns, S, D, False)
@@ -334,8 +396,9 @@ def query_grad_kernel(
             _store(head_ptr, tl.where(p <= 0, 0.0, dp), rows, columns, H * D, S, D)
         if dstate_ptr is not None:  # null where neither k nor v wants a gradient
             dz += tl.sum(p * dden, 0)
-            g = _load(grad_ptr, rows, columns, g_s, S, D, ACC)
-            dstate += tl.dot(tl.trans(turned * w), g, input_precision=PRECISION, out_dtype=ACC)
+            if not WHOLE:
+                g = _load(grad_ptr, rows, columns, g_s, S, D, OPERAND)
+            dstate = _add_outer(dstate, turned * w, g, False, PRECISION, OPERAND, ACC)
     if dstate_ptr is not None:
         _store(dstate_ptr + program * D * D, dstate, columns, columns, D, D, D)
         tl.store(dz_ptr + program * D + columns, dz, mask=columns < D)
@@ -345,7 +408,7 @@ def query_grad_kernel(
 def key_grad_kernel(
     k_ptr, v_ptr, cos_ptr, sin_ptr, dstate_ptr, dz_ptr, dk_ptr, dv_ptr, S, H, CHUNKS,
     k_b, k_s, k_h, v_b, v_s, v_h, table_b,
-    D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store dk[t] = R' (dstate @ v[t]) + dz where k[t] > 0, and dv[t] = (R relu(k)[t]) @ dstate."""
@@ -358,60 +421,86 @@ def key_grad_kernel(
     dstate_ptr += (b * H + h) * D * D
     columns = tl.arange(0, BLOCK_D)
     dz = tl.load(dz_ptr + (b * H + h) * D + columns, mask=columns < D, other=0.0)[None, :]
+    v_ptr += b * v_b + h * v_h
+    if WHOLE:
+        high, middle, low = _split(_load(dstate_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
-        if dk_ptr is not None:
-            dc = _times_transposed(
-                v_ptr + b * v_b + h * v_h, dstate_ptr, rows, v_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
-            )  # fmt: skip
-            dc = _rotate(dc, cos_ptr, sin_ptr, rows, columns, S, D, True) + dz
+        if WHOLE:
             c = _load(k_ptr, rows, columns, k_s, S, D, ACC)
+        if dk_ptr is not None:
+            if WHOLE:
+                v = _load(v_ptr, rows, columns, v_s, S, D, OPERAND)
+                dc = _add_transposed(tl.zeros((BLOCK_S, BLOCK_D), ACC), v, high, middle, low)
+            else:
+                dc = _product(
+                    v_ptr, None, None, dstate_ptr, rows, v_s, S, True, D,
+                    ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
+                )  # fmt: skip
+            dc = _rotate(dc, cos_ptr, sin_ptr, rows, columns, S, D, True) + dz
+            if not WHOLE:
+                c = _load(k_ptr, rows, columns, k_s, S, D, ACC)
             _store(dk_ptr + head, tl.where(c <= 0, 0.0, dc), rows, columns, H * D, S, D)
         if dv_ptr is not None:
-            dv = _turned_times(
-                k_ptr, cos_ptr, sin_ptr, dstate_ptr, rows, k_s, S, D, ACC, PRECISION, BLOCK_S, BLOCK_D, BLOCK_K,
-            )  # fmt: skip
+            if WHOLE:
+                turned = _rotate(_relu(c), cos_ptr, sin_ptr, rows, columns, S, D, False)
+                dv = tl.zeros((BLOCK_S, BLOCK_D), ACC)
+                dv = _add_turned(dv, turned, high, middle, cos_ptr is not None, OPERAND)
+            else:
+                dv = _product(
+                    k_ptr, cos_ptr, sin_ptr, dstate_ptr, rows, k_s, S, False, D,
+                    ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
+                )  # fmt: skip
             _store(dv_ptr + head, dv, rows, columns, H * D, S, D)
 
 
 # 3. launchers
 
 
-class Tiling(NamedTuple):
-    """The way heads are cut: a program takes `blocks` times BLOCK_S tokens and all of its `block_d` >= D channels."""
-
-    block_d: int
-    block_k: int
-    blocks: int
-    num_warps: int
+def tokens_per_program(s: int, d: int) -> int:
+    """Return how many of `s` tokens of a head of `d` channels a program takes, a power of two."""
+    # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes; a short sequence needs no more than its own.
+    return min(512 if d <= 64 else 1024, max(32, next_power_of_2(s)))
 
 
-def tiling(s: int, d: int) -> Tiling:
-    """Return the tiling for `s` tokens of heads of `d` channels."""
-    # tl.dot takes no side below 16. Chunks of up to 512 or 1024 tokens: partials are an eighth (D = 32) or 2/5 (112)
-    # of k's and v's bytes, and a short sequence is cut into blocks enough for its own tokens.
-    block_d = max(16, triton.next_power_of_2(d))
-    blocks = min(
-        16 if block_d <= 64 else 32, triton.next_power_of_2(triton.cdiv(max(s, 1), BLOCK_S))
-    )
-    block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
-    return Tiling(block_d, block_k, blocks, num_warps)
+# Tokens of a block in bf16, with up to 32 channels and beyond: so many that registers are left for 16 warps an SM.
+# query_grad's at D = 112, where the gradient of the state alone is 64 registers a thread, has 8.
+_BF16_BLOCKS = {
+    state_kernel: (64, 16),
+    output_kernel: (64, 32),
+    query_grad_kernel: (32, 16),
+    key_grad_kernel: (64, 32),
+}
 
 
-def _options(*operands: Tensor) -> dict[str, Any]:
-    """Return what every kernel takes at compile time, from operands (B,S,H,D) of which the first gives the dtype."""
+def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
+    """Return what the kernel takes at compile time, from operands (B,S,H,D) of which the first gives the dtype."""
     _, s, _, d = operands[0].shape
-    cut = tiling(s, d)
-    short = all(x.element_size() == 2 for x in operands)
+    tokens, block_d = tokens_per_program(s, d), max(16, next_power_of_2(d))  # tl.dot's least
+    block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
+    dtypes = {x.dtype for x in operands}
+    acc = operand = accumulator(operands[0].dtype)
+    precision = "tf32x3" if all(dtype.itemsize == 2 for dtype in dtypes) else "ieee"
+    block_s = 16 if wide_dtype(operands[0].dtype) is torch.float64 else 32  # what fits at D = 128
+    more: dict[str, Any] = {}
+    if dtypes == {torch.bfloat16}:
+        precision = "bf16"
+        operand = acc if triton.knobs.runtime.interpret else tl.bfloat16
+        block_s = _BF16_BLOCKS[kernel][block_d > 32]
+        if kernel is query_grad_kernel and block_d <= 32:
+            more = {"maxnreg": 128, "num_stages": 4}  # without a spill
     return {
         "D": d,
-        "ACC": accumulator(operands[0].dtype),
-        "PRECISION": "tf32x3" if short else "ieee",
-        "BLOCK_S": BLOCK_S,
-        "BLOCK_D": cut.block_d,
-        "BLOCK_K": cut.block_k,
-        "BLOCKS": cut.blocks,
-        "num_warps": cut.num_warps,
+        "ACC": acc,
+        "PRECISION": precision,
+        "OPERAND": operand,
+        "WHOLE": precision == "bf16" and block_k == block_d,
+        "BLOCK_S": (block_s := min(block_s, tokens)),
+        "BLOCK_D": block_d,
+        "BLOCK_K": block_k,
+        "BLOCKS": tokens // block_s,
+        "num_warps": num_warps,
+        **more,
     }
 
 
@@ -423,10 +512,10 @@ def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tens
     return cos.contiguous(), sin.contiguous(), 0 if shared else cos.shape[1] * cos.shape[2]
 
 
-def _partials(q: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+def _partials(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return uninitialised room for a (D,D) and a (D,) of every program, in the order of the programs."""
     b, s, h, d = q.shape
-    chunks = triton.cdiv(s, blocks)
+    chunks = cdiv(s, tokens_per_program(s, d))
     dtype = wide_dtype(q.dtype)
     square = torch.empty((b, chunks, h, d, d), dtype=dtype, device=q.device)
     return square, torch.empty((b, chunks, h, d), dtype=dtype, device=q.device)
@@ -445,22 +534,19 @@ def launch_forward(
     q, k, v = readable_rows(q), readable_rows(k), readable_rows(v)
     cos, sin, table_b = _tables(cos, sin)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    options = _options(q, k, v)
-    state, z = _partials(q, options["BLOCK_S"] * options["BLOCKS"])
+    state, z = _partials(q)
     chunks, h = z.shape[1:3]
     grid = (z.shape[0] * chunks * h,)
-    # Without a rotation the state's products are of what 16-bit memory holds: one pass of TF32 is exact.
-    exact = "tf32" if options["PRECISION"] == "tf32x3" and cos is None else options["PRECISION"]
     if out.numel():
-        state_kernel[grid](
-            k, v, cos, sin, state, z, q.shape[1], h, chunks,
-            *k.stride()[:3], *v.stride()[:3], table_b, **options | {"PRECISION": exact},
+        launch(
+            state_kernel, grid, k, v, cos, sin, state, z, q.shape[1], h, chunks,
+            *k.stride()[:3], *v.stride()[:3], table_b, **_options(state_kernel, q, k, v),
         )  # fmt: skip
     state, z = _total(state), _total(z)
     if out.numel():
-        output_kernel[grid](
-            q, cos, sin, state, z, out, q.shape[1], h, chunks,
-            *q.stride()[:3], table_b, EPS=eps, **options,
+        launch(
+            output_kernel, grid, q, cos, sin, state, z, out, q.shape[1], h, chunks,
+            *q.stride()[:3], table_b, EPS=eps, **_options(output_kernel, q, k, v),
         )  # fmt: skip
     return out, state, z
 
@@ -474,37 +560,28 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
     grad, q, k, v = (readable_rows(x) for x in operands[:4])
     _, _, _, _, cos, sin, state, z = operands
     cos, sin, table_b = _tables(operands.cos, operands.sin)
-    options = _options(q, k, v)
-    dstate, dz = _partials(q, options["BLOCK_S"] * options["BLOCKS"])
+    dstate, dz = _partials(q)
     chunks, h = dz.shape[1:3]
     grid = (dz.shape[0] * chunks * h,)
     # dk and dv follow from the state's gradient: where nobody wants them it is neither summed nor stored.
     keys = dk is not None or dv is not None
-    query_grad_kernel[grid](
-        grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
-        q.shape[1], h, chunks, *grad.stride()[:3], *q.stride()[:3], table_b, EPS=eps, **options,
+    launch(
+        query_grad_kernel, grid, grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
+        q.shape[1], h, chunks, *grad.stride()[:3], *q.stride()[:3], table_b,
+        EPS=eps, **_options(query_grad_kernel, q, k, v),
     )  # fmt: skip
     if keys:
-        key_grad_kernel[grid](
-            k, v, cos, sin, _total(dstate), _total(dz), dk, dv,
-            q.shape[1], h, chunks, *k.stride()[:3], *v.stride()[:3], table_b, **options,
+        launch(
+            key_grad_kernel, grid, k, v, cos, sin, _total(dstate), _total(dz), dk, dv,
+            q.shape[1], h, chunks, *k.stride()[:3], *v.stride()[:3], table_b,
+            **_options(key_grad_kernel, q, k, v),
         )  # fmt: skip
 
 
 # 4. op
 
 
-def _allocate(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D)."""
-    b, _, h, d = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    state = torch.empty((b, h, d, d), dtype=wide_dtype(q.dtype), device=q.device)
-    return out, state, torch.empty((b, h, d), dtype=wide_dtype(q.dtype), device=q.device)
-
-
-@torch.library.custom_op(
-    "dit_lora::relu_linear_attention", mutates_args=(), device_types=("cuda", "cpu")
-)
+@op("relu_linear_attention")
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -517,12 +594,12 @@ def relu_linear_attention_forward(
 
 @relu_linear_attention_forward.register_fake
 def _(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _allocate(q)
+    b, _, h, d = q.shape
+    state = q.new_empty((b, h, d, d), dtype=wide_dtype(q.dtype))
+    return q.new_empty(q.shape), state, state.new_empty((b, h, d))
 
 
-@torch.library.custom_op(
-    "dit_lora::relu_linear_attention_backward", mutates_args=(), device_types=("cuda", "cpu")
-)
+@op("relu_linear_attention_backward")
 def relu_linear_attention_backward(
     grad: Tensor,
     q: Tensor,

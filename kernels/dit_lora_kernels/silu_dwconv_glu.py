@@ -23,8 +23,12 @@ from torch.nn import functional
 
 from dit_lora_kernels.support import (
     accumulator,
+    cdiv,
+    launch,
     launches,
+    next_power_of_2,
     on_its_device,
+    op,
     packed,
     readable_rows,
     tl,
@@ -180,8 +184,9 @@ def _convolution_kernel(
     a0_near, a0_far, a1_near, a1_far = zero, zero, zero, zero
     g0_near, g0_far, g1_near, g1_far = zero, zero, zero, zero
     # One row more above and one below the program's own: they add to its first and last row. near is the sum of the
-    # row before the one that is read, far of the one that is read.
-    for step in range(0, ROWS + 2):
+    # row before the one that is read, far of the one that is read. Three rows are on their way meanwhile: programs are
+    # too large for other warps to hide a row's latency.
+    for step in tl.range(0, ROWS + 2, num_stages=4):
         y = top + step - 1
         row_ptr = h_ptr + b * h_b + y * h_y + c
         row_ok = c < tl.where((y >= 0) & (y < H), C, 0)
@@ -224,7 +229,7 @@ def _input_kernel(
     w = _nine(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)
     zero = tl.zeros([PAIRS, BLOCK_C], ACC)
     near0, far0, near1, far1 = zero, zero, zero, zero
-    for step in range(0, ROWS + 2):
+    for step in tl.range(0, ROWS + 2, num_stages=3):
         y = top + step - 1
         row_ptr = dc_ptr + (b * H + y) * W * C2 + c
         row_ok = c < tl.where((y >= 0) & (y < H), C2, 0)
@@ -253,7 +258,7 @@ def _filter_kernel(
     tap = first + program % taps
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_C], ACC)
-    for step in range(0, STEPS):
+    for step in tl.range(0, STEPS, num_stages=3):
         pixel = (program // taps * STEPS + step) * PIXELS + tl.arange(0, PIXELS)[:, None]
         ok = (pixel < pixels) & (c < C2)[None, :]
         dc = tl.load(dc_ptr + pixel * C2 + c[None, :], mask=ok, other=0).to(ACC)
@@ -280,10 +285,10 @@ def _tiles(
     """Return the grid over samples' tiles and blocks of channels, and a tile's size."""
     B, H, W = shape
     # Rows in equal parts of at most MAX_ROWS: with 17, two programs of 9 and 8 and not of 16 and 1.
-    rows = triton.cdiv(H, triton.cdiv(H, MAX_ROWS))
-    block = min(block, triton.next_power_of_2(channels))
-    spots = B * triton.cdiv(H, rows) * triton.cdiv(W, 2 * PAIRS)
-    return (spots, triton.cdiv(channels, block)), {"ROWS": rows, "PAIRS": PAIRS, "BLOCK_C": block}
+    rows = cdiv(H, cdiv(H, MAX_ROWS))
+    block = min(block, next_power_of_2(channels))
+    spots = B * cdiv(H, rows) * cdiv(W, 2 * PAIRS)
+    return (spots, cdiv(channels, block)), {"ROWS": rows, "PAIRS": PAIRS, "BLOCK_C": block}
 
 
 @on_its_device
@@ -300,8 +305,8 @@ def launch_convolution(
     )  # h stands in for a pointer that is not read
     # Two channels a thread, whole lines a warp: the 18 weights and 8 sums of eight channels would spill.
     grid, tile = _tiles((B, H, W), C, 128)
-    _convolution_kernel[grid](
-        h, _by_tap(weight), h if bias is None else packed(bias), gradient, out, H, W, C,
+    launch(
+        _convolution_kernel, grid, h, _by_tap(weight), h if bias is None else packed(bias), gradient, out, H, W, C,
         *h.stride()[:3], *gradient.stride()[:3], **tile,
         BIAS=bias is not None, BACKWARD=dout is not None, ACC=accumulator(h.dtype), num_warps=8,
     )  # fmt: skip
@@ -315,9 +320,9 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     if dh.numel() == 0:
         return dh
-    grid, tile = _tiles((B, H, W), C2, 256)
-    _input_kernel[grid](
-        dc, _by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
+    grid, tile = _tiles((B, H, W), C2, 512 // h.element_size())  # 16 bytes a thread
+    launch(
+        _input_kernel, grid, dc, _by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
         ACC=accumulator(h.dtype), num_warps=4,
     )  # fmt: skip
     return dh
@@ -329,13 +334,13 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
     H, W, C2 = h.shape[1:]
     pixels, taps = h.shape[:3].numel(), last - first
     # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
-    steps = min(16, max(1, triton.cdiv(pixels, 16)))
-    chunks = triton.cdiv(pixels, steps * 16)
+    steps = min(16, max(1, cdiv(pixels, 16)))
+    chunks = cdiv(pixels, steps * 16)
     partial = torch.empty((chunks, taps, C2), dtype=wide_dtype(h.dtype), device=h.device)
     if partial.numel() > 0:
-        block = min(64, triton.next_power_of_2(C2))
-        _filter_kernel[(chunks * taps, triton.cdiv(C2, block))](
-            dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
+        block = min(64, next_power_of_2(C2))
+        launch(
+            _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels, *h.stride()[:3],
             STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulator(h.dtype), num_warps=4,
         )  # fmt: skip
     return partial.sum(0)
@@ -344,7 +349,7 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
 # 4. op
 
 
-@torch.library.custom_op("dit_lora::silu_dwconv_glu", mutates_args=(), device_types=("cpu", "cuda"))
+@op("silu_dwconv_glu")
 def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `silu_dwconv_glu` (B,H,W,C) of checked operands."""
     if launches(h):
@@ -357,9 +362,7 @@ def _(h: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
     return h.new_empty((*h.shape[:3], h.shape[3] // 2))
 
 
-@torch.library.custom_op(
-    "dit_lora::silu_dwconv_glu_backward", mutates_args=(), device_types=("cpu", "cuda")
-)
+@op("silu_dwconv_glu_backward")
 def silu_dwconv_glu_backward(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:

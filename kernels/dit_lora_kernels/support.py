@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 
 def _installed(module: str) -> Any:
@@ -63,6 +62,17 @@ def accumulator(dtype: torch.dtype) -> Any:
     return tl.float64 if wide_dtype(dtype) is torch.float64 else tl.float32
 
 
+def cdiv(dividend: int, divisor: int) -> int:
+    """Return the quotient rounded up."""
+    # Triton's own also runs in kernels, and takes 5 to 10 us of the host for that.
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 # A tensor, or one that may be missing: what comes in missing goes out missing, and the type says which.
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
@@ -95,8 +105,149 @@ def on_its_device(launcher: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(launcher)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-        with torch.cuda.device_of(first):
+        with torch.cuda.device_of(_first_tensor(args)):
             return launcher(*args, **kwargs)
 
     return run
+
+
+def _first_tensor(values: Any) -> Any:
+    """Return the first tensor of nested tuples and lists, None if there is none."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, tuple | list):
+            found = _first_tensor(value)
+            if found is not None:
+                return found
+    return None
+
+
+# Of each launch so far: the compiled kernel, its compile-time arguments in order, and the kernel, so that its id is
+# given to no other. Bounded, as each new shape is an entry.
+_Launch = tuple[Any, tuple[Any, ...], Any]
+_LAUNCHES: dict[tuple[Any, ...], _Launch] = {}
+_MOST_LAUNCHES = 8192
+# Versions whose compiled kernels were seen to take all of a kernel's arguments, the compile-time ones in their places.
+_TRITON = ((3, 6), (3, 9))
+
+
+@functools.cache
+def _keeps_compiled() -> bool:
+    """Return whether a compiled kernel may be called past Triton's own look-up: in the versions that were tried."""
+    version = tuple(int(part) for part in getattr(triton, "__version__", "0.0").split(".")[:2])
+    return _TRITON[0] <= version <= _TRITON[1]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Do what `kernel[grid](*args, **constants)` does; a second launch of the same shape calls the compiled kernel.
+
+    `args` are the arguments that are not compile-time, in order; a tensor first, then tensors, int or None. What Triton compiles for is
+    among what makes launches the same: kernel, device, dtypes, missing tensors, whether addresses are multiples of 16,
+    all numbers, and `constants`. Triton finds that out anew at each launch, and reads a dozen settings.
+    """
+    key: list[Any] = [
+        arg if arg is None or type(arg) is int else (arg.dtype, arg.data_ptr() % 16) for arg in args
+    ]
+    found = _LAUNCHES.get(same := (id(kernel), args[0].get_device(), *constants.values(), *key))
+    if found is not None:
+        compiled, tail, _ = found
+        compiled[grid + (1,) * (3 - len(grid))](*args, *tail)
+        return
+    compiled = kernel[grid](*args, **constants)
+    # The interpreter compiles nothing, and returns None.
+    if compiled is None or not _keeps_compiled():
+        return
+    if len(_LAUNCHES) >= _MOST_LAUNCHES:
+        _LAUNCHES.clear()
+    tail = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    _LAUNCHES[same] = compiled, tail, kernel
+
+
+class Op:
+    """An op of torch.library, and a way past it while nothing would see the difference.
+
+    torch.library's dispatch takes more of the host's time than a launch. What it is for, it still does: tracing, fake
+    tensors, dispatch modes (the guard's probe, a checkpoint's policy), transforms, other devices, a profile's names.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.function = function
+        """The implementation, of tensors, lists of them, and plain values."""
+        self.library: Any = torch.library.custom_op(
+            f"dit_lora::{name}", function, mutates_args=(), device_types=("cpu", "cuda")
+        )
+        self._node: Any = None
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Register what the op returns of tensors without values."""
+        registered: Callable[..., Any] = self.library.register_fake(fake)
+        return registered
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
+    ) -> None:
+        """Register the gradient, as torch.library takes it, for both ways."""
+        self.library.register_autograd(backward, setup_context=setup_context)
+        function = self.function
+
+        class Node(torch.autograd.Function):
+            """The op's node in autograd's graph, past torch.library."""
+
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                output = function(*args)
+                setup_context(ctx, args, output)
+                return output
+
+        Node.backward = staticmethod(backward)  # type: ignore[assignment]
+        self._node = Node
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the op's outputs."""
+        if torch.compiler.is_compiling() or _is_watched(args):
+            return self.library(*args)
+        if not (torch.is_grad_enabled() and _requires_grad(args)):
+            return self.function(*args)
+        # Without a node, differentiated all the same, it is torch.library that says so.
+        return self.library(*args) if self._node is None else self._node.apply(*args)
+
+
+def op(name: str) -> Callable[[Callable[..., Any]], Op]:
+    """Register the function as `dit_lora::name`: it returns new tensors, changes none, and runs on CPU and CUDA."""
+    return functools.partial(Op, name)
+
+
+# Exactly these: a subclass (fake, DTensor, a trace's) says itself what a call of an op means.
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _is_watched(args: tuple[Any, ...]) -> bool:
+    """Return whether a call with these arguments is of concern to anybody but the op: traced, or of no plain tensor."""
+    # None of these four has a public name; modes and profile are what `torch.library` itself looks at.
+    private = torch._C
+    if (
+        private._len_torch_dispatch_stack()
+        or private._are_functorch_transforms_active()
+        or private._get_tracing_state() is not None
+        or private._autograd._profiler_enabled()
+    ):
+        return True
+    for arg in args:
+        for leaf in arg if type(arg) is list else (arg,):
+            if type(leaf) in _PLAIN:
+                # A negated view has other values in its memory; elsewhere (meta, other devices) nothing is registered.
+                if not (leaf.is_cuda or leaf.is_cpu) or leaf.is_neg():
+                    return True
+            elif isinstance(leaf, Tensor):
+                return True
+    return False
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    """Return whether any of the tensors takes a gradient."""
+    for arg in args:
+        for leaf in arg if type(arg) is list else (arg,):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                return True
+    return False

@@ -140,11 +140,11 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     t = {k: v.detach() for k, v in make(CASE).items()}
     text = [t["x"][:, :3], None, t["scale"], None, None]
     flat = [*text, *(t[k] for k in Stream._fields)]
-    torch.library.opcheck(op.ada_norm_forward, (flat, t["weight"], t["bias"], True, EPS))
+    torch.library.opcheck(op.ada_norm_forward.library, (flat, t["weight"], t["bias"], True, EPS))
     _, stats, residual = op.ada_norm_forward(flat, t["weight"], t["bias"], True, EPS)
     known = [t["x"], t["y"], residual, stats[..., 3:], t["y"], t["gate"], t["scale"], t["weight"]]
     for wanted in ((True, torch.bfloat16, [True, True, True]), (True, None, [False, True, False])):
-        torch.library.opcheck(op.ada_norm_backward, (known, 1, *wanted))
+        torch.library.opcheck(op.ada_norm_backward.library, (known, 1, *wanted))
 
 
 def test_saved_bytes() -> None:

@@ -211,7 +211,7 @@ def test_nothing(kernel: bool) -> None:
 
 
 def test_opcheck() -> None:
-    torch.library.opcheck(finite_norms_op, (tensors(FLOATS), GROUPS, COUNT))
+    torch.library.opcheck(finite_norms_op.library, (tensors(FLOATS), GROUPS, COUNT))
 
 
 def test_compiles_without_a_graph_break(kernel: bool) -> None:

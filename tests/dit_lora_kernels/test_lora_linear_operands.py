@@ -18,6 +18,7 @@ from dit_lora_kernels.lora_linear import (
     lora_linear,
     lora_qkv,
     lower,
+    lower_all,
 )
 
 LOW = [torch.bfloat16, torch.float16]
@@ -129,3 +130,22 @@ def test_a_second_derivative_is_refused() -> None:
     (dx,) = torch.autograd.grad(lora_linear(x, *p[:3]).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("scalings", [(1.0, 1.0), (0.3, 1.0)])
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_adapters_lowered_together_are_the_bits_of_each(
+    dtype: torch.dtype, own: torch.dtype, scalings: tuple[float, float]
+) -> None:
+    torch.manual_seed(3)
+    adapters = [
+        (torch.randn(r, 5).to(own).requires_grad_(), torch.randn(r, 7).t().to(own), scaling)
+        for r, scaling in zip((3, 4), scalings, strict=True)
+    ]
+    for found, adapter in zip(lower_all(adapters, dtype), adapters, strict=True):
+        for ours, expected in zip(found, lower(*adapter, dtype), strict=True):
+            assert ours.dtype is dtype
+            assert not ours.requires_grad
+            assert ours.stride() == expected.stride()
+            assert torch.equal(ours, expected)

@@ -48,7 +48,7 @@ def test_opcheck(name: str, from_output: bool) -> None:
     given = operands(layer).to(torch.float32, train=not from_output)
     options = tuple(layer.options.values())
     torch.library.opcheck(
-        module._op, (*given.inputs(), *options, from_output and layer.norm != "none")
+        module._op.library, (*given.inputs(), *options, from_output and layer.norm != "none")
     )
 
 

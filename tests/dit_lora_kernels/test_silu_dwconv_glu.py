@@ -298,11 +298,13 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         without_kernel(monkeypatch)
     h, weight, bias = operands((1, 2, 3, 2))
     permuted = h.detach().permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-    torch.library.opcheck(silu_dwconv_glu_forward, (h, weight, bias))
-    torch.library.opcheck(silu_dwconv_glu_forward, (permuted.requires_grad_(), weight, None))
+    torch.library.opcheck(silu_dwconv_glu_forward.library, (h, weight, bias))
+    torch.library.opcheck(
+        silu_dwconv_glu_forward.library, (permuted.requires_grad_(), weight, None)
+    )
     given = (torch.randn(1, 2, 3, 2, device=DEVICE), permuted.detach(), weight.detach(), None)
     for wanted in ([True, True, False], [True, False, False]):
-        torch.library.opcheck(silu_dwconv_glu_backward, (*given, wanted))
+        torch.library.opcheck(silu_dwconv_glu_backward.library, (*given, wanted))
 
 
 def test_only_h_is_saved() -> None:

@@ -29,6 +29,7 @@ from dit_lora.fuse.attention import (
 from dit_lora.fuse.lora import is_hooked
 from dit_lora.fuse.models.streams import norm_stream
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, qk_if_normed
+from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
 from dit_lora_kernels.ada_norm import Stream
 from dit_lora_kernels.relu_linear_attention import relu_linear_attention
@@ -200,7 +201,8 @@ class SanaLinearProcessor(FusedProcessor):
         query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
 
         def again() -> torch.Tensor:
-            return relu_linear_attention(query, key, value, *(rotary or ())).flatten(2)
+            with attention_call():
+                return relu_linear_attention(query, key, value, *(rotary or ())).flatten(2)
 
         attended = again()
         # Cheap to compute again, and backward has q, k and v: the adapter of the projection need not keep it.

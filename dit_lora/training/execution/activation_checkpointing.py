@@ -5,10 +5,12 @@ Diffusers' and Transformers' models have the same switch: a function that each o
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import (
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from dit_lora.errors import DitLoraError
+from dit_lora.numerics.attention_calls import exchange_keeper
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -178,8 +181,87 @@ def called_block(function: Callable[..., Any]) -> nn.Module | None:
 
 def _selectively(block: Callable[..., Any], *args: Any) -> Any:
     """Return the block's outputs; its attention's are kept, the rest is computed again in the backward pass."""
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _policy)
+    module = called_block(block)
+    if module is not None and not torch.compiler.is_compiling():
+        contexts = partial(_few_contexts if module in _MARKED else _all_contexts, module)
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+
+
+# By block: how many calls of attention it makes, where all that is kept is of calls that are marked.
+_MARKED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def _few_contexts(block: nn.Module) -> tuple["_AtCalls", "_AtCalls"]:
+    """Return contexts of a forward and its recomputation in which marked calls alone run under dispatch modes."""
+    keeping, handing_out = create_selective_checkpoint_contexts(_policy)
+    return _AtCalls(keeping, block), _AtCalls(handing_out)
+
+
+class _AtCalls:
+    """Runs each marked call of attention within it under a dispatch mode, and nothing else.
+
+    A mode is a call of Python in each of the hundred ops of a block, of which it wants one.
+    """
+
+    def __init__(self, mode: AbstractContextManager[Any], block: nn.Module | None = None) -> None:
+        self._mode, self._block, self._calls = mode, block, 0
+
+    def attention_call(self) -> AbstractContextManager[Any]:
+        """Return the mode."""
+        self._calls += 1
+        return self._mode
+
+    def __enter__(self) -> None:
+        self._before = exchange_keeper(self)
+
+    def __exit__(self, *_: object) -> None:
+        exchange_keeper(self._before)
+        # Other processors since (a kernel switched off), whose calls may not be marked: it is looked at anew.
+        if self._block is not None and _MARKED.get(self._block) != self._calls:
+            _MARKED.pop(self._block, None)
+
+
+def _all_contexts(block: nn.Module) -> tuple["_WithNotes", AbstractContextManager[Any]]:
+    """Return contexts in which every op runs under dispatch modes; the first notes whether calls are marked."""
+    notes = _WithNotes(block)
+    notes.mode, handing_out = create_selective_checkpoint_contexts(notes.policy)
+    return notes, handing_out
+
+
+class _WithNotes:
+    """Keeps what attention returns, called from wherever, and notes whether it was called where that is marked."""
+
+    mode: AbstractContextManager[Any]
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block, self._calls = block, 0
+        self._is_inside = self._missed = False
+
+    def policy(self, context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Return `_policy`'s answer."""
+        found = _policy(context, op, *args, **kwargs)
+        self._missed |= found is CheckpointPolicy.MUST_SAVE and not self._is_inside
+        return found
+
+    @contextmanager
+    def attention_call(self) -> Iterator[None]:
+        """Note what is kept within as of a marked call."""
+        self._calls, self._is_inside = self._calls + 1, True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def __enter__(self) -> None:
+        self._before = exchange_keeper(self)
+        self.mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.mode.__exit__(*raised)
+        exchange_keeper(self._before)
+        if not self._missed and raised[0] is None:
+            _MARKED[self._block] = self._calls
 
 
 def _policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:

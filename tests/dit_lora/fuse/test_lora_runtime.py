@@ -14,7 +14,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.fuse import lora
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import fusion_of, mark
+from dit_lora_kernels.lora_linear import lower
 
 
 def test_checkpointing_recomputes_the_same() -> None:
@@ -43,7 +44,7 @@ def test_saved_bytes_are_half_of_pefts() -> None:
     with torch.autocast("cpu", BF16):
         for each in (model, stock):
             each(x)  # casts of the adapters belong to the step, not to a call
-            casts = [t for _, pair in lora._CASTS.values() for t in pair]
+            casts = [t for cast in lora._CASTS.values() for t in cast.lowered]
 
             def run(m: Attention = each) -> tuple[Tensor, ...]:
                 return lora.project((m.q, m.k, m.v), x)
@@ -62,7 +63,7 @@ def test_casts_are_made_once_and_never_missed() -> None:
 
     def cast() -> Tensor:
         model.q(x)
-        return lora._CASTS[model.q][1][0]
+        return lora._CASTS[model.q].lowered[0]
 
     first = cast()
     assert cast() is first
@@ -75,14 +76,14 @@ def test_casts_are_made_once_and_never_missed() -> None:
     third = cast()
     assert third is not second
     a.data.mul_(2)  # no trace
-    lora.forget_casts(model)
+    lora.renew_casts(model)
     assert torch.equal(cast(), a.bfloat16())
     a.data = a.data.clone()
     assert cast() is not third
-    scaled = lora._CASTS[model.q][1][1]
+    scaled = lora._CASTS[model.q].lowered[1]
     model.q.set_scale("default", 5.0)
     cast()
-    assert not torch.equal(lora._CASTS[model.q][1][1], scaled)
+    assert not torch.equal(lora._CASTS[model.q].lowered[1], scaled)
     for new in (nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(4, 24))):
         model.q.lora_A["default"].weight = new  # another parameter, of the same version
         assert torch.equal(cast(), new.bfloat16())
@@ -152,3 +153,90 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return lora.project(list(self.layers), x)
+
+
+def adapted() -> Attention:
+    """A fused model whose casts are made."""
+    model = build(BF16)
+    mark(model, fused(model))
+    model(inputs(BF16))
+    return model
+
+
+def layers_of(model: Attention) -> list[nn.Module]:
+    return [model.q, model.k, model.v, model.out]
+
+
+def test_casts_are_renewed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copies = adapted(), []
+    real = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *args: copies.append(1) or real(*args))
+    model.k.lora_A["default"].weight.data.mul_(3)  # no trace
+    model.v.lora_B["default"].weight.data.mul_(3)
+    lora.renew_casts(model)
+    assert len(copies) == 2  # all A, all B
+    for layer in layers_of(model):
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        expected = lower(a, b, layer.scaling["default"], BF16)
+        assert all(map(torch.equal, lora._CASTS[layer].lowered, expected))
+    found = step(model, inputs(BF16))
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, "lower", None)  # nobody makes a cast of its own
+        assert all(map(torch.equal, step(model, inputs(BF16)), found))
+    lora._CASTS.clear()
+    assert all(map(torch.equal, step(model, inputs(BF16)), found))
+
+
+def test_casts_that_no_forward_took_are_not_renewed() -> None:
+    model, other = adapted(), adapted()
+    lora.renew_casts(model)
+    assert set(lora._CASTS) == set(layers_of(model))  # the other's are forgotten
+    model.q(inputs(BF16))
+    lora.renew_casts(model)
+    assert set(lora._CASTS) == {model.q}
+    lora.renew_casts(other)
+    assert not lora._CASTS
+
+
+def test_parameters_that_are_elsewhere_are_not_renewed() -> None:
+    """FSDP replaces them between forwards, ZeRO-3 empties them, offload moves them."""
+    model, x = adapted(), inputs(BF16)
+    expected = step(model, x)
+    replaced = model.q.lora_A["default"]
+    whole, sharded = replaced.weight, nn.Parameter(torch.zeros(1, 24))
+    replaced.weight = sharded
+    emptied = model.k.lora_B["default"].weight
+    kept, emptied.data = emptied.data, torch.empty(0)
+    lora.renew_casts(model)
+    assert set(lora._CASTS) == {model.v, model.out}
+    replaced.weight, emptied.data = whole, kept
+    assert all(map(torch.equal, step(model, x), expected))
+
+
+def test_a_forward_leaves_the_casts_of_one_before_to_its_backward() -> None:
+    model, x = adapted(), inputs(BF16)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = step(model, x)[2:]
+    first = model(x)
+    lora.renew_casts(model)
+    model(x)
+    found = torch.autograd.grad(first.float().square().sum(), trained)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_layers_without_hooks_are_not_called_and_hooks_see_every_call() -> None:
+    model, x = adapted(), inputs(BF16)
+    seen: list[Tensor] = []
+    expected = lora.project((model.q, model.k, model.v), x)
+    handle = model.k.register_forward_hook(lambda _module, _args, y: seen.append(y))
+    found = lora.project((model.q, model.k, model.v), x)
+    assert len(seen) == 1
+    assert seen[0] is found[1]
+    handle.remove()
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(x))
+    try:
+        found = lora.project((model.q, model.k, model.v), x)
+    finally:
+        everywhere.remove()
+    assert len(seen) >= 4
+    assert all(map(torch.equal, found, expected))

@@ -92,8 +92,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("mean for sum over programs", "p.sum(1)).view(", "p.mean(1)).view("),
     (
         "one program too few",
-        "_backward_kernel[(B * groups * chunks,)]",
-        "_backward_kernel[(B * groups * chunks - 1,)]",
+        "_backward_kernel, (B * groups * chunks,)",
+        "_backward_kernel, (B * groups * chunks - 1,)",
     ),
     (
         "rows without a stride are taken as they are",
@@ -108,8 +108,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "streams overlap in the gradient",
-        "slice(first, first := first + residual.shape[1])",
-        "slice(0, first := first + residual.shape[1])",
+        "by_stream[0][i], grad_residuals",
+        "by_stream[0][0], grad_residuals",
     ),
     ("y is kept where the gate is frozen", "stream.y if want.gate else None", "stream.y"),
 ]

@@ -18,7 +18,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("addresses in elements", "index * (CHUNK * tensors[0].element_size())", "index * CHUNK"),
     ("norms of a tensor's chunks over each other", "place[of] + index]", "place[of] + index * 0]"),
     ("every group in the first row", "group * longest + place", "place"),
-    ("tensors of a group over each other", "used[group] += triton", "used[group] = triton"),
+    ("tensors of a group over each other", "used[group] += cdiv", "used[group] = triton"),
     ("norms of chunks unwritten", "torch.zeros((count, longest)", "torch.empty((count, longest)"),
     ("strides not looked at", "flat = tensor.contiguous()", "flat = tensor"),
     ("one dtype for all", "launched[flat.dtype, aligned]", "launched[tensors[0].dtype, aligned]"),

@@ -51,9 +51,12 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "state overwritten by its last block",
-        "state += tl.dot(tl.trans(c), v,",
-        "state = tl.dot(tl.trans(c), v,",
+        "state = _add_outer(state, c,",
+        "state = _add_outer(state * 0, c,",
     ),
+    ("fp32 operands keep 8 bits", "        total = tl.dot(tl.trans(middle), v, total)\n", ""),
+    ("the matrix keeps 8 bits", "    total = tl.dot(of_high, middle, total)\n", ""),
+    ("the transposed matrix keeps 16 bits", "    total = tl.dot(x, tl.trans(low), total)\n", ""),
     ("last block of channels alone", "total += tl.dot(x, matrix,", "total = tl.dot(x, matrix,"),
     (
         "matrix not transposed",
@@ -68,8 +71,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("no relu in dk", "tl.where(c <= 0, 0.0, dc)", "dc"),
     (
         "unrotated queries in dstate",
-        "tl.dot(tl.trans(turned * w), g,",
-        "tl.dot(tl.trans(p * w), g,",
+        "_add_outer(dstate, turned * w,",
+        "_add_outer(dstate, p * w,",
     ),
     ("dz forgotten in dk", "S, D, True) + dz\n", "S, D, True)\n"),
     (

@@ -14,6 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.optim import TrainConfig
 from dit_lora.errors import DitLoraError
+from dit_lora.fuse.api import fuse
+from dit_lora.fuse.patches import fusion_of
+from dit_lora.numerics import attention_calls
+from dit_lora.training.execution import activation_checkpointing
 from dit_lora.training.execution.activation_checkpointing import (
     MODES,
     Mode,
@@ -22,6 +26,12 @@ from dit_lora.training.execution.activation_checkpointing import (
     least_memory,
     require_checkpointing,
     set_checkpointing,
+)
+from dit_lora_kernels import (
+    ada_norm,
+    qk_norm_rope,
+    relu_linear_attention,
+    silu_dwconv_glu,
 )
 
 ATEN = torch.ops.aten
@@ -190,3 +200,92 @@ def test_a_model_without_checkpointing_stays_as_it_is() -> None:
     model = nn.Linear(2, 2)
     with in_mode(model, least_memory(model)):
         assert not hasattr(model, "gradient_checkpointing")
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ops run as their references: the interpreter of kernels is slow."""
+    for module in (ada_norm, qk_norm_rope, relu_linear_attention, silu_dwconv_glu):
+        monkeypatch.setattr(module, "launches", lambda _tensor: False)
+
+
+def block_ops(step: TinyStep) -> list[str]:
+    """The ops that a step's dispatch modes of selective checkpointing were asked about."""
+    asked: list[str] = []
+    real = activation_checkpointing._policy
+
+    def noted(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if not context.is_recompute:  # torch 2.11 asks then too
+            asked.append(op.name())
+        return real(context, op, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation_checkpointing, "_policy", noted)
+        step.gradients()
+    return asked
+
+
+OPS_OF = {
+    "cogvideox-5b": ("lora_linear", "qk_norm_rope", "ada_norm"),
+    "dit-tiny": ("lora_linear", "ada_norm"),
+    "sana-600m": ("lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"),
+}
+
+
+@pytest.mark.parametrize("variant", OPS_OF)
+@pytest.mark.usefixtures("references")
+def test_fused_attention_alone_meets_the_dispatch_modes(
+    tiny_checkpoints: dict[str, Path], variant: str
+) -> None:
+    """From a block's second call on; the same bits, and attention is not computed again."""
+    step = tiny_step(tiny_checkpoints, variant)
+    fuse(step.transformer, dict.fromkeys(OPS_OF[variant], "on"), check=False)
+    expected = step.gradients()
+    set_checkpointing(step.transformer, "selective")
+    first, second = block_ops(step), block_ops(step)
+    assert len(second) < len(first) / 5
+    attention = sum(map(is_named_attention, first))
+    assert sum(map(is_named_attention, second)) == attention > 0
+    found = step.gradients()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert calls(step, "selective")["attention"] == attention
+
+
+def is_named_attention(name: str) -> bool:
+    return bool(activation_checkpointing._ATTENTION.fullmatch(name.partition(".")[0]))
+
+
+@pytest.mark.usefixtures("references")
+def test_stock_attention_is_still_kept_after_kernels_are_switched_off(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    step = tiny_step(tiny_checkpoints, "cogvideox-5b")
+    fuse(step.transformer, dict.fromkeys(OPS_OF["cogvideox-5b"], "on"), check=False)
+    attention = calls(step, "none")["attention"]
+    for _ in range(2):
+        assert calls(step, "selective")["attention"] == attention
+    fusion = fusion_of(step.transformer)
+    assert fusion is not None
+    with fusion.all_stock():
+        # At once it is computed twice, since nobody marks its calls; from the next step on it is kept.
+        assert calls(step, "selective")["attention"] == 2 * attention
+        assert calls(step, "selective")["attention"] == attention
+    assert calls(step, "selective")["attention"] == attention
+
+
+@pytest.mark.usefixtures("references")
+def test_a_block_that_raises_leaves_nothing_behind(tiny_checkpoints: dict[str, Path]) -> None:
+    step = tiny_step(tiny_checkpoints, "dit-tiny")
+    fuse(step.transformer, dict.fromkeys(OPS_OF["dit-tiny"], "on"), check=False)
+    set_checkpointing(step.transformer, "selective")
+    for _ in range(2):
+        handle = step.transformer.transformer_blocks[0].ff.register_forward_pre_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            step.loss()
+        handle.remove()
+        assert attention_calls._LOCAL.keeper is None
+        step.gradients()
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError
