@@ -41,7 +41,7 @@ def moved(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return draws on a device without making the host wait for what is queued there: a GPU takes them from pinned
     memory.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not draws.is_cuda:
         draws = draws.pin_memory()
     return draws.to(device, non_blocking=True)
 

@@ -9,6 +9,9 @@ from dit_lora.numerics.streams import fold
 
 LOSS_WEIGHT = "loss_weight"
 """Name of a batch's tensor, fp32 (B,), that its losses are multiplied by; only data with weights has it."""
+ON_HOST = frozenset({"prompt_attention_mask", "prompt_mask"})
+"""Names of tensors that stay on the host: masks of captions (Sana's and Latte's), whose values decide shapes and backends.
+To look at one on a device, the host would wait in every micro-step."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,11 @@ class Batch:
     """Problems that were met while the sample was read, by sample id."""
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors.items()}
+        """Return the batch on a device, all but what is `ON_HOST`."""
+        moved = {
+            name: t if name in ON_HOST else t.to(device, non_blocking=True)
+            for name, t in self.tensors.items()
+        }
         return Batch(self.ids, self.draws, moved, self.faults)
 
     def single(self, index: int) -> "Batch":

@@ -45,6 +45,7 @@ from dit_lora.families.base import (
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
+from dit_lora.families.text_mask import text_bias
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.checks import stored_dtype
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, mean_squared_error
@@ -170,7 +171,7 @@ class SanaCheckpoint(Checkpoint):
         return transformer(
             noisy.to(prompt_embeds.dtype),
             encoder_hidden_states=prompt_embeds,
-            encoder_attention_mask=batch["prompt_attention_mask"],
+            encoder_attention_mask=text_bias(batch["prompt_attention_mask"], prompt_embeds),
             timestep=timesteps * self.transformer_config.get("timestep_scale", 1.0),
             return_dict=False,
         )[0]

@@ -23,7 +23,7 @@ from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import Streams, moved
 
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler
 # has 8, for sampling (inference_flow_shift there: 7 at 98c4a1db): at higher noise than it was trained at.
@@ -71,7 +71,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
         """Drawn, and normalised per channel: the inverse of what the pipeline does before it decodes."""
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], streams("posterior"))
         shift, scale = (
-            torch.tensor(self.vae_config[name], device=latents.device).view(1, -1, 1, 1, 1)
+            moved(torch.tensor(self.vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
             for name in ("latents_mean", "latents_std")
         )
         return (latents - shift) / scale
