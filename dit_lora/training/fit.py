@@ -136,6 +136,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
         pin_memory=session.accelerator.device.type == "cuda",
+        draws=run.setup.checkpoint.draws,
     )
     return run.parity.noting(run.setup.data.clips.loader(how), start_step)
 

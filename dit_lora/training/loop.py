@@ -6,7 +6,7 @@ ranks -> optimizer, gated on the device -> one gather of metrics and flags, the 
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
@@ -172,8 +172,9 @@ def _micro_step(
     bad_data = _UNREAD if step.unread else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
-    # A closure over the batch, not a copy of activations: replays cost memory only when one runs.
-    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, batch, place))
+    # A closure over the batch, not a copy of activations: replays cost memory only when one runs, and draw anew.
+    again = replace(batch, ahead=None)
+    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, again, place))
     with loop.engine.micro_step():
         output = forward(loop.losses, loop.engine.model, batch, place)
         # Noted and not acted on: to look at the flag here would cost a read by the host in every micro-step.
