@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 Draws = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
-"""What a step draws, by the name of its stream: each a function of one fresh generator per sample, on the CPU."""
+"""Functions that make a step's draws, by the name of their stream, each of one fresh generator per sample, on the CPU."""
 
 
 def fold(seed: int, stream: str, *place: int | str) -> int:
@@ -32,7 +32,7 @@ def generator(seed: int, stream: str, *place: int | str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn ahead, by stream, each (B, ...): of this seed and these draw numbers, and worth nothing to others."""
+    """Draws that were made ahead, by stream, each (B, ...): of this seed and these draw numbers, and worth nothing to others."""
 
     seed: int
     draws: tuple[int, ...]

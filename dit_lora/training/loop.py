@@ -71,7 +71,7 @@ class _Sent:
 
 @dataclass
 class _Progress:
-    """How far training has come, and what of it the host does not know yet."""
+    """The point that training has come to, and what of it the host does not know yet."""
 
     done: int
     """The last step that was read and found healthy."""

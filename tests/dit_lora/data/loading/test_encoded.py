@@ -2,9 +2,8 @@
 
 import pickle
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from dit_lora.data.loading.encoded import CachedClips, ClipDataset, Entry
 from dit_lora.data.loading.quarantine import LeftOut, Quarantine
 from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.loading.sampler import PositionSampler
-from dit_lora.numerics.streams import Draws, Streams, integers, normal
 
 
 @pytest.fixture
@@ -394,40 +392,3 @@ def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None
         here, other = dataset[position], there[position]
         assert (here.ids, here.draws) == (other.ids, other.draws)
         assert all(torch.equal(here.tensors[name], other.tensors[name]) for name in here.tensors)
-
-
-def noise_and_times(batch: Mapping[str, torch.Tensor]) -> Draws:
-    """Draws of a shape that is the batch's own."""
-    return {
-        "noise": partial(normal, batch["latent_mean"].shape[1:]),
-        "timestep": partial(integers, 0, 1000),
-    }
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_whoever_reads_a_batch_draws_what_its_step_would(clips: CachedClips, workers: int) -> None:
-    sampler = PositionSampler(start_step=2, steps=5, batch_size=2, accumulate=2, rank=1, ranks=2)
-    given = how(sampler, seed=7, workers=workers, draws=noise_and_times)
-    batches = list(clips.loader(given))
-    assert len(batches) == 6
-    for batch in batches:
-        assert batch.ahead is not None
-        for name, draw in noise_and_times(batch.tensors).items():
-            now = draw(Streams(7, batch.draws)(name))
-            assert torch.equal(batch.ahead.tensors[name], now), name
-            one = batch.single(1).ahead
-            assert one is not None
-            assert torch.equal(one.tensors[name], now[1:])
-            assert one.draws == batch.draws[1:]
-    (plain, *_) = clips.loader(replace(given, draws=None))
-    assert plain.ahead is None
-    assert plain.draws == batches[0].draws
-
-
-def test_what_was_drawn_ahead_goes_to_the_device_with_its_batch(clips: CachedClips) -> None:
-    sampler = PositionSampler(start_step=0, steps=1, batch_size=3, accumulate=1, rank=0, ranks=1)
-    (batch,) = clips.loader(how(sampler, draws=noise_and_times))
-    there = batch.to(torch.device("meta")).ahead
-    assert there is not None
-    assert {tensor.device.type for tensor in there.tensors.values()} == {"meta"}
-    assert collate([batch.single(0), batch.single(1)]).ahead is None
