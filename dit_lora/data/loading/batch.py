@@ -24,7 +24,7 @@ class Batch:
     faults: Mapping[str, str] = field(default_factory=dict)
     """Problems that were met while the sample was read, by sample id."""
     ahead: Drawn | None = None
-    """What its step draws, where it was drawn as the batch was read."""
+    """The draws of its step, where they were made as the batch was read."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device, all but what is `ON_HOST`."""
