@@ -1,7 +1,8 @@
 """A loop on a model small enough to check by hand, with data and a recovery that notes its calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -111,3 +112,31 @@ def run(
         on_step=note,
     )
     return results
+
+
+def state_of(loop: Loop) -> list[torch.Tensor]:
+    """Weights, and what AdamW keeps of them."""
+    inner = loop.engine.optimizer.optimizer
+    weights = list(loop.engine.model.parameters())
+    moments = [t for p in weights for t in inner.state.get(p, {}).values()]
+    return [tensor.detach().clone() for tensor in [*weights, *moments]]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def failing_first(faults: Mapping[str, Any]) -> Callable:
+    """Losses of which those of some samples, by the first's name, are spoiled when they are first computed.
+
+    A fault is a factor, or an error that is raised.
+    """
+    left = dict(faults)
+
+    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+        output, fault = losses_of(model, batch, streams), left.pop(batch.ids[0], 1.0)
+        if isinstance(fault, Exception):
+            raise fault
+        return output._replace(losses=output.losses * fault)
+
+    return losses

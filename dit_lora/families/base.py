@@ -28,7 +28,7 @@ from dit_lora.errors import DitLoraError, listed
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import Draws, Streams
 from dit_lora.parsing import parse_json
 
 Tensors = dict[str, torch.Tensor]
@@ -51,6 +51,8 @@ class Trained(Protocol):
 
     @property
     def path(self) -> Path: ...
+
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws: ...
 
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
@@ -170,10 +172,14 @@ class Denoiser(Opened):
         return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch)
 
     @abstractmethod
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        """Return what `losses` draws for a cached batch; the shapes of its tensors are known, not their values."""
+
+    @abstractmethod
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
-        """Return per-sample losses of a cached batch, fp32; every draw comes from `streams`."""
+        """Return per-sample losses of a cached batch, fp32; every draw is one of `draws`, by `streams.drawn`."""
 
     @abstractmethod
     def predict(
@@ -270,10 +276,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         return None
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        """Return the checkpoint as a recipe trains it, with the options and classes that it needs of it.
-
-        Raises if it cannot train what the recipe asks for: shape, options that do not apply.
-        """
+        """Return the checkpoint with what it needs of a recipe; raise where shape or options do not apply to it."""
         self.check_shape(VideoShape.of(recipe.data))
         refuse_options(recipe, self.takes)
         return self

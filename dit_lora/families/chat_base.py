@@ -23,7 +23,7 @@ from dit_lora.data.chat.rendered import Rendered
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.answer_losses import with_answer_losses
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import Draws, Streams
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The kinds of media, in the order that losses are told apart by."""
@@ -117,6 +117,10 @@ class ChatCheckpoint(ABC):
 
         Tokens are padded on the right, and no `attention_mask` is made: what is causal never looks there.
         """
+
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        """Return nothing: what is drawn for a conversation is in its tokens and frames already."""
+        return {}
 
     def losses(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams

@@ -5,6 +5,7 @@ Shapes: B batch, C latent channels, F latent frames, H and W latent size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder, read_compo
 from dit_lora.families.posterior import drawn
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, mean_squared_error
-from dit_lora.numerics.streams import Streams, integers, moved, normal
+from dit_lora.numerics.streams import Draws, Streams, integers, normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,11 @@ class NoisePrediction(Checkpoint):
 
         return encode
 
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        noise = partial(normal, batch["latent_mean"].shape[1:])
+        timestep = partial(integers, 0, self.train_timesteps)
+        return {"posterior": noise, "noise": noise, "timestep": timestep}
+
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
@@ -81,16 +87,16 @@ class NoisePrediction(Checkpoint):
 
         `predict` gives the noise and, behind it, the variance's fraction.
         """
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], streams("posterior"))
-        shape, device = latents.shape[1:], latents.device
+        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        noise, timesteps = given["noise"], given["timestep"]
+        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         # Older configs leave out AutoencoderKL's default.
         clean = latents * self.vae_config.get("scaling_factor", 0.18215)
-        noise = moved(normal(shape, streams("noise")), device)
-        timesteps = moved(integers(0, self.train_timesteps, streams("timestep")), device)
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
         output = self.predict(transformer, noisy, timesteps, batch).float()
-        prediction, fraction = output[:, : shape[0]], output[:, shape[0] :]
+        channels = clean.shape[1]
+        prediction, fraction = output[:, :channels], output[:, channels:]
         losses = mean_squared_error(prediction, noise)
         if self.vlb and self.learned:
             bound = self.objective.variational_bound(prediction, fraction, clean, noisy, timesteps)

@@ -1,12 +1,10 @@
 """Latents with a mean and a log variance: what an autoencoder makes of a video, and draws from it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dit_lora.families.base import Tensors
-from dit_lora.numerics.streams import moved, normal
 
 
 def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
@@ -16,9 +14,6 @@ def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 
 
-def drawn(
-    mean: torch.Tensor, logvar: torch.Tensor, generators: Sequence[torch.Generator]
-) -> torch.Tensor:
-    """Return latents (B, ...) in fp32, each row's noise from its own generator."""
-    noise = moved(normal(mean.shape[1:], generators), mean.device)
+def drawn(mean: torch.Tensor, logvar: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return latents (B, ...) in fp32, by standard normal noise of their shape."""
     return mean.float() + torch.exp(0.5 * logvar.float()) * noise

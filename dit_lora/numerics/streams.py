@@ -6,9 +6,13 @@ drawn, and neither the split of a batch over micro-steps and ranks nor another s
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+
+Draws = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
+"""Functions that make a step's draws, by the name of their stream, each of one fresh generator per sample, on the CPU."""
 
 
 def fold(seed: int, stream: str, *place: int | str) -> int:
@@ -26,22 +30,52 @@ def generator(seed: int, stream: str, *place: int | str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(fold(seed, stream, *place) & 0xFFFFFFFF)
 
 
-class Streams:
-    """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample."""
+@dataclass(frozen=True)
+class Drawn:
+    """Draws that were made ahead, by stream, each (B, ...): of this seed and these draw numbers, and worth nothing to others."""
 
-    def __init__(self, seed: int, draws: Sequence[int]) -> None:
+    seed: int
+    draws: tuple[int, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Drawn":
+        """Return the same draws with every tensor changed, as to another place in memory."""
+        return replace(self, tensors={name: change(t) for name, t in self.tensors.items()})
+
+    def single(self, index: int) -> "Drawn":
+        """Return the draws of one of the samples."""
+        own = self.each(lambda tensor: tensor[index : index + 1])
+        return replace(own, draws=(self.draws[index],))
+
+
+class Streams:
+    """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample.
+
+    `ahead` is what was drawn already. It is heeded if it is of this seed and these draw numbers, and otherwise drawn anew.
+    """
+
+    def __init__(self, seed: int, draws: Sequence[int], ahead: Drawn | None = None) -> None:
         self.seed = seed
         self.draws = tuple(draws)
+        is_own = ahead is not None and (ahead.seed, ahead.draws) == (self.seed, self.draws)
+        self._ahead = ahead.tensors if ahead is not None and is_own else {}
 
     def __call__(self, stream: str) -> list[torch.Generator]:
         return [generator(self.seed, stream, draw) for draw in self.draws]
+
+    def drawn(self, draws: Draws, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the draws on a device: those that were made ahead, and the others drawn now, with the same bits."""
+        return {
+            name: moved(self._ahead[name] if name in self._ahead else draw(self(name)), device)
+            for name, draw in draws.items()
+        }
 
 
 def moved(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return draws on a device without making the host wait for what is queued there: a GPU takes them from pinned
     memory.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not draws.is_cuda:
         draws = draws.pin_memory()
     return draws.to(device, non_blocking=True)
 

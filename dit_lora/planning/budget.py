@@ -235,11 +235,12 @@ def _host(
     data, ranks = recipe.data, launch.ranks
     whole = training.trained + training.optimizer + training.ema
     _, paged = _optimizer(recipe.optim.name, weights)
+    read_ahead = training.batch + recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
     return {
         # Every process reads the weights on the CPU, in turn with nobody.
         "loading": ranks * (weights.frozen + weights.trained_bytes),
         "snapshots": ranks * _SNAPSHOTS * (whole + paged),
-        "prefetched batches": ranks * data.workers * data.prefetch * training.batch,
+        "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
         "offloaded weights": ranks * (weights.in_blocks if recipe.train.offload == "group" else 0),
         "paged optimizer": ranks * paged,
         "checkpoint on its way": launch.state_parts * whole + paged,

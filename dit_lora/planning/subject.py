@@ -286,6 +286,15 @@ class Subject:
         """Return the bytes of one sample's tensors."""
         return sum(size.numel() * dtype.itemsize for size, dtype in self.spec(shape).values())
 
+    def drawn_bytes(self, shape: Any) -> int:
+        """Return the bytes of what a step draws for one sample."""
+        batch = {
+            name: torch.empty(size, dtype=dtype, device="meta")
+            for name, (size, dtype) in self._batch(self.spec(shape), 1).items()
+        }
+        drawn = Streams(0, [0]).drawn(self.checkpoint.draws(batch), CPU)
+        return sum(tensor.nbytes for tensor in drawn.values())
+
     def _batch(self, spec: Spec, size: int) -> Spec:
         return {n: (torch.Size([size, *one]), dtype) for n, (one, dtype) in spec.items()}
 

@@ -114,7 +114,17 @@ def _loop(run: Run) -> Loop:
         watcher=run.watcher,
         norms=chosen_norms(setup),
         unreadable=lambda step, why: _end_unread(run, step, why),
+        at_once=lambda step: _read_at_once(run, step),
     )
+
+
+def _read_at_once(run: Run, step: int) -> bool:
+    """Return true for a step after which more of the run is looked at than its row: nothing of the next is under way then."""
+    recipe = run.setup.recipe
+    # Validation and comparisons need the memory that the next step's gradients would take.
+    looks = (recipe.train.save_every, recipe.validation.every, recipe.guard.parity_every)
+    due = any(every and step % every == 0 for every in looks)
+    return due or run.recovery.snapshots.due(step) or run.watcher.looks_at(step)
 
 
 def _batches(run: Run, start_step: int) -> Iterable[Batch]:
@@ -136,6 +146,7 @@ def _batches(run: Run, start_step: int) -> Iterable[Batch]:
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
         pin_memory=session.accelerator.device.type == "cuda",
+        draws=run.setup.checkpoint.draws,
     )
     return run.parity.noting(run.setup.data.clips.loader(how), start_step)
 

@@ -1,12 +1,13 @@
 """The loop: one function over a family's losses. No family can override the step, so none can lose the gate.
 
 Order in a step (docs/design.md): losses noted -> backward -> pre-clip gradients noted -> clip -> one flag over all
-ranks -> optimizer, gated on the device -> one gather of metrics and flags, the step's only read by the host.
+ranks -> optimizer, gated on the device -> one gather of metrics and flags, the step's only read by the host. It is read
+a step late: once the next step's forward and backward are queued, and before its optimizer.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from dit_lora.config.optim import OptimConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reader
 from dit_lora.data.media.media import UnreadableError
+from dit_lora.errors import DitLoraError
 from dit_lora.fuse.gradient_norms import Norms
 from dit_lora.guard.gate import Gate, PoisonedStateError, Trip
 from dit_lora.guard.replay import MicroBatch
@@ -24,7 +26,7 @@ from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.micro_batch import LossFunction, Place, forward, replayable
 from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.step import StepResult
-from dit_lora.training.step_rows import StepRows, own_row
+from dit_lora.training.step_rows import SentRows, StepRows, own_row
 
 _ALL = "all groups"
 # Beside 0.0 and 1.0 in a row's `bad_data`.
@@ -42,9 +44,11 @@ class WentBackError(Exception):
 
 @dataclass
 class _Step:
-    """Collects what a step's micro-steps give."""
+    """Collects what a step's micro-steps give, and what its update leaves."""
 
     number: int
+    gate: Gate
+    """A gate for each step: its flags are those of all micro-steps together."""
     micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
@@ -53,6 +57,36 @@ class _Step:
     unread: str = ""
     """The reason why this rank could not read its data; empty if it could."""
     data_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step whose update is queued, and whose row is on its way to the host."""
+
+    step: _Step
+    rows: SentRows
+    rates: dict[str, float]
+    groups: tuple[str, ...]
+
+
+@dataclass
+class _Progress:
+    """The point that training has come to, and what of it the host does not know yet."""
+
+    done: int
+    """The last step that was read and found healthy."""
+    control: MicroBatch | None = None
+    """A micro-batch of it."""
+    sent: _Sent | None = None
+    """The step after it, once its update is queued."""
+    waited: float = 0.0
+    """Seconds that the host has waited for data."""
+    since: float = 0.0
+    """The time, by `now`, from which the next step's seconds are counted."""
+
+    def now(self) -> float:
+        """Return a time that stands still while the host waits for data, which counts with the step that they are of."""
+        return time.perf_counter() - self.waited
 
 
 def _unreadable(step: int, why: str) -> NoReturn:
@@ -77,6 +111,9 @@ class Loop:
     """Number of ranks that run each sample together (1 without context parallelism)."""
     norms: Norms | None = None
     """Computes gradient norms; PyTorch does where it is None."""
+    at_once: Callable[[int], bool] = lambda step: False
+    """Says of a step, alike on all ranks, that it is read before the next begins: what follows needs its memory or looks
+    at more than its row."""
 
 
 def train(
@@ -90,38 +127,28 @@ def train(
 ) -> None:
     """Take the steps after `start_step` up to `steps`; `on_step` runs after each with equal results on all ranks.
 
+    It finds weights and optimizer as the step left them: of the next one, forward and backward are queued at most.
+
     `batches(step)` gives the micro-batches of the steps after `step`. A step that trips leaves weights and
-    optimizer as they were; `loop.recovery` says where to go on, or raises `NonFiniteError` on every rank. So does an
-    `on_step` that raises `WentBackError`. A step whose data some rank could not read ends the run, by
-    `loop.unreadable`.
+    optimizer as they were, and what is under way of the next is dropped; `loop.recovery` says where to go on, or raises
+    `NonFiniteError` on every rank. So does an `on_step` that raises `WentBackError`. A step whose data some rank could
+    not read ends the run, by `loop.unreadable`.
     """
     # Once: whoever evaluates in between puts the mode back.
     loop.engine.model.train()
     loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
-    done, control, reader = start_step, None, Reader[Batch]()
-    while done < steps:
+    progress, reader = _Progress(start_step), Reader[Batch]()
+    while progress.done < steps:
         # A recovery may have gone back or changed the order: batches are asked for anew from `done`.
-        reader.begin(batches(done))
-        for number in range(done + 1, steps + 1):
-            outcome, step = _take(loop, reader, number, stop_asked)
-            if isinstance(outcome, Trip):
-                # No weight is at fault and the data cannot be had: there is nothing to diagnose.
-                if outcome.kind == "unread_data":
-                    loop.unreadable(number - 1, step.unread)
-                done = loop.recovery.recover(outcome, step.micro_batches, control)
+        reader.begin(batches(progress.done))
+        for number in range(progress.done + 1, steps + 1):
+            step = _Step(number, Gate(loop.engine.accelerator))
+            if not _launched(loop, progress, reader, step, on_step):
                 break
-            try:
-                on_step(outcome)
-            except PoisonedStateError as error:
-                # The step was healthy, and what it led to is not worth keeping.
-                trip = Trip(number, error.kind, verdict=error.verdict)
-                done = loop.recovery.recover(trip, step.micro_batches, control)
+            progress.sent = _update(loop, step, stop_asked())
+            # The last is read at once too: there is nothing to launch before.
+            if (number == steps or loop.at_once(number)) and not _settled(loop, progress, on_step):
                 break
-            except WentBackError as back:
-                # Late kernel parity has put back the state itself: there is no trip to diagnose.
-                done = back.step
-                break
-            done, control = number, step.micro_batches[-1]
 
 
 def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
@@ -134,36 +161,74 @@ def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tens
     return forward(loop.losses, loop.engine.model, batch, place).losses.mean()
 
 
-def _take(
-    loop: Loop, reader: Reader[Batch], number: int, stop_asked: Callable[[], int]
-) -> tuple[StepResult | Trip, _Step]:
-    began = time.perf_counter()
-    # A gate for each step: its flags are those of all micro-steps together.
-    step, gate = _Step(number), Gate(loop.engine.accelerator)
-    # The loop reads nothing from the device before the gather below: flags, losses and norms come together.
-    with loop.watcher.forward(number):
+def _launched(
+    loop: Loop,
+    progress: _Progress,
+    reader: Reader[Batch],
+    step: _Step,
+    on_step: Callable[[StepResult], None],
+) -> bool:
+    """Queue a step's forward and backward, then settle the step before it; return whether training goes on with it."""
+    if progress.sent is None:
+        progress.since = progress.now()
+    try:
+        _launch(loop, reader, step)
+    except (DitLoraError, OSError, RuntimeError):
+        # The step before comes first: it was taken, or it tripped and this one is taken anew. Other ranks may be in
+        # the middle of this step's collectives, and cannot be asked for a recovery.
+        if loop.engine.accelerator.num_processes > 1 or _settled(loop, progress, on_step):
+            raise
+        return False
+    progress.waited += step.data_seconds
+    return _settled(loop, progress, on_step)
+
+
+def _launch(loop: Loop, reader: Reader[Batch], step: _Step) -> None:
+    with loop.watcher.forward(step.number):
         for micro_step in range(loop.accumulate):
-            _micro_step(loop, gate, reader, step, micro_step)
-    rates, norms, norm, poisoned = _update(loop, gate, number)
-    row = own_row(
-        step.losses,
-        step.timesteps,
-        {**norms, _ALL: norm},
-        poisoned,
-        step.bad_data,
-        step.data_seconds,
-        stop_asked(),
-    )
-    rows = row.gather(loop.engine.accelerator)
-    trip = _trip(rows, number, loop.copies)
+            _micro_step(loop, reader, step, micro_step)
+
+
+def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]) -> bool:
+    """Read the step that was sent, if there is one, and act on it; return whether training goes on after it."""
+    sent, progress.sent = progress.sent, None
+    if sent is None:
+        return True
+    outcome = _read(loop, progress, sent)
+    step = sent.step
+    if isinstance(outcome, StepResult):
+        try:
+            on_step(outcome)
+            progress.done, progress.control = step.number, step.micro_batches[-1]
+            return True
+        except PoisonedStateError as error:
+            # The step was healthy, and what it led to is not worth keeping.
+            outcome = Trip(step.number, error.kind, verdict=error.verdict)
+        except WentBackError as back:
+            # Late kernel parity has put back the state itself: there is no trip to diagnose.
+            loop.engine.discard()
+            progress.done = back.step
+            return False
+    # Gradients of the next step may be there: it comes after one that was not taken.
+    loop.engine.discard()
+    # No weight is at fault and the data cannot be had: there is nothing to diagnose.
+    if outcome.kind == "unread_data":
+        loop.unreadable(step.number - 1, step.unread)
+    progress.done = loop.recovery.recover(outcome, step.micro_batches, progress.control)
+    return False
+
+
+def _read(loop: Loop, progress: _Progress, sent: _Sent) -> StepResult | Trip:
+    """Wait for a step's row, all that the host reads of a step."""
+    rows = sent.rows.read()
+    before, progress.since = progress.since, progress.now()
+    trip = _trip(rows, sent.step.number, loop.copies)
     if trip is not None:
-        return trip, step
-    return _result(rows, number, rates, [*norms], began, loop.copies), step
+        return trip
+    return _result(rows, sent, progress.since - before + sent.step.data_seconds, loop.copies)
 
 
-def _micro_step(
-    loop: Loop, gate: Gate, reader: Reader[Batch], step: _Step, micro_step: int
-) -> None:
+def _micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int) -> None:
     waiting = time.perf_counter()
     accelerator = loop.engine.accelerator
     # A rank whose data failed gets its last batch again: it must meet the collectives of this step first.
@@ -172,27 +237,26 @@ def _micro_step(
     bad_data = _UNREAD if step.unread else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
     place = Place(loop.seed, step.number, micro_step, accelerator.process_index)
-    # A closure over the batch, not a copy of activations: replays cost memory only when one runs.
-    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, batch, place))
+    # A closure over the batch, not a copy of activations: replays cost memory only when one runs, and draw anew.
+    again = replace(batch, ahead=None)
+    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, again, place))
     with loop.engine.micro_step():
         output = forward(loop.losses, loop.engine.model, batch, place)
         # Noted and not acted on: to look at the flag here would cost a read by the host in every micro-step.
-        gate.losses(output.losses, bad_data=bad_data > 0)
+        step.gate.losses(output.losses, bad_data=bad_data > 0)
         loop.engine.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
     step.timesteps.append(output.timesteps)
     step.bad_data.append(bad_data)
 
 
-def _update(
-    loop: Loop, gate: Gate, number: int
-) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Clip and step, unless the gate is shut; all but the learning rates is still on the device."""
-    engine = loop.engine
+def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
+    """Clip and step, unless the gate is shut, and send the step's row; all but the learning rates is still on the device."""
+    engine, number = loop.engine, step.number
     # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
     norms = engine.gradient_norms(loop.norms)
     # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
-    gate.gradients(norms)
+    step.gate.gradients(norms)
     loop.watcher.gradients(number)
     norm = engine.clip(norms, loop.optim, loop.watcher.clip)
     # A function of the step and not a scheduler: a step that is taken again cannot advance it.
@@ -200,9 +264,18 @@ def _update(
     # The update overwrites what a snapshot's copy may still read, so that the watcher comes first.
     loop.watcher.before_update(number)
     # One all-reduce of the flag, which every rank meets: all take this step or none does.
-    engine.step(gate.agreed())
+    engine.step(step.gate.agreed())
     loop.watcher.after_update(number)
-    return rates, norms, norm, engine.weights_are_bad()
+    row = own_row(
+        step.losses,
+        step.timesteps,
+        {**norms, _ALL: norm},
+        engine.weights_are_bad(),
+        step.bad_data,
+        step.data_seconds,
+        stop_code,
+    )
+    return _Sent(step, row.gather(engine.accelerator), rates, tuple(norms))
 
 
 def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
@@ -226,26 +299,19 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
     )
 
 
-def _result(
-    rows: StepRows,
-    step: int,
-    rates: dict[str, float],
-    groups: Sequence[str],
-    began: float,
-    copies: int,
-) -> StepResult:
+def _result(rows: StepRows, sent: _Sent, seconds: float, copies: int) -> StepResult:
     # Ranks that share a sample report the same loss: one row of each group of `copies` is counted.
     losses = rows.losses[::copies].flatten()
     *norms, norm = rows.norms[0].tolist()
     return StepResult(
-        step=step,
+        step=sent.step.number,
         loss=losses.mean().item(),
         grad_norm=norm,
-        grad_norm_groups=dict(zip(groups, norms, strict=True)),
-        lr_groups=rates,
+        grad_norm_groups=dict(zip(sent.groups, norms, strict=True)),
+        lr_groups=sent.rates,
         losses=losses.tolist(),
         timesteps=rows.timesteps[::copies].flatten().long().tolist(),
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
         data_seconds=rows.data_seconds.max().item(),
         stop_code=int(rows.stop_codes.max().item()),
     )

@@ -44,7 +44,7 @@ def forward(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) 
     # Dropout inside the model draws from torch's own generators.
     seed = fold(place.seed, "dropout", place.step, place.micro_step, place.rank)
     _seed_generators(seed, next(iter(batch.tensors.values())).device)
-    return losses(model, batch, Streams(place.seed, batch.draws))
+    return losses(model, batch, Streams(place.seed, batch.draws, batch.ahead))
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Gathers what each rank reports of a step, by one collective."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,14 +31,36 @@ class StepRows(NamedTuple):
     stop_codes: torch.Tensor
     """(ranks, 1): the exit code with which a rank was asked to stop, or 0."""
 
-    def gather(self, accelerator: Accelerator) -> "StepRows":
-        """Return the rows of all ranks on the host, by one gather and one copy. Collective."""
+    def gather(self, accelerator: Accelerator) -> "SentRows":
+        """Send the rows of all ranks to the host, by one gather and one copy that nobody waits for. Collective."""
         device = self.losses.device
         # The host's values travel in one copy that nobody waits for.
         host_values = torch.cat(self[4:], dim=1).to(device, non_blocking=True)
         row = torch.cat([*self[:4], host_values], dim=1)
-        widths = [part.shape[1] for part in self]
-        return StepRows(*accelerator.gather(row).cpu().split(widths, dim=1))
+        widths = tuple(part.shape[1] for part in self)
+        gathered: torch.Tensor = accelerator.gather(row)
+        if not gathered.is_cuda:
+            return SentRows(gathered, widths)
+        # Into pinned memory: a copy that is asked for only when it is read would come behind all that is queued by then.
+        there = torch.empty_like(gathered, device="cpu", pin_memory=True)
+        there.copy_(gathered, non_blocking=True)
+        arrived = torch.cuda.current_stream(gathered.device).record_event()
+        return SentRows(there, widths, arrived)
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """The rows of all ranks on their way to the host."""
+
+    rows: torch.Tensor
+    widths: tuple[int, ...]
+    arrived: torch.cuda.Event | None = None
+
+    def read(self) -> StepRows:
+        """Return them once they are there: what is queued behind them is not waited for."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return StepRows(*self.rows.cpu().split(self.widths, dim=1))
 
 
 def own_row(

@@ -25,6 +25,7 @@ from dit_lora.faults.fault import Expected, Fault, judged
 from dit_lora.faults.site import DEFAULT, SITES, site_of
 from dit_lora.faults.suite import catalog, chosen, judge_all, run_suite, totals
 from dit_lora.faults.world import Observation, World
+from dit_lora.training import fit
 
 
 @pytest.mark.slow
@@ -83,6 +84,27 @@ CORE = (
 )
 def test_every_familys_faults_are_named_and_recovered(variant: str) -> None:
     judge_those(CORE, variant)
+
+
+LATE = (
+    *CORE,
+    "Inf in all gradients, once",
+    "all gradients zero, once",
+    "NaN loss in the last micro-step",
+    "NaN loss under a moving average",
+    "every loss NaN from a step on",
+    "NaN now and then",
+    "NaN in a weight while saving",
+)
+
+
+@pytest.mark.slow
+def test_faults_are_named_and_recovered_where_every_row_is_read_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The suite's runs are short and save so often that most of their rows are read at once."""
+    monkeypatch.setattr(fit, "_read_at_once", lambda run, step: False)
+    judge_those(LATE, DEFAULT)
 
 
 # The same of chat models, with what only they can have.

@@ -3,7 +3,8 @@
 import json
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from runs import adapter, lines, same_adapter, trajectory
 
 from dit_lora.data.cache.cache import TensorCache
+from dit_lora.data.loading.batch import Batch
+from dit_lora.data.loading.encoded import CachedClips
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 
@@ -53,6 +56,25 @@ def test_a_run_over_buckets_windows_and_sources_resumes_bit_for_bit(
     lora_main([*mixed, "train.steps=8", "train.resume=auto", f"run.dir={parts}"])
     assert trajectory(parts) == trajectory(straight)
     assert same_adapter(parts, straight)
+
+
+def _without_draws(loader: Callable[..., Iterable[Batch]]) -> Callable[..., Iterable[Batch]]:
+    return lambda clips, how: loader(clips, replace(how, draws=None))
+
+
+def test_noise_has_the_same_bits_whoever_draws_it(
+    lora_main: Main, mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers ahead, the step's own process as it reads, and the step itself; over shapes of several sizes."""
+    mixed = [*mixed, "train.steps=6", "train.accumulate=2"]
+    runs = {"worker": ["data.workers=2"], "reader": [], "step": []}
+    for name, how in runs.items():
+        if name == "step":
+            monkeypatch.setattr(CachedClips, "loader", _without_draws(CachedClips.loader))
+        lora_main([*mixed, *how, f"run.dir={tmp_path / name}"])
+    for name in runs:
+        assert trajectory(tmp_path / name) == trajectory(tmp_path / "step")
+        assert same_adapter(tmp_path / name, tmp_path / "step")
 
 
 def test_how_a_step_over_buckets_is_split_changes_only_rounding(

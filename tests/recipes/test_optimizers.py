@@ -43,9 +43,13 @@ def two_faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     forward = loop.forward
 
     def arm() -> None:
-        armed = {3: "loss", 4: "weight"}
+        armed, later = {3: "loss"}, {4: "weight"}
 
         def spoiled(losses: Any, model: Any, batch: Any, place: Any) -> Any:
+            # Not in the pass of step 4 that is dropped as step 3 trips.
+            if (place.step, place.micro_step) == (3, 0) and not armed:
+                armed.update(later)
+                later.clear()
             fault = armed.pop(place.step, None)
             if fault == "weight":
                 next(p for p in model.parameters() if p.requires_grad).data.view(-1)[1] = torch.nan

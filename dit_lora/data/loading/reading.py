@@ -3,17 +3,18 @@
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dit_lora.data.loading.batch import collate
+from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.sampler import OrderedDataset, PositionSampler
 from dit_lora.data.media.media import UnreadableError
-from dit_lora.numerics.streams import generator
+from dit_lora.numerics.streams import Drawn, Draws, Streams, generator
 
 T = TypeVar("T")
 _LOST = re.compile("DataLoader worker|Pin memory thread")
@@ -114,6 +115,26 @@ class Reading:
     workers: int
     prefetch: int
     pin_memory: bool
+    draws: Callable[[Mapping[str, torch.Tensor]], Draws] | None = None
+    """Says what a step draws for a batch: it is drawn by whoever reads the batch. None to leave it to the step."""
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """Joins samples and draws what their step will: in a worker, so that no step waits for it.
+
+    A draw is of the seed and the samples' draw numbers alone, so that it has the same bits in every process.
+    """
+
+    join: Callable[[list[Any]], Batch]
+    draws: Callable[[Mapping[str, torch.Tensor]], Draws]
+    seed: int
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        batch = self.join(samples)
+        streams = Streams(self.seed, batch.draws)
+        drawn = streams.drawn(self.draws(batch.tensors), torch.device("cpu"))
+        return replace(batch, ahead=Drawn(self.seed, batch.draws, drawn))
 
 
 def build_loader(
@@ -133,6 +154,8 @@ def build_loader(
         raise ValueError(
             f"a step of the order has {group} samples, one of the sampler {how.sampler.group}"
         )
+    if how.draws is not None:
+        collate_fn = _Drawing(collate_fn, how.draws, how.seed)
     return WatchedLoader(
         source or dataset,
         batch_sampler=how.sampler,

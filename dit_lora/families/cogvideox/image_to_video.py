@@ -9,6 +9,7 @@ Shapes: B batch, K encodings of one image, C latent channels, F latent frames, H
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,7 +25,7 @@ from dit_lora.families.base import Sampling, Tensors, VideoEncoder
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import Streams, generator, integers, moved
+from dit_lora.numerics.streams import Draws, generator, integers, normal
 
 # Latents are cached, and this noise is on pixels: so many draws of it are encoded for each image.
 NOISED_ENCODINGS = 4
@@ -93,25 +94,32 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
 
         return encode
 
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        """Draws of the clip, and which encoding of the image, its latent, and whether it is left out."""
+        encodings, *shape = batch["image_latent_mean"].shape[1:]
+        own: Draws = {
+            "image_posterior": partial(normal, shape),
+            "image_dropout": lambda rows: (
+                torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
+            ),
+        }
+        noised: Draws = {"image_noise": partial(integers, 1, encodings)} if encodings > 1 else {}
+        return {**super().draws(batch), **own, **noised}
+
     def _drawn_prediction(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        streams: Streams,
+        given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Draws which encoding, its latent, and whether the image is left out, for each sample."""
+        """Beside a latent of the image, of the encoding that was drawn, or beside none where it is left out."""
         mean, logvar = batch["image_latent_mean"], batch["image_latent_logvar"]
-        device = mean.device
-        rows = torch.arange(len(mean), device=device)
-        noised = mean.shape[1] > 1
-        pick = 0 * rows
-        if noised:
-            pick = moved(integers(1, mean.shape[1], streams("image_noise")), device)
-        latent = drawn(mean[rows, pick], logvar[rows, pick], streams("image_posterior"))
-        shares = torch.cat([torch.rand(1, generator=row) for row in streams("image_dropout")])
-        kept = moved(shares >= self.image_dropout, device).view(-1, 1, 1, 1, 1)
+        rows = torch.arange(len(mean), device=mean.device)
+        pick = given.get("image_noise", 0 * rows)
+        latent = drawn(mean[rows, pick], logvar[rows, pick], given["image_posterior"])
+        kept = given["image_dropout"].view(-1, 1, 1, 1, 1)
         return self._with_image(transformer, noisy, timesteps, batch, latent * kept)
 
     def predict(

@@ -8,6 +8,7 @@ Shapes: B batch, T text tokens, C latent channels, F latent frames, H and W late
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from dit_lora.families.posterior import drawn, encode_video
 from dit_lora.families.refusals import wrong_frames, wrong_sides
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput, VPrediction, mean_squared_error
-from dit_lora.numerics.streams import Streams, integers, moved, normal
+from dit_lora.numerics.streams import Draws, Streams, integers, normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +130,14 @@ class CogVideoXCheckpoint(Checkpoint):
 
         return encode
 
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        channels, frames, *size = batch["latent_mean"].shape[1:]
+        return {
+            "posterior": partial(normal, (channels, frames, *size)),
+            "noise": partial(normal, (channels, frames + self.padding(frames), *size)),
+            "timestep": partial(integers, 0, self.train_timesteps),
+        }
+
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
@@ -137,15 +146,15 @@ class CogVideoXCheckpoint(Checkpoint):
         Where patches span two latent frames, the first one is repeated in front as CogVideo trains 1.5; the
         pipeline drops what it makes of it, and no loss is taken there (CogVideo's own trainer does take one).
         """
-        clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], streams("posterior"))
-        device, padding = clean_BCFHW.device, self.padding(clean_BCFHW.shape[2])
+        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
+        padding = self.padding(clean_BCFHW.shape[2])
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
         clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
-        noise = moved(normal(clean_BCFHW.shape[1:], streams("noise")), device).transpose(1, 2)
-        timesteps = moved(integers(0, self.train_timesteps, streams("timestep")), device)
+        noise, timesteps = given["noise"].transpose(1, 2), given["timestep"]
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
-        prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, streams)
+        prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, given)
         target = self.objective.target(clean, noise, timesteps)
         losses = mean_squared_error(prediction[:, padding:], target[:, padding:])
         return LossOutput(losses, timesteps)
@@ -167,7 +176,7 @@ class CogVideoXCheckpoint(Checkpoint):
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        streams: Streams,
+        given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """A training step's prediction; nothing but noise and timestep is drawn for it."""
         return self.predict(transformer, noisy, timesteps, batch)

@@ -32,9 +32,9 @@ from dit_lora.families.base import (
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
 from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.text_mask import text_bias
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
-MASKED = -10000.0  # latte_transformer_3d.py, forward: the bias of a token to leave out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +108,11 @@ class LatteCheckpoint(NoisePrediction):
         cut to the longest, and a bias leaves out what the shorter ones lack.
         """
         embeddings, mask = batch["prompt_embeds"], batch["prompt_mask"]
-        lengths = mask.sum(1)
-        longest, shortest = torch.stack([lengths.max(), lengths.min()]).tolist()
-        embeddings, mask = embeddings[:, :longest], mask[:, :longest]
-        bias = None
-        if shortest < longest:
-            bias = torch.where(mask, 0.0, MASKED).to(embeddings.dtype)[:, None]
-            bias = bias.repeat_interleave(
-                noisy_BCFHW.shape[2], dim=0
-            )  # spatial blocks: one row a frame
+        longest = int(mask.sum(1).max())
+        embeddings = embeddings[:, :longest]
+        bias = text_bias(mask[:, :longest], embeddings)
+        if bias is not None:  # spatial blocks: one row a frame
+            bias = bias.repeat_interleave(noisy_BCFHW.shape[2], dim=0)
         return transformer(
             hidden_states=noisy_BCFHW.to(embeddings.dtype),
             encoder_hidden_states=embeddings,

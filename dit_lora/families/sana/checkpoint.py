@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,10 +46,11 @@ from dit_lora.families.base import (
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.refusals import wrong_sides
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
+from dit_lora.families.text_mask import text_bias
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.guard.checks import stored_dtype
 from dit_lora.numerics.objectives import FlowMatching, LossOutput, mean_squared_error
-from dit_lora.numerics.streams import Streams, moved, normal
+from dit_lora.numerics.streams import Draws, Streams, normal
 
 PIPELINE_MULTIPLE = 32  # check_inputs of both pipelines, whatever the autoencoder
 # In a model_index.json of ours; Diffusers passes over what begins with an underscore.
@@ -142,17 +144,26 @@ class SanaCheckpoint(Checkpoint):
         keep_linear_attention_fp32(transformer, saturates=self.saturates)
         return transformer
 
-    def clean_latents(self, batch: Mapping[str, torch.Tensor], streams: Streams) -> torch.Tensor:
-        """A batch's latents as the network is trained on them, fp32."""
+    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        """Noise, and noise levels in the place of timesteps."""
+        return {
+            "noise": partial(normal, batch["latent_mean"].shape[1:]),
+            "timestep": lambda rows: self.objective.sigmas(normal((), rows)),
+        }
+
+    def clean_latents(
+        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """A batch's latents as the network is trained on them, fp32; `given` are its draws."""
         return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
 
     def losses(
         self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
     ) -> LossOutput:
         """Velocity losses at logit-normal, shifted noise levels; noising, target and loss are fp32."""
-        objective, clean = self.objective, self.clean_latents(batch, streams)
-        noise = moved(normal(clean.shape[1:], streams("noise")), clean.device)
-        sigmas = moved(objective.sigmas(normal((), streams("timestep"))), clean.device)
+        given = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        objective, clean = self.objective, self.clean_latents(batch, given)
+        noise, sigmas = given["noise"], given["timestep"]
         noisy = objective.add_noise(clean, noise, sigmas)
         prediction = self.predict(transformer, noisy, sigmas * self.train_timesteps, batch)
         target = objective.target(clean, noise)
@@ -170,7 +181,7 @@ class SanaCheckpoint(Checkpoint):
         return transformer(
             noisy.to(prompt_embeds.dtype),
             encoder_hidden_states=prompt_embeds,
-            encoder_attention_mask=batch["prompt_attention_mask"],
+            encoder_attention_mask=text_bias(batch["prompt_attention_mask"], prompt_embeds),
             timestep=timesteps * self.transformer_config.get("timestep_scale", 1.0),
             return_dict=False,
         )[0]

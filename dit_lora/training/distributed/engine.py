@@ -100,6 +100,14 @@ class Engine:
         # Also after a step that was not taken: it is taken again from fresh gradients.
         self.optimizer.zero_grad(set_to_none=True)
 
+    def discard(self) -> None:
+        """Drop the gradients of micro-steps that no update will follow, and count micro-steps anew; sends nothing."""
+        # Not by Accelerate's `zero_grad`, which does nothing in the middle of an accumulated step.
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        self.accelerator.step = 0
+
     def weights_are_bad(self) -> torch.Tensor:
         """Return a bool scalar on the device, true if a trained weight of this rank is not finite."""
         return weights_are_bad(self.optimizer)

@@ -179,6 +179,17 @@ class Zero2(Engine):
         self._zero.zero_grad(set_to_none=True)
         self._micro_steps = 0
 
+    def discard(self) -> None:
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+        super().discard()
+        self._zero.zero_grad(set_to_none=True)
+        for index in self._zero.averaged_gradients:
+            self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
+        # By it a step's first micro-step begins its sums anew, where later ones add to them.
+        self._zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._micro_steps = 0
+
     def own_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's state; `<group>/<parameter>/part` is what the optimizer holds of a parameter's weights."""
         parts = {

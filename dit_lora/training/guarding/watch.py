@@ -27,6 +27,10 @@ class StepWatcher:
         monitor = self._due(step)
         return monitor.watching() if monitor else nullcontext()
 
+    def looks_at(self, step: int) -> bool:
+        """Return true in the steps that have statistics, which are read from the device beside the step's row."""
+        return self._due(step) is not None
+
     def gradients(self, step: int) -> None:
         """Look at the gradients after backward and before clipping."""
         if monitor := self._due(step):

@@ -16,7 +16,7 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, load_adapter, save_
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Sampling
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import Drawn, Streams
 
 
 def test_every_variant_of_every_family_is_under_the_contract() -> None:
@@ -56,6 +56,42 @@ def test_a_samples_loss_is_its_own(subject: Subject) -> None:
     again = subject.checkpoint.losses(transformer, alone, Streams(0, [5])).losses
     torch.testing.assert_close(losses[1:2], again, rtol=1e-5, atol=0)
     assert len(set(losses.tolist())) == 3
+
+
+class NothingToDraw(Streams):
+    """Streams all of whose draws were made ahead."""
+
+    def __call__(self, stream: str) -> list[torch.Generator]:
+        raise AssertionError(f"{stream} was not drawn ahead")
+
+
+def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Subject) -> None:
+    """The draws are known from shapes alone; those of other samples are not taken for these."""
+    checkpoint, batch = subject.checkpoint, encoded_batch(subject)
+    transformer = checkpoint.load_transformer(torch.float32)
+    shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
+    tensors = Streams(0, [4, 5, 6]).drawn(checkpoint.draws(shapes), CPU)
+    ahead = Drawn(0, (4, 5, 6), tensors)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def losses(streams: Streams) -> torch.Tensor:
+        return checkpoint.losses(transformer, batch, streams).losses
+
+    now = losses(Streams(0, [4, 5, 6]))
+    assert torch.equal(losses(NothingToDraw(0, [4, 5, 6], ahead)), now)
+    assert all(torch.equal(tensors[name], one) for name, one in before.items())
+    for seed, draws in ((0, [4, 6, 5]), (1, [4, 5, 6])):
+        other = losses(Streams(seed, draws))
+        assert torch.equal(losses(Streams(seed, draws, ahead)), other)
+        assert not torch.equal(other, now)
+    # Each is used: another value of it gives another loss.
+    for name, one in tensors.items():
+        changed = (
+            ~one if one.dtype is torch.bool else one.flip(0) if one.ndim > 1 else one[[2, 0, 1]]
+        )
+        if not torch.equal(changed, one):
+            told = replace(ahead, tensors={**tensors, name: changed})
+            assert not torch.equal(losses(Streams(0, [4, 5, 6], told)), now), name
 
 
 def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -> None:

@@ -75,6 +75,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
         "prompt_embeds": torch.randn(3, 300, 32, generator=g),
         "prompt_attention_mask": torch.ones(3, 300, dtype=torch.int64),
     }
+    batch["prompt_attention_mask"][1, 250:] = 0
     batch |= {"latent_logvar": logvar} if video else {}
     model = Recorder(answer)
     output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
@@ -102,7 +103,8 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
     losses = (answer.double() - (noise - clean)).square().flatten(1).mean(1)
     torch.testing.assert_close(output.losses.double(), losses, rtol=1e-6, atol=0)
     assert output.timesteps.tolist() == [math.floor(t) for t in (1000 * sigma).tolist()]
-    assert torch.equal(model.asked["encoder_attention_mask"], batch["prompt_attention_mask"])
+    bias = -10000.0 * (1 - batch["prompt_attention_mask"].float())
+    assert torch.equal(model.asked["encoder_attention_mask"], bias[:, None])
 
 
 def test_noise_levels_are_logit_normal_and_shifted() -> None:

@@ -1,4 +1,4 @@
-"""What makes the host wait in a healthy step: one copy of one row. Counted on the CPU, where nothing waits."""
+"""What makes the host wait in a healthy step: one copy of one row, a step late. Counted on the CPU, where nothing waits."""
 
 import traceback
 import warnings
@@ -11,12 +11,14 @@ import pytest
 import torch
 from chat_runs import common, write_data
 from launching import ROOT
+from smoke_recipes import SMOKES
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.data.loading.batch import Batch
+from dit_lora.config.load import load_recipe
+from dit_lora.data.loading.batch import ON_HOST, Batch
+from dit_lora.families import DIFFUSION_FAMILIES
 from dit_lora.training import loop
-from dit_lora.training.step import StepResult
 
 Main = Callable[[list[str]], None]
 STEPS = 3
@@ -28,6 +30,14 @@ OPTIONS = [
     "guard.monitor_every=0",
     "kernels.finite_norm=off",  # Triton's interpreter reads what a GPU does not
 ]
+ONCE_EACH = {step: ["cpu"] for step in range(1, STEPS + 1)}
+TWO_IN_FLIGHT = [
+    *("launch 1", "update 1"),
+    *("launch 2", "read 1", "update 2"),
+    *("launch 3", "read 2", "update 3"),
+    "read 3",
+]
+"""A step's update waits for the row of the step before it, which is read with this step's forward and backward queued."""
 METHODS = ("cpu", "tolist", "numpy")  # no op on the CPU tells of them
 OPS = {
     torch.ops.aten._local_scalar_dense.default: "item",
@@ -47,7 +57,8 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self.where: list[str] = []
-        self.by_step: list[list[str]] = []
+        self.by_step: dict[int, list[str]] = {}
+        self.order: list[str] = []
         self._there: dict[int, torch.UntypedStorage] = {}
 
     def put(self, tensors: Any) -> None:
@@ -82,25 +93,38 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    """The reads of every step of the runs within it."""
-    reads, take, to = Reads(), loop._take, Batch.to
+    """The reads of every step of the runs within it, and the order in which steps are launched, updated and read."""
+    reads, to = Reads(), Batch.to
+    numbers = {
+        "_launch": lambda given: given[2].number,
+        "_update": lambda given: given[1].number,
+        "_read": lambda given: given[2].step.number,
+    }
 
-    def taken(one: loop.Loop, *rest: Any) -> Any:
-        reads.put([*one.engine.bare.parameters(), *one.engine.bare.buffers()])
-        before = len(reads.found)
-        with reads:
-            outcome = take(one, *rest)
-        assert isinstance(outcome[0], StepResult)
-        reads.by_step.append(reads.found[before:])
-        return outcome
+    def noted(name: str) -> Callable[..., Any]:
+        inner = getattr(loop, name)
+
+        def call(*given: Any) -> Any:
+            bare, number = given[0].engine.bare, numbers[name](given)
+            reads.put([*bare.parameters(), *bare.buffers()])
+            before = len(reads.found)
+            with reads:
+                outcome = inner(*given)
+            reads.order.append(f"{name.strip('_')} {number}")
+            reads.by_step.setdefault(number, []).extend(reads.found[before:])
+            return outcome
+
+        return call
 
     def moved(batch: Batch, device: torch.device) -> Batch:
         there = to(batch, device)
-        reads.put(there.tensors.values())
+        reads.put(tensor for name, tensor in there.tensors.items() if name not in ON_HOST)
+        reads.put(there.ahead.tensors.values() if there.ahead is not None else ())
         return there
 
     with patch.context() as during:
-        during.setattr(loop, "_take", taken)
+        for name in numbers:
+            during.setattr(loop, name, noted(name))
         during.setattr(Batch, "to", moved)
         for name in METHODS:
             during.setattr(torch.Tensor, name, noting(reads, name), raising=False)
@@ -120,38 +144,38 @@ def noting(reads: Reads, name: str) -> Callable[..., Any]:
     return noted
 
 
-@pytest.mark.parametrize(
-    ("recipe", "variant", "shape", "of_masks"),
-    [
-        ("cogvideox", "cogvideox-5b", ["data.height=32", "data.width=48"], []),
-        ("sana", "sana-600m", [], ["item"]),  # a mask's lengths decide shapes, or the backend
-        pytest.param("latte", "latte", [], ["tolist"], marks=pytest.mark.thorough),
-    ],
-)
+# Of one family another recipe serves.
+TRIED = ("cogvideox", "dit", "latte", "sana", "sana_video", "video_dit_lora")
+
+
+def test_a_recipe_of_every_diffusion_family_is_tried() -> None:
+    recipes = [load_recipe(ROOT / "recipes" / "smoke" / f"{name}.yaml") for name in TRIED]
+    assert {recipe.model.family for recipe in recipes} == set(DIFFUSION_FAMILIES)
+
+
+@pytest.mark.parametrize("name", TRIED)
 def test_a_healthy_step_is_read_once(
     lora_main: Main,
     tiny_checkpoints: dict[str, Path],
     shape_clips: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    recipe: str,
-    variant: str,
-    shape: list[str],
-    of_masks: list[str],
+    name: str,
 ) -> None:
-    """With two micro-steps, an average of the weights, dropout, clipping, and metrics written."""
-    args = [
-        str(ROOT / "recipes" / "smoke" / f"{recipe}.yaml"),
-        *shape,
-        *OPTIONS,
-        "lora.dropout=0.1",
-    ]
-    args += [f"model.path={tiny_checkpoints[variant]}", f"data.path={shape_clips}"]
+    """With two micro-steps, masks of captions, an average of the weights, dropout, clipping, and metrics written."""
+    smoke, data = SMOKES[name], shape_clips
+    if smoke.write_data is not None:
+        data = tmp_path / "data"
+        smoke.write_data(data)
+    args = [str(ROOT / "recipes" / "smoke" / f"{name}.yaml"), *smoke.overrides, *OPTIONS]
+    args += ["lora.dropout=0.1", "train.batch_size=2"]
+    args += [f"model.path={tiny_checkpoints[smoke.variant]}", f"data.path={data}"]
     args += [f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}"]
     args += ["validation.prompts=[]", "validation.held_out_draws=0"]
     with counted(monkeypatch) as reads:
         lora_main(args)
-    assert reads.by_step == [[*of_masks * 2, "cpu"]] * STEPS, "\n".join(reads.where)
+    assert reads.by_step == ONCE_EACH, "\n".join(reads.where)
+    assert reads.order == TWO_IN_FLIGHT
 
 
 def test_a_healthy_step_of_a_chat_model_is_read_once(
@@ -164,28 +188,36 @@ def test_a_healthy_step_of_a_chat_model_is_read_once(
     args = common("videochat2", tiny_checkpoints["videochat2-mistral"], data, tmp_path)
     with counted(monkeypatch) as reads:
         lora_main([*args, f"run.dir={tmp_path / 'run'}", *OPTIONS])
-    assert reads.by_step == [["cpu"]] * STEPS, "\n".join(reads.where)
+    assert reads.by_step == ONCE_EACH, "\n".join(reads.where)
+    assert reads.order == TWO_IN_FLIGHT
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_host_waits_for_the_gpu_once_a_step(
+def test_the_host_waits_for_the_gpu_by_the_event_of_the_row_alone(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As PyTorch itself counts; the first step makes what is kept."""
-    waits, take = [], loop._take
+    """PyTorch itself counts what waits for a whole stream; the first step makes what is kept."""
+    waits: list[list[str]] = []
 
-    def taken(*args: Any) -> Any:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                return take(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                said = [str(one.message) for one in caught]
-                waits.append([words for words in said if "synchronizing" in words])
+    def warned(name: str) -> Callable[..., Any]:
+        inner = getattr(loop, name)
 
-    monkeypatch.setattr(loop, "_take", taken)
+        def call(*args: Any) -> Any:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    return inner(*args)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                    said = [f"{name}: {one.message}" for one in caught]
+                    waits.append([words for words in said if "synchronizing" in words])
+
+        return call
+
+    for name in ("_launch", "_update", "_read"):
+        monkeypatch.setattr(loop, name, warned(name))
     lora_main([*smoke, f"run.dir={tmp_path / 'run'}", *OPTIONS])
-    assert [len(step) for step in waits[1:]] == [1] * (STEPS - 1), waits
+    assert len(waits) == 3 * STEPS
+    assert waits[2:] == [[]] * (3 * STEPS - 2), waits

@@ -135,7 +135,8 @@ class LiveClips(EncodedClips):
         dataset = ClipDataset(self, how)
         decoded = build_loader(
             dataset,
-            replace(how, pin_memory=False),  # pixels go to the encoder one by one
+            # Pixels go to the encoder one by one, and tell nothing of the latents' shapes: the step draws.
+            replace(how, pin_memory=False, draws=None),
             source=_DecodedDataset(dataset.pick, self.videos.decoder),
             collate_fn=list,
         )

@@ -1,0 +1,82 @@
+"""What a step draws is drawn where its batch is read, with the bits that the step would draw."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit_lora.data.loading.batch import Batch, collate, draw_number
+from dit_lora.data.loading.order import Order
+from dit_lora.data.loading.quarantine import Quarantine
+from dit_lora.data.loading.reading import Reading, build_loader
+from dit_lora.data.loading.sampler import OrderedDataset, PositionSampler
+from dit_lora.numerics.streams import Draws, Streams, integers, normal
+
+NOBODY = Quarantine(Path("nowhere"))
+
+
+class Samples(OrderedDataset):
+    """Five samples, each of a value of its own."""
+
+    def __init__(self) -> None:
+        self.order = Order([f"{k}.mp4" for k in range(5)], seed=0, quarantine=NOBODY)
+
+    def __getitem__(self, position: int) -> Batch:
+        epoch, copy, sample = self.order.draw_at(position)
+        name = self.order.ids[sample]
+        tensors = {"latent_mean": torch.full((1, 2, 3), float(sample))}
+        return Batch((name,), (draw_number(name, epoch, copy),), tensors)
+
+
+def batches(*, steps: int, size: int, **given: Any) -> list[Batch]:
+    sampler = PositionSampler(
+        start_step=0, steps=steps, batch_size=size, accumulate=2, rank=1, ranks=2
+    )
+    defaults: dict[str, Any] = {"workers": 0, "draws": noise_and_times}
+    reading = Reading(
+        sampler,
+        seed=7,
+        caption_dropout=0.0,
+        quarantine=NOBODY,
+        prefetch=2,
+        pin_memory=False,
+        **{**defaults, **given},
+    )
+    return list(build_loader(Samples(), reading))
+
+
+def noise_and_times(batch: Mapping[str, torch.Tensor]) -> Draws:
+    """Draws of a shape that is the batch's own."""
+    return {
+        "noise": partial(normal, batch["latent_mean"].shape[1:]),
+        "timestep": partial(integers, 0, 1000),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whoever_reads_a_batch_draws_what_its_step_would(workers: int) -> None:
+    found = batches(steps=3, size=2, workers=workers)
+    assert len(found) == 6
+    for batch in found:
+        assert batch.ahead is not None
+        for name, draw in noise_and_times(batch.tensors).items():
+            now = draw(Streams(7, batch.draws)(name))
+            assert torch.equal(batch.ahead.tensors[name], now), name
+            one = batch.single(1).ahead
+            assert one is not None
+            assert torch.equal(one.tensors[name], now[1:])
+            assert one.draws == batch.draws[1:]
+    plain = batches(steps=3, size=2, workers=workers, draws=None)
+    assert [batch.ahead for batch in plain] == [None] * 6
+    assert [batch.draws for batch in plain] == [batch.draws for batch in found]
+
+
+def test_what_was_drawn_ahead_goes_to_the_device_with_its_batch() -> None:
+    batch = batches(steps=1, size=3)[0]
+    there = batch.to(torch.device("meta")).ahead
+    assert there is not None
+    assert {tensor.device.type for tensor in there.tensors.values()} == {"meta"}
+    assert collate([batch.single(0), batch.single(1)]).ahead is None

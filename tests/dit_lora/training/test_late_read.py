@@ -1,0 +1,111 @@
+"""A step's row is read a step late: what is in flight then, who finds what, and what becomes of errors and trips."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_loop import batches, build, equal, failing_first, run, state_of
+
+from dit_lora.data.loading.batch import Batch
+from dit_lora.training.loop import Loop, train
+from dit_lora.training.step import StepResult
+from dit_lora.training.step_rows import SentRows
+
+
+def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:
+    """What a run does to a step, in order; of a row that is read, also whether gradients of the next step are there."""
+    order: list[str] = []
+    forward, read, number = loop.watcher.forward, SentRows.read, [0]
+
+    def launched(step: int) -> Any:
+        number[0] = step
+        order.append(f"launch {step}")
+        return forward(step)
+
+    def noted(rows: SentRows) -> Any:
+        queued = all(p.grad is not None for p in loop.engine.model.parameters())
+        order.append(f"read before update {number[0]}" if queued else f"read {number[0]}")
+        return read(rows)
+
+    inner = loop.engine.optimizer.optimizer
+    step = inner.step
+
+    def updated(*arguments: Any) -> None:
+        order.append(f"update {number[0]}")
+        step(*arguments)
+
+    patch.setattr(loop.watcher, "forward", launched)
+    patch.setattr(SentRows, "read", noted)
+    patch.setattr(inner, "step", updated)
+    return order
+
+
+def test_a_step_is_read_once_the_next_ones_gradients_are_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two steps are in flight, unless a step is one to be read at once; the last one is."""
+    loop = replace(build(accumulate=2), at_once=lambda step: step == 3)
+    order = in_flight(loop, monkeypatch)
+    results = run(loop, 5, batches(10))
+    assert order == [
+        *("launch 1", "update 1"),
+        *("launch 2", "read before update 2", "update 2"),
+        *("launch 3", "read before update 3", "update 3", "read 3"),
+        *("launch 4", "update 4"),
+        *("launch 5", "read before update 5", "update 5", "read 5"),
+    ]
+    assert [result.step for result in results] == [1, 2, 3, 4, 5]
+
+
+def test_whoever_follows_a_run_finds_the_state_that_its_step_left() -> None:
+    """Read late or at once, on_step sees the same weights and moments, and the run is the same bits."""
+    found: list[list[list[torch.Tensor]]] = []
+    for late in (False, True):
+        loop = replace(build(accumulate=2), at_once=lambda step, late=late: not late)
+        states: list[list[torch.Tensor]] = []
+        run(loop, 4, batches(8), on_step=lambda r, s=states, loop=loop: s.append(state_of(loop)))
+        found.append(states)
+    assert len(found[0]) == 4
+    assert all(map(equal, *found))
+    assert not equal(found[0][0], found[0][1])
+
+
+def test_an_error_in_the_next_step_comes_after_the_step_that_was_taken() -> None:
+    """Whoever follows the run learns of the step first, as if it had been read at once."""
+    seen: list[int] = []
+    loop = build(accumulate=2, losses=failing_first({"5-0": RuntimeError("no memory")}))
+    with pytest.raises(RuntimeError, match="no memory"):
+        run(loop, 4, batches(8), on_step=lambda result: seen.append(result.step))
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("where", ["4-0", "5-0"])
+def test_an_error_in_a_step_that_followed_a_trip_is_not_raised(where: str) -> None:
+    """That step was never to be: it is taken again after the recovery, from its first micro-step on."""
+    faults = {"2-0": torch.nan, where: RuntimeError("of weights that went bad")}
+    loop = build(accumulate=2, losses=failing_first(faults), answers=[1])
+    results = run(loop, 4, batches(8))
+    assert [result.step for result in results] == [1, 2, 3, 4]
+    clean = build(accumulate=2)
+    run(clean, 4, batches(8))
+    assert equal(state_of(loop), state_of(clean))
+
+
+def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None:
+    def slow(step: int) -> Iterator[Batch]:
+        for number, batch in enumerate(batches(8)[2 * step :], start=2 * step):
+            if number == 5:  # of step 3, read while step 2 is not settled
+                time.sleep(0.2)
+            yield batch
+
+    loop, results = build(accumulate=2), list[StepResult]()
+    began = time.perf_counter()
+    train(loop, slow, start_step=0, steps=4, stop_asked=lambda: 0, on_step=results.append)
+    whole = time.perf_counter() - began
+    assert all(result.seconds > result.data_seconds > 0 for result in results)
+    assert results[2].data_seconds > 0.2
+    assert sum(result.seconds for result in results[:2]) < 0.2
+    assert 0.2 < sum(result.seconds for result in results) <= whole

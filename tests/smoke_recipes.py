@@ -1,0 +1,51 @@
+"""What each smoke recipe of a diffusion family needs to run in a test."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dit_lora.data.synthetic.clips import write_class_folders, write_shapes
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """What a smoke recipe needs to run here and to be quick."""
+
+    variant: str
+    """The tiny checkpoint."""
+    write_data: Callable[[Path], None] | None = None
+    """Its data; None for the clips of moving shapes."""
+    overrides: tuple[str, ...] = ()
+    prompt: str = "a red disc"
+    """Or a class's name."""
+    starts_from_image: bool = False
+
+
+def class_folders(folder: Path) -> None:
+    write_class_folders(folder, images=12, height=32, width=32)
+
+
+def class_clips(folder: Path) -> None:
+    write_class_folders(folder, images=6, height=32, width=48, frames=8)
+
+
+def captioned_images(folder: Path) -> None:
+    write_shapes(folder, clips=4, frames=1, height=64, width=96, fps=1)
+
+
+SMOKES = {
+    "cogvideox": Smoke("cogvideox-5b"),
+    "cogvideox_1.5": Smoke("cogvideox-1.5"),
+    "cogvideox_i2v": Smoke(
+        "cogvideox-5b-i2v",
+        overrides=("data.image_dropout=0.5", "train.batch_size=1"),
+        starts_from_image=True,
+    ),
+    "dit": Smoke("dit-tiny", class_folders, ("data.flip=true",), prompt="red disc"),
+    "dit_scratch": Smoke("dit-tiny", class_folders, prompt="blue square"),
+    "sana": Smoke("sana-fp16", captioned_images),
+    "sana_video": Smoke("sana-video"),
+    "video_dit": Smoke("video-dit-class", class_clips, prompt="red disc"),
+    "video_dit_lora": Smoke("video-dit-text", class_clips),
+    "latte": Smoke("latte"),
+}
