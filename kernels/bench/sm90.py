@@ -54,10 +54,9 @@ def _recorded() -> Iterator[list[tuple[str, int, Any]]]:
     launched: list[tuple[str, int, Any]] = []
     run = JITFunction.run
 
-    def compiles(kernel: Any, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+    def compiles(kernel: Any, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
         made = run(kernel, *args, grid=grid, **options | {"warmup": True})
         launched.append((kernel.__name__, math.prod(grid), made))
-        return made
 
     driver.set_active(_Hopper())
     JITFunction.run = compiles
@@ -171,12 +170,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f"triton {triton.__version__}, Python {platform.python_version()}, {date.today().isoformat()}, "
         f"`{shlex.join(['python', 'kernels/bench/sm90.py', *sys.argv[1:]])}`",
         "",
-        "| " + " | ".join(("case", "kernel", *TITLES)) + " |",
-        "|---|---|" + "---:|" * len(TITLES),
+        "| " + " | ".join(("op", "case", "kernel", *TITLES)) + " |",
+        "|---|---|---|" + "---:|" * len(TITLES),
     ]
     for row in rows:
         an_sm = row["in_flight"] * row["blocks"] * row["warps"] * 32 / 1024
-        cells = [row["case"], f"`{row['kernel']}`", *(str(row[c]) for c in COLUMNS), f"{an_sm:.0f}"]
+        names = (row["op"], row["case"], f"`{row['kernel']}`")
+        cells = (*names, *(str(row[column]) for column in COLUMNS), f"{an_sm:.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -229,7 +229,7 @@ def _backward_kernel(
     grad_b, grad_t, grad_residual_b, grad_residual_t, residual_b, residual_t, y_b, y_t,
     gate_b, gate_g, scale_b, scale_g,
     T, G, L, S, D, CHUNKS,
-    ROWS: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     first = program % CHUNKS * ROWS
@@ -243,7 +243,7 @@ def _backward_kernel(
     hats = tl.zeros((BLOCK_D,), ACC)
     dgate = tl.zeros((BLOCK_D,), ACC)
 
-    for i in range(ROWS):
+    for i in tl.range(0, ROWS, num_stages=STAGES):
         exists = first + i < L
         inside = columns < tl.where(exists, D, 0)
         t = g * L + first + i
@@ -291,12 +291,22 @@ def _strides(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
-def _block(channels: int, *, sums: bool = False) -> dict[str, int]:
+def _block(channels: int) -> dict[str, int]:
     """Return a row's block and its warps."""
-    # 16 values a thread are two 16-byte loads of bf16. With sums it is 8, as three of them are in registers too.
+    # 16 values a thread are two 16-byte loads of bf16.
     block = triton.next_power_of_2(channels)
-    warps = block // 256 if sums else block // 512
-    return {"BLOCK_D": block, "num_warps": min(max(warps, 1), 16)}
+    return {"BLOCK_D": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def _pipelined_block(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
+    """Return a row's block, its warps, and the rows that are on their way or summed at a time."""
+    block = _block(channels)
+    if not sums:
+        return block | {"STAGES": 1}
+    # 8 values a thread, as three sums are in registers too. Four rows at most wait in shared memory, and as many again.
+    size = 4 * block["BLOCK_D"] * dtype.itemsize
+    stages = 3 if size <= 2**15 else 2 if size <= 2**17 else 1
+    return block | {"num_warps": min(max(block["BLOCK_D"] // 256, 1), 32), "STAGES": stages}
 
 
 def _mean_and_rstd(stats: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -363,7 +373,7 @@ def launch_backward(
         _backward_kernel[(B * groups * chunks,)](
             *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
             T, groups, length, stats.stride(1), D, chunks,
-            ROWS=count, ACC=accumulator(residual.dtype), **_block(D, sums=any(wanted)),
+            ROWS=count, ACC=accumulator(residual.dtype), **_pipelined_block(D, residual.dtype, any(wanted)),
         )  # fmt: skip
     # Added up by torch, in one order whatever the order in which programs ran.
     return [

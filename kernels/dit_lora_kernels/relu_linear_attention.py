@@ -36,8 +36,7 @@ from dit_lora_kernels.support import (
     wide_dtype,
 )
 
-# A program holds the whole state in registers, of which it is 64 a thread at D = 128.
-MAX_D = 128
+MAX_D = 128  # a program holds the whole state in registers, then 64 a thread
 
 
 class BackwardOperands(NamedTuple):
@@ -135,7 +134,6 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
 
 
 # 2. kernels
-#
 # Every program walks one chunk of tokens of one head of one sample: (b, chunk, h), h fastest, so that programs in
 # flight together read neighbouring memory. It keeps the D x D state in registers over BLOCKS blocks of BLOCK_S
 # tokens. Sums over all tokens are partials, one a program, which the launcher adds up in one fixed order.
@@ -333,7 +331,6 @@ def output_kernel(
         high, middle, _low = _split(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
-        # Read again in slices: `_product` has q a slice at a time, and p . z needs whole rows, not rotated.
         p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
         inverse = _inverse(p, z, EPS)
         if WHOLE:
@@ -455,7 +452,7 @@ def key_grad_kernel(
 
 def tokens_per_program(s: int, d: int) -> int:
     """Return how many of `s` tokens of a head of `d` channels a program takes, a power of two."""
-    # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes; a short sequence needs no more than its own.
+    # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes.
     return min(512 if d <= 64 else 1024, max(32, triton.next_power_of_2(s)))
 
 
