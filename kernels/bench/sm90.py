@@ -188,17 +188,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words alone")
     parser.add_argument("--json", action="store_true", help="an object a line, with all accesses")
     given = parser.parse_args(argv)
-    rows = []
-    for op in given.op:
-        for name, launch in sm90_cases.CASES[op].items():
-            if given.case in name:
-                for row in compiled(name, launch):
-                    rows.append({"op": op} | row)
-                    if given.json:
-                        sys.stdout.write(json.dumps(rows[-1]) + "\n")
-                        sys.stdout.flush()
-    if not given.json:
-        sys.stdout.write(markdown(rows) + "\n")
+    chosen = [
+        (op, name, launch)
+        for op in given.op
+        for name, launch in sm90_cases.CASES[op].items()
+        if given.case in name
+    ]
+    rows = ({"op": op} | row for op, name, launch in chosen for row in compiled(name, launch))
+    if given.json:
+        sys.stdout.writelines(json.dumps(row) + "\n" for row in rows)
+    else:
+        sys.stdout.write(markdown(list(rows)) + "\n")
     return 0
 
 

@@ -79,7 +79,7 @@ def _element(dtype: torch.dtype) -> Any:
 
 
 Flat = tuple[int, int, torch.dtype]
-"""A contiguous tensor: its address, elements and dtype."""
+"""Address, elements and dtype of a contiguous tensor."""
 
 
 def _table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
@@ -98,7 +98,7 @@ def _table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
 
 
 class _Tables(NamedTuple):
-    """What a launch reads beside the elements: a group's most chunks, and the chunks of each dtype and alignment."""
+    """Tables that launches read: a group's most chunks, and the chunks of each dtype and alignment."""
 
     longest: int
     chunks: list[tuple[torch.dtype, bool, Tensor]]

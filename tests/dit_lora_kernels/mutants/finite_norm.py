@@ -19,7 +19,11 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("norms of a tensor's chunks over each other", "place[of] + index]", "place[of] + index * 0]"),
     ("every group in the first row", "group * longest + start", "start"),
     ("tensors of a group over each other", "used[group] += triton", "used[group] = triton"),
-    ("norms of chunks unwritten", "torch.zeros((count, longest)", "torch.empty((count, longest)"),
+    (
+        "norms of chunks unwritten",
+        "torch.zeros((count, tables.longest)",
+        "torch.empty((count, tables.longest)",
+    ),
     (
         "strides not looked at",
         "flat = [tensor.contiguous() for tensor in tensors]",
