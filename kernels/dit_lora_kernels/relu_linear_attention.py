@@ -241,7 +241,9 @@ def _add_outer(
     total, c, v, EXACT: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
     """Return total + c' @ v (BLOCK_D, BLOCK_D); EXACT where c is as it was in memory."""
-    if PRECISION != "bf16":
+    if EXACT and PRECISION == "tf32x3":  # as exact in one pass of TF32
+        total += tl.dot(tl.trans(c), v, input_precision="tf32")
+    elif PRECISION != "bf16":
         total += tl.dot(tl.trans(c), v, input_precision=PRECISION, out_dtype=ACC)
     elif EXACT:
         total = tl.dot(tl.trans(c.to(OPERAND)), v, total)
@@ -554,12 +556,10 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
         return
     dq, dk, dv = grads
     grad, q, k, v = (readable_rows(x) for x in operands[:4])
-    _, _, _, _, cos, sin, state, z = operands
-    cos, sin, table_b = _tables(operands.cos, operands.sin)
+    (cos, sin, table_b), state, z = _tables(*operands[4:6]), operands.state, operands.z
     dstate, dz = _partials(q)
     chunks, h = dz.shape[1:3]
     grid = (dz.shape[0] * chunks * h,)
-    # dk and dv follow from the state's gradient: where nobody wants them it is neither summed nor stored.
     keys = dk is not None or dv is not None
     query_grad_kernel[grid](
         grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
