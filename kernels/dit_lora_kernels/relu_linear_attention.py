@@ -476,16 +476,14 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
     dtypes = {x.dtype for x in operands}
     acc = operand = accumulator(operands[0].dtype)
     precision = "tf32x3" if all(dtype.itemsize == 2 for dtype in dtypes) else "ieee"
-    block_s, more = (
-        16 if wide_dtype(operands[0].dtype) is torch.float64 else 32,
-        {},
-    )  # what fits at D = 128
+    block_s = 16 if wide_dtype(operands[0].dtype) is torch.float64 else 32  # what fits at D = 128
+    launch: dict[str, Any] = {"num_warps": num_warps}
     if dtypes == {torch.bfloat16}:
         precision = "bf16"
         operand = acc if triton.knobs.runtime.interpret else tl.bfloat16
         block_s = _BF16_BLOCKS[kernel][block_d > 32]
         if kernel is query_grad_kernel and block_d <= 32:
-            more = {"maxnreg": 128, "num_stages": 4}  # without a spill
+            launch |= {"maxnreg": 128, "num_stages": 4}  # four programs an SM
     block_s = min(block_s, tokens)
     return {
         "D": d,
@@ -497,8 +495,7 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
         "BLOCK_D": block_d,
         "BLOCK_K": block_k,
         "BLOCKS": tokens // block_s,
-        "num_warps": num_warps,
-        **more,
+        **launch,
     }
 
 
