@@ -54,10 +54,9 @@ def _recorded() -> Iterator[list[tuple[str, int, Any]]]:
     launched: list[tuple[str, int, Any]] = []
     run = JITFunction.run
 
-    def compiles(kernel: Any, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+    def compiles(kernel: Any, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
         made = run(kernel, *args, grid=grid, **options | {"warmup": True})
         launched.append((kernel.__name__, math.prod(grid), made))
-        return made
 
     driver.set_active(_Hopper())
     JITFunction.run = compiles
@@ -171,12 +170,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f"triton {triton.__version__}, Python {platform.python_version()}, {date.today().isoformat()}, "
         f"`{shlex.join(['python', 'kernels/bench/sm90.py', *sys.argv[1:]])}`",
         "",
-        "| " + " | ".join(("case", "kernel", *TITLES)) + " |",
-        "|---|---|" + "---:|" * len(TITLES),
+        "| " + " | ".join(("op", "case", "kernel", *TITLES)) + " |",
+        "|---|---|---|" + "---:|" * len(TITLES),
     ]
     for row in rows:
         an_sm = row["in_flight"] * row["blocks"] * row["warps"] * 32 / 1024
-        cells = [row["case"], f"`{row['kernel']}`", *(str(row[c]) for c in COLUMNS), f"{an_sm:.0f}"]
+        names = (row["op"], row["case"], f"`{row['kernel']}`")
+        cells = (*names, *(str(row[column]) for column in COLUMNS), f"{an_sm:.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -188,17 +188,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words alone")
     parser.add_argument("--json", action="store_true", help="an object a line, with all accesses")
     given = parser.parse_args(argv)
-    rows = []
-    for op in given.op:
-        for name, launch in sm90_cases.CASES[op].items():
-            if given.case in name:
-                for row in compiled(name, launch):
-                    rows.append({"op": op} | row)
-                    if given.json:
-                        sys.stdout.write(json.dumps(rows[-1]) + "\n")
-                        sys.stdout.flush()
-    if not given.json:
-        sys.stdout.write(markdown(rows) + "\n")
+    chosen = [
+        (op, name, launch)
+        for op in given.op
+        for name, launch in sm90_cases.CASES[op].items()
+        if given.case in name
+    ]
+    rows = ({"op": op} | row for op, name, launch in chosen for row in compiled(name, launch))
+    if given.json:
+        sys.stdout.writelines(json.dumps(row) + "\n" for row in rows)
+    else:
+        sys.stdout.write(markdown(list(rows)) + "\n")
     return 0
 
 

@@ -1,8 +1,9 @@
 """Times, peak memory and launches of one call, on a GPU by its own clock, on a CPU by the host's.
 
-On a GPU every sample starts with cold caches: a buffer of three times the L2 is written before it, and then the GPU
-waits while the host enqueues the call, so that a time is the GPU's work and not the host's; what a launch costs
-the host is not in it, which is why launches are counted beside it.
+On a GPU every sample starts with cold caches: a buffer of three times the L2 is read before it (had it been written,
+the L2 would write it back within the sample), and then the GPU waits three times as long as the host was seen to
+take to enqueue the call, so that a time is the GPU's work and not the host's; what a launch costs the host is not in
+it, which is why launches are counted beside it.
 """
 
 import statistics
@@ -15,7 +16,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 REPETITIONS = 2
-_WAIT_CYCLES = 1_000_000  # about half a millisecond: longer than the host takes for one call
+_FEWEST_CYCLES = 1_000_000  # about half a millisecond
 _FEWEST, _MOST = 5, 100
 _FLUSH_CPU = 2**26  # more than the L2 of a core; a shared L3 may be larger
 
@@ -39,7 +40,8 @@ class Clock:
         size = _FLUSH_CPU
         if device.type == "cuda":
             size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
-        self._flush = torch.empty(size, dtype=torch.uint8, device=device)
+        self._flush = torch.ones(size // 4, dtype=torch.float32, device=device)
+        self._cycles_a_second = self._sleep_rate() if device.type == "cuda" else 0.0
 
     def wait(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -52,16 +54,31 @@ class Clock:
         call()
         self.wait()
         began = time.perf_counter()
-        self._sample(call, 1)
+        call()
+        enqueued = time.perf_counter() - began
+        self.wait()
+        cycles = max(int(3 * enqueued * self._cycles_a_second), _FEWEST_CYCLES)
+        began = time.perf_counter()
+        self._sample(call, 1, cycles)
         each = time.perf_counter() - began
-        return self._sample(call, min(_MOST, max(_FEWEST, int(seconds / each))))
+        return self._sample(call, min(_MOST, max(_FEWEST, int(seconds / each))), cycles)
 
-    def _sample(self, call: Call, count: int) -> list[float]:
-        """Return the milliseconds of each of `count` calls, with cold caches before each."""
+    def _sleep_rate(self) -> float:
+        """Return the cycles of `torch.cuda._sleep` that pass in a second."""
+        torch.cuda._sleep(_FEWEST_CYCLES)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(20 * _FEWEST_CYCLES)
+        end.record()
+        self.wait()
+        return 20 * _FEWEST_CYCLES / (start.elapsed_time(end) / 1e3)
+
+    def _sample(self, call: Call, count: int, cycles: int) -> list[float]:
+        """Return the milliseconds of each of `count` calls, with cold caches before each; the GPU waits `cycles` first."""
         if self.device.type != "cuda":
             times = []
             for _ in range(count):
-                self._flush.zero_()
+                self._flush.sum()
                 began = time.perf_counter()
                 call()
                 times.append(1e3 * (time.perf_counter() - began))
@@ -72,8 +89,8 @@ class Clock:
         ]
         # Nothing waits within the loop: the GPU sleeps while the host enqueues, and finds all of a call's launches there.
         for start, end in pairs:
-            self._flush.zero_()
-            torch.cuda._sleep(_WAIT_CYCLES)
+            self._flush.sum()
+            torch.cuda._sleep(cycles)
             start.record()
             call()
             end.record()

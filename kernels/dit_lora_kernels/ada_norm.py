@@ -13,7 +13,6 @@ Backward reads the gradients of out and x' and x', and writes dx, 4u; with gate*
 trained, 6u. Kept for the backward: x' (which the caller keeps as the residual stream) and 4 or 8 bytes a row.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -24,11 +23,12 @@ from dit_lora_kernels.support import (
     accumulator,
     launch,
     launches,
-    next_power_of_2,
     on_its_device,
     op,
     packed,
+    pipelined_row_block,
     readable_rows,
+    row_block,
     tl,
     triton,
     wide_dtype,
@@ -233,7 +233,7 @@ def _backward_kernel(
     grad_b, grad_t, grad_residual_b, grad_residual_t, residual_b, residual_t, y_b, y_t,
     gate_b, gate_g, scale_b, scale_g,
     T, G, L, S, D, CHUNKS,
-    ROWS: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     first = program % CHUNKS * ROWS
@@ -247,7 +247,7 @@ def _backward_kernel(
     hats = tl.zeros((BLOCK_D,), ACC)
     dgate = tl.zeros((BLOCK_D,), ACC)
 
-    for i in range(ROWS):
+    for i in tl.range(0, ROWS, num_stages=STAGES):
         exists = first + i < L
         inside = columns < tl.where(exists, D, 0)
         t = g * L + first + i
@@ -295,15 +295,6 @@ def _strides(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
-@functools.cache
-def _block(channels: int, *, sums: bool = False) -> dict[str, int]:
-    """Return a row's block and its warps."""
-    # 16 values a thread are two 16-byte loads of bf16. With sums it is 8, as three of them are in registers too.
-    block = next_power_of_2(channels)
-    warps = block // 256 if sums else block // 512
-    return {"BLOCK_D": block, "num_warps": min(max(warps, 1), 16)}
-
-
 def _mean_and_rstd(stats: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return mean, None for RMSNorm, and rstd, each (B,S), of `stats`, which is rstd or (rstd, mean)."""
     return (stats[1] if stats.shape[0] == 2 else None), stats[0]
@@ -331,7 +322,7 @@ def launch_forward(
     launch(
         _forward_kernel, (B * T,), *rows, *affine, residual, out, *_mean_and_rstd(stats), *strides,
         T, length, stats.stride(1), D,
-        EPS=eps, ACC=accumulator(stream.x.dtype), **_block(D),
+        EPS=eps, ACC=accumulator(stream.x.dtype), **row_block(D),
     )  # fmt: skip
 
 
@@ -368,7 +359,7 @@ def launch_backward(
         launch(
             _backward_kernel, (B * groups * chunks,), *ordered, *_mean_and_rstd(stats), *tables, packed(weight), *rows, *partials, *strides,
             T, groups, length, stats.stride(1), D, chunks,
-            ROWS=count, ACC=accumulator(residual.dtype), **_block(D, sums=any(wanted)),
+            ROWS=count, ACC=accumulator(residual.dtype), **pipelined_row_block(D, residual.dtype, any(wanted)),
         )  # fmt: skip
     # Added up by torch, in one order whatever the order in which programs ran.
     return [

@@ -12,14 +12,24 @@ Traffic: every element is read once; a chunk, 24 bytes of table read and 8 writt
 Source: scaling as in J. L. Blue 1978, https://doi.org/10.1145/355769.355771; chunks as in torch._foreach_norm.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.support import accumulator, cdiv, launch, launches, op, tl, triton
+from dit_lora_kernels.support import (
+    accumulator,
+    cdiv,
+    launch,
+    launches,
+    on_its_device,
+    op,
+    tl,
+    triton,
+)
 
 # Elements that a program takes: 32 a thread of its 4 warps.
 CHUNK = 4096
@@ -77,45 +87,80 @@ def _element(dtype: torch.dtype) -> Any:
     }[dtype]
 
 
-def _table(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Return (chunks,3) int64 on the host: address, elements and place of the norm.
+Flat = tuple[int, int, torch.dtype]
+"""Address, elements and dtype of a contiguous tensor."""
 
-    Tensors are of one dtype; the places of one tensor's chunks are consecutive.
+
+def _table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
+    """Return (chunks,3) int64 on the host, each chunk's address, elements and place of the norm.
+
+    `rows` has each tensor's address, elements and first chunk's place; those of its other chunks follow.
     """
-    rows = [(t.data_ptr(), t.numel(), place) for t, place in zip(tensors, places, strict=True)]
     address, size, place = torch.tensor(rows, dtype=torch.int64).unbind(1)
     chunks = (size + CHUNK - 1) // CHUNK
     # Vectorised, as a model's gradients are thousands of chunks: `of` is each chunk's tensor, `index` its number there.
     of = torch.repeat_interleave(chunks)
     index = torch.arange(len(of)) - (chunks.cumsum(0) - chunks)[of]
     left = size[of] - index * CHUNK
-    start = address[of] + index * (CHUNK * tensors[0].element_size())
+    start = address[of] + index * (CHUNK * element_size)
     return torch.stack([start, left.clamp(max=CHUNK), place[of] + index], dim=1)
 
 
+class _Tables(NamedTuple):
+    """Tables that launches read: a group's most chunks, and the chunks of each dtype and alignment."""
+
+    longest: int
+    chunks: list[tuple[torch.dtype, bool, Tensor]]
+
+
+def _tables(
+    device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[Flat, ...]
+) -> _Tables:
+    """Return the tables, on the device, of contiguous tensors at these addresses; see `_launch`."""
+    # A row a group, padded with zeros; a chunk's place does not depend on which launch it is in.
+    used = [0] * count
+    starts = []
+    for (_, elements, _), group in zip(flat, groups, strict=True):
+        starts.append(used[group])
+        used[group] += cdiv(elements, CHUNK)
+    longest = max(used)
+    launched = defaultdict(list)
+    for (address, elements, dtype), group, start in zip(flat, groups, starts, strict=True):
+        if elements:
+            aligned = address % 16 == 0 and elements % 16 == 0
+            launched[dtype, aligned].append((address, elements, group * longest + start))
+    chunks = []
+    for (dtype, aligned), rows in launched.items():
+        table = _table(rows, dtype.itemsize)
+        if device.type == "cuda":  # pinned, so that the host does not wait for the copy
+            table = table.pin_memory().to(device, non_blocking=True)
+        chunks.append((dtype, aligned, table))
+    return _Tables(longest, chunks)
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_tables(_stream: int, *args: Any) -> _Tables:
+    """Return `_tables(*args)`: of arguments that are equal once more, those of the last time."""
+    # Never stale: a table is these numbers and nothing else, whatever tensors are at the addresses by now. One that was
+    # copied on another stream might not be there yet, so the stream is one of them.
+    return _tables(*args)
+
+
+@on_its_device
 def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
     """Return the groups' norms (count,) in fp64, by one launch for each dtype and alignment that there is."""
     device = tensors[0].device
-    # A row a group, padded with zeros; a chunk's place does not depend on which launch it is in.
-    used = [0] * count
-    places = []
-    for tensor, group in zip(tensors, groups, strict=True):
-        places.append(used[group])
-        used[group] += cdiv(tensor.numel(), CHUNK)
-    longest = max(used)
-    norms = torch.zeros((count, longest), dtype=torch.float64, device=device)
-    launched = defaultdict(list)
-    for tensor, group, place in zip(tensors, groups, places, strict=True):
-        if tensor.numel() == 0:
-            continue
-        # `launched` holds on to a copy until its launch: a freed one's memory could be given away before.
-        flat = tensor.contiguous()
-        aligned = flat.data_ptr() % 16 == 0 and flat.numel() % 16 == 0
-        launched[flat.dtype, aligned].append((flat, group * longest + place))
-    for (dtype, aligned), chosen in launched.items():
-        table = _table(*zip(*chosen, strict=True))
-        if device.type == "cuda":  # pinned, so that the host does not wait for the copy
-            table = table.pin_memory().to(device, non_blocking=True)
+    # Held until all is launched: a freed copy's memory could be given away before.
+    flat = [tensor.contiguous() for tensor in tensors]
+    found = (device, tuple(groups), count, tuple((t.data_ptr(), t.numel(), t.dtype) for t in flat))
+    on_gpu = device.type == "cuda"
+    # While a graph is captured memory belongs to it, and what was copied is there at its replay alone.
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        tables = _tables(*found)
+    else:
+        tables = _kept_tables(torch.cuda.current_stream().cuda_stream if on_gpu else 0, *found)
+    norms = torch.zeros((count, tables.longest), dtype=torch.float64, device=device)
+    for dtype, aligned, table in tables.chunks:
         launch(
             _chunk_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=_element(dtype), ALIGNED=aligned,
             ACC=accumulator(dtype), num_warps=4,

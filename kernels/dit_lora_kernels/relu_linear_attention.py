@@ -40,8 +40,7 @@ from dit_lora_kernels.support import (
     wide_dtype,
 )
 
-# A program holds the whole state in registers, of which it is 64 a thread at D = 128.
-MAX_D = 128
+MAX_D = 128  # a program holds the whole state in registers, then 64 a thread
 
 
 class BackwardOperands(NamedTuple):
@@ -139,7 +138,6 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
 
 
 # 2. kernels
-#
 # Every program walks one chunk of tokens of one head of one sample: (b, chunk, h), h fastest, so that programs in
 # flight together read neighbouring memory. It keeps the D x D state in registers over BLOCKS blocks of BLOCK_S
 # tokens. Sums over all tokens are partials, one a program, which the launcher adds up in one fixed order.
@@ -247,7 +245,9 @@ def _add_outer(
     total, c, v, EXACT: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
     """Return total + c' @ v (BLOCK_D, BLOCK_D); EXACT where c is as it was in memory."""
-    if PRECISION != "bf16":
+    if EXACT and PRECISION == "tf32x3":  # as exact in one pass of TF32
+        total += tl.dot(tl.trans(c), v, input_precision="tf32")
+    elif PRECISION != "bf16":
         total += tl.dot(tl.trans(c), v, input_precision=PRECISION, out_dtype=ACC)
     elif EXACT:
         total = tl.dot(tl.trans(c.to(OPERAND)), v, total)
@@ -337,7 +337,6 @@ def output_kernel(
         high, middle, _low = _split(_load(state_ptr, columns, columns, D, D, D, ACC), OPERAND)
     for block in range(BLOCKS):
         rows = (chunk * BLOCKS + block) * BLOCK_S + tl.arange(0, BLOCK_S)
-        # Read again in slices: `_product` has q a slice at a time, and p . z needs whole rows, not rotated.
         p = _relu(_load(q_ptr, rows, columns, q_s, S, D, ACC))
         inverse = _inverse(p, z, EPS)
         if WHOLE:
@@ -459,7 +458,7 @@ def key_grad_kernel(
 
 def tokens_per_program(s: int, d: int) -> int:
     """Return how many of `s` tokens of a head of `d` channels a program takes, a power of two."""
-    # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes; a short sequence needs no more than its own.
+    # Partials are then an eighth (D = 32) or 2/5 (112) of k's and v's bytes.
     return min(512 if d <= 64 else 1024, max(32, next_power_of_2(s)))
 
 
@@ -482,13 +481,13 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
     acc = operand = accumulator(operands[0].dtype)
     precision = "tf32x3" if all(dtype.itemsize == 2 for dtype in dtypes) else "ieee"
     block_s = 16 if wide_dtype(operands[0].dtype) is torch.float64 else 32  # what fits at D = 128
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"num_warps": num_warps}
     if dtypes == {torch.bfloat16}:
         precision = "bf16"
         operand = acc if triton.knobs.runtime.interpret else tl.bfloat16
         block_s = _BF16_BLOCKS[kernel][block_d > 32]
         if kernel is query_grad_kernel and block_d <= 32:
-            more = {"maxnreg": 128, "num_stages": 4}  # without a spill
+            more |= {"maxnreg": 128, "num_stages": 4}  # four programs an SM
     return {
         "D": d,
         "ACC": acc,
@@ -499,7 +498,6 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
         "BLOCK_D": block_d,
         "BLOCK_K": block_k,
         "BLOCKS": tokens // block_s,
-        "num_warps": num_warps,
         **more,
     }
 
@@ -558,12 +556,10 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
         return
     dq, dk, dv = grads
     grad, q, k, v = (readable_rows(x) for x in operands[:4])
-    _, _, _, _, cos, sin, state, z = operands
-    cos, sin, table_b = _tables(operands.cos, operands.sin)
+    (cos, sin, table_b), state, z = _tables(*operands[4:6]), operands.state, operands.z
     dstate, dz = _partials(q)
     chunks, h = dz.shape[1:3]
     grid = (dz.shape[0] * chunks * h,)
-    # dk and dv follow from the state's gradient: where nobody wants them it is neither summed nor stored.
     keys = dk is not None or dv is not None
     launch(
         query_grad_kernel, grid, grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,

@@ -251,3 +251,23 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 return True
     return False
+
+
+@functools.cache
+def row_block(channels: int) -> dict[str, int]:
+    """Return a row's block and its warps."""
+    # 16 values a thread are two 16-byte loads of bf16.
+    block = next_power_of_2(channels)
+    return {"BLOCK_D": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+@functools.cache
+def pipelined_row_block(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
+    """Return a row's block, its warps, and the rows that are on their way or summed at a time."""
+    block = row_block(channels)
+    if not sums:
+        return block | {"STAGES": 1}
+    # 8 values a thread, as three sums are in registers too. Four rows at most wait in shared memory, and as many again.
+    size = 4 * block["BLOCK_D"] * dtype.itemsize
+    stages = 3 if size <= 2**15 else 2 if size <= 2**17 else 1
+    return block | {"num_warps": min(max(block["BLOCK_D"] // 256, 1), 32), "STAGES": stages}

@@ -229,11 +229,17 @@ def test_agrees_without_the_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(value, made[name], msg=name)
 
 
+@pytest.mark.thorough
 def test_compiled_for_sm90(sm90: Callable[[str], list[dict[str, Any]]]) -> None:
-    for case in sm90("ada_norm"):
-        # One 8-byte value a thread at D 5120 with every table's gradient, of 512 threads that share 64k registers.
-        assert case["spills"] <= (8 if case["name"] == "wan backward with tables" else 0), case
-        statistics = (4, 4) if "ltx" not in case["name"] else (4,)
+    """No spills but one (docs/benchmarks/sm90.md); 16 bytes a thread, but for mean and rstd."""
+    cases = sm90("ada_norm")
+    assert len(cases) == 16
+    for case in cases:
+        assert case["spills"] <= (16 if case["case"] == "wan backward with tables" else 0), case
         rows = [width for width in case["loads"] + case["stores"] if width != 4]
+        if "with tables" in case["case"]:  # rows on their way go past registers, to shared memory
+            assert min(case["stores"]) >= 16, case
+            continue
         assert set(rows) == {16}, case
-        assert len(case["loads"]) + len(case["stores"]) - len(rows) == len(statistics), case
+        statistics = 1 if "ltx" in case["case"] else 2
+        assert len(case["loads"]) + len(case["stores"]) - len(rows) == statistics, case

@@ -177,6 +177,37 @@ def test_not_differentiable_and_the_same_under_autocast(kernel: bool) -> None:
         assert torch.equal(finite_norms(given, GROUPS, COUNT), plain)
 
 
+def test_tables_are_made_once_and_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of address, size, dtype, group and count is looked at, and values are read anew."""
+    made: list[Any] = []
+    whole = module._table
+    monkeypatch.setattr(module, "_table", lambda *args: made.append(args) or whole(*args))
+    module._kept_tables.cache_clear()
+    given = tensors([torch.float32])
+    finite_norms(given, GROUPS, COUNT)
+    before = len(made)
+    for tensor in given:
+        tensor.mul_(3)
+    close(finite_norms(given, GROUPS, COUNT), exact(given, GROUPS, COUNT))
+    assert len(made) == before
+    shorter = [given[0], *given[2:3], *given[2:]]
+    shorter[1] = given[2].view(-1)[:100]
+    elsewhere = [t.clone() * 2 for t in given]
+    halves = [t.view(torch.float16) if i == 2 else t for i, t in enumerate(given)]
+    given[2].fill_(1.5)  # finite as fp16 too
+    transposed = [torch.stack([t, t]).t() if t.ndim == 1 else t for t in given]
+    for other, groups, count in (
+        (shorter, GROUPS, COUNT),
+        (elsewhere, GROUPS, COUNT),
+        (halves, GROUPS, COUNT),
+        (given, GROUPS[::-1], COUNT),
+        (given, GROUPS, COUNT + 2),
+        (transposed, GROUPS, COUNT),
+        (given, GROUPS, COUNT),
+    ):
+        close(finite_norms(other, groups, count), exact(other, groups, count))
+
+
 def test_no_synchronisation_with_the_host() -> None:
     """On a GPU a copy that waits raises; on a CPU the same lines run unwatched."""
     given = tensors(FLOATS)
@@ -194,7 +225,8 @@ def test_no_synchronisation_with_the_host() -> None:
 def test_addresses_beyond_two_to_the_31() -> None:
     """Of memory that nothing touches: 2^31 elements and a few, 4 GiB."""
     tensor = torch.empty(2**31 + 5, dtype=torch.bfloat16)
-    address, elements, place = module._table([tensor[:9], tensor], [3, 5]).unbind(1)
+    rows = [(tensor.data_ptr(), 9, 3), (tensor.data_ptr(), tensor.numel(), 5)]
+    address, elements, place = module._table(rows, 2).unbind(1)
     chunks = 2**31 // CHUNK + 1
     assert [len(address), elements[0], place[0]] == [chunks + 1, 9, 3]
     assert torch.equal(place[1:], 5 + torch.arange(chunks))
@@ -256,4 +288,4 @@ def test_compiled_for_sm90(sm90: Callable[[str], list[dict[str, Any]]]) -> None:
         assert case["spills"] == 0, case
         assert case["registers"] <= 128, case
         elements = case["loads"][2:-1]  # after address and size, before the place
-        assert set(elements) == {4 if "unaligned" in case["name"] else 16}, case
+        assert set(elements) == {4 if "unaligned" in case["case"] else 16}, case
