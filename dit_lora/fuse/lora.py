@@ -61,10 +61,12 @@ def why_not(layer: Any) -> str | None:
 
 def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return a LoRA linear layer's output (..., O), by `lora_linear` where `why_not` is None."""
-    # By identity of the input: a hook that gave the layer another one must get that one's output.
-    source, y = layer.__dict__.pop(_READY, (None, None))
-    if source is x and y is not None and not (args or kwargs):
-        return y
+    # While compiling, `project` leaves nothing here, and Dynamo could not trace the look.
+    if not torch.compiler.is_compiling():
+        # By identity of the input: a hook that gave the layer another one must get that one's output.
+        source, y = layer.__dict__.pop(_READY, (None, None))
+        if source is x and y is not None and not (args or kwargs):
+            return y
     parts = "given more than x" if args or kwargs else _read(layer)
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
