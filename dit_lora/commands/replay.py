@@ -26,6 +26,7 @@ from dit_lora.guard.suspects import Suspects
 from dit_lora.guard.switches import (
     Switch,
     all_switches,
+    choose_cudnn,
     find_switch,
     in_fp32,
     kept_attention,
@@ -98,7 +99,7 @@ def replay_bundle(
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
         stack.enter_context(kept_attention())
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as runs do
+        choose_cudnn(masked=get_family(recipe.model.family).masked_attention)
         switches: list[Switch] = all_switches(transformer)
         names = {switch.name for switch in switches}
         # A recorded name may be missing here: another machine has other kernels and backends.

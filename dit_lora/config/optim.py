@@ -157,6 +157,9 @@ class TrainConfig(Section):
     compile: bool = False
     """torch.compile of the transformer's blocks, for each shape once; kept in the cache's folder. Values change in
     the last bits."""
+    deterministic: bool = False
+    """PyTorch's deterministic algorithms alone, so that a GPU too repeats itself bit for bit; slower, above all in
+    attention's backward pass. An op that has none ends the run by its name. On a CPU runs repeat themselves anyway."""
     vlb: bool | None = None
     """Models with a learned variance (DiT, Latte): train the variance too, by the variational bound; null for
     yes where the checkpoint has one."""

@@ -44,13 +44,13 @@ TESTED: Mapping[str, Tested] = {
     "transformers": Tested("5.0", "5.23.0", 6),
     "peft": Tested("0.20", "0.21.2", 1),
     "accelerate": Tested("1.15", "1.15.0", 2),
-    "huggingface_hub": Tested("2.0", "2.4.0", 3),
+    "huggingface_hub": Tested("1.32", "2.4.0", 3),
     "safetensors": Tested("0.8", "0.8.0", 1),
-    "av": Tested("14", "18.1.0", 19),
+    "av": Tested("14.1", "18.1.0", 19),
     "triton": Tested("3.6", "3.9.0", 4, required=False),  # the floor is what torch 2.11 pins
     "flash-attn": Tested("2.7", None, 3, required=False),
     "liger-kernel": Tested("0.8.5", "0.8.5", 1, required=False),
-    "bitsandbytes": Tested("0.45", "0.50.2", 1, required=False),
+    "bitsandbytes": Tested("0.48", "0.50.2", 1, required=False),
     "deepspeed": Tested("0.19.8", "0.19.8", 1, required=False),
     "prodigyopt": Tested("1.1.2", "1.1.2", 2, required=False),
 }
@@ -163,7 +163,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "cudnn-sdpa-backward",
         "handled",
         "cuDNN's attention backward gives NaN gradients with a mask (reported on H100 and H200)",
-        "nothing to do: the run calls torch.backends.cuda.enable_cudnn_sdp(False)",
+        "nothing to do: attention with a mask is kept off cuDNN",
         "https://github.com/pytorch/pytorch/issues/196678",
         matches=lambda env: (
             bool(env.torch_cuda and env.devices) and _within(env, "torch", (2, 11, 0))
@@ -192,18 +192,6 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "pip uninstall -y flash-attn",
         "https://github.com/NUS-HPC-AI-Lab/VideoSys/issues/107",
         matches=lambda env: "flash-attn" in env.versions and env.torch_cuda == "12.4",
-    ),
-    KnownBad(
-        "triton-interpreter-numpy-2.4",
-        "refuse",
-        "Triton 3.6's interpreter fails in tl.dot with numpy 2.4 or later, and there is no GPU",
-        'pip install "torch>=2.12,<3" "triton>=3.7,<4"',  # torch 2.11 pins triton 3.6
-        "https://github.com/triton-lang/triton/issues/9171",
-        matches=lambda env: (
-            not env.devices  # with one, Triton compiles
-            and _within(env, "triton", (3, 6, 0), (3, 7, 0))
-            and _within(env, "numpy", (2, 4, 0))
-        ),
     ),
     KnownBad(
         "torchvision-of-another-torch",

@@ -111,6 +111,8 @@ class Family:
     """The recipe that the family's name stands for: its smallest."""
     licenses: Mapping[str, License] = field(default_factory=dict)
     """Licences of bases by patterns of Hub ids, of which the first that fits counts; each base's own page is the source."""
+    masked_attention: bool = False
+    """True if its model may give PyTorch's attention a mask."""
     called_alone: tuple[str, ...] = ()
     """Parts of blocks that the model calls by themselves too, outside of their block."""
 
@@ -178,6 +180,7 @@ class ChatFamily(Family):
 
     lora_within: tuple[str, ...]
     """The submodules in which `lora_targets` are looked for, such as the language model."""
+    masked_attention: bool = True
     tells_times: bool = True
     """True if its models are told when frames are, whatever `chat.timestamps` is left at."""
 

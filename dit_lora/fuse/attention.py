@@ -8,6 +8,7 @@ Shapes: B batch, S query tokens, K key tokens, R rotated tokens, H heads, D head
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
 from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.fuse.lora import project
@@ -79,23 +81,31 @@ def attend(
     """
     name = None if backend is None else AttentionBackendName(backend)
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
-    with _no_cudnn(mask):
-        return dispatch_attention_fn(
-            query, key, value, attn_mask=mask, backend=name, parallel_config=parallel
-        )
+    dispatch = partial(
+        dispatch_attention_fn,
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        backend=name,
+        parallel_config=parallel,
+    )
+    if mask is None or not mask.is_cuda:
+        return dispatch()
+    # Dynamo knows `sdpa_kernel` and none of the functions that ask or set one backend.
+    with sdpa_kernel([_MASKED[i] for i in _enabled()]):
+        return dispatch()
 
 
-@contextmanager
-def _no_cudnn(mask: torch.Tensor | None) -> Iterator[None]:
-    """Switch PyTorch's cuDNN attention off within it if there is a mask, and on again if it was on."""
-    if mask is None or not mask.is_cuda or not cuda.cudnn_sdp_enabled():
-        yield
-        return
-    cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        cuda.enable_cudnn_sdp(True)
+_MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""PyTorch's backends that may be given a mask."""
+
+
+@torch.compiler.assume_constant_result
+def _enabled() -> tuple[int, ...]:
+    """Return the places in `_MASKED` of the backends that are on: what the guard switched off stays off."""
+    on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
+    return tuple(place for place, enabled in enumerate(on) if enabled)
 
 
 def project_qkv(
@@ -305,9 +315,14 @@ class SharedInputProcessor(FusedProcessor):
 def heads_mask(
     attn: Attention, mask: torch.Tensor | None, source: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return a block's mask of the tokens of `source` (B, K, .) as attention takes it, (B, H, 1 or S, K)."""
+    """Return a block's mask of the tokens of `source` (B, K, .) as attention takes it, (B, 1 or H, 1 or S, K)."""
     if mask is None:
         return None
+    batch, tokens = source.shape[:2]
+    if (
+        len(mask) == batch and mask.shape[-1] == tokens
+    ):  # one mask for all heads, of which PyTorch makes no copies
+        return mask.reshape(batch, 1, -1, tokens)
     # It repeats the mask for each head within the batch, which the view takes apart.
     mask = attn.prepare_attention_mask(mask, source.shape[1], len(source))
     return mask.view(len(source), attn.heads, -1, mask.shape[-1])

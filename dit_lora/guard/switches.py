@@ -56,6 +56,14 @@ def attention_switches() -> list[Switch]:
     return [_attention(names) for names in sets]
 
 
+def choose_cudnn(*, masked: bool) -> None:
+    """Let PyTorch attend by cuDNN if there is a GPU and no mask: with one, its backward can give NaN.
+
+    `masked` says whether the model's own code may give a mask (pytorch#196678, torch 2.11 and later).
+    """
+    cuda.enable_cudnn_sdp(torch.cuda.is_available() and not masked)
+
+
 @contextmanager
 def kept_attention() -> Iterator[None]:
     """Leave the same backends on afterwards as before."""

@@ -1,6 +1,7 @@
 """The wiring of a run: every setting reaches what it sets, and validation only looks."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
                 "text": batch["prompt_embeds"].clone(),
                 "checkpointing": transformer.is_gradient_checkpointing,
                 "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
-                "rates": None,
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
             }
         )
         return losses(self, transformer, batch, streams)
@@ -99,6 +100,42 @@ def test_checkpointing_and_cudnn_are_set(
         lora_main([*smoke, *UNCOMPARED, *args])
         assert {call["checkpointing"] for call in calls} == {mode != "none"}
         assert not any(call["cudnn"] for call in calls)
+
+
+def test_deterministic_algorithms_are_those_of_the_run_alone_and_change_nothing_on_a_cpu(
+    lora_main: Main,
+    smoke: list[str],
+    tmp_path: Path,
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    losses = []
+    for asked in ("false", "true"):
+        calls.clear()
+        run = tmp_path / asked
+        args = ["train.steps=2", f"train.deterministic={asked}", f"run.dir={run}"]
+        lora_main([*smoke, *UNCOMPARED, *args])
+        assert {call["deterministic"] for call in calls} == {asked == "true"}
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == (asked == "true")
+        assert not torch.are_deterministic_algorithms_enabled()
+        losses.append([line["loss"] for line in metrics(run)])
+    assert losses[0] == losses[1]
+
+
+def test_an_op_without_a_deterministic_way_ends_the_run_by_its_name(
+    lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = CogVideoXCheckpoint.losses
+
+    def losses(self: Any, transformer: Any, batch: Any, streams: Streams) -> LossOutput:
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
+        return stock(self, transformer, batch, streams)
+
+    monkeypatch.setattr(CogVideoXCheckpoint, "losses", losses)
+    with pytest.raises(DitLoraError, match=r"train.deterministic: PyTorch's put_ has no"):
+        lora_main([*smoke, *UNCOMPARED, f"run.dir={tmp_path / 'run'}", "train.deterministic=true"])
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_caption_dropout_reaches_training(

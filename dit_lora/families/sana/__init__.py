@@ -32,6 +32,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
+    masked_attention=True,  # of captions
     pipeline_names=("SanaPipeline",),
     default_recipe="sana/600m_512",
     # Its cards: "NSCL v2-custom, ./LICENSE.txt", and Gemma's terms for the text encoder.

@@ -17,6 +17,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
+    masked_attention=True,  # of captions
     pipeline_names=("SanaVideoPipeline",),
     default_recipe="sana/video_2b",
     licenses={

@@ -27,6 +27,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
+    masked_attention=True,  # of captions
     pipeline_names=("VideoDiTPipeline",),
     default_recipe="video_dit/ucf101_lora",
     comfyui="ComfyUI has no such model",

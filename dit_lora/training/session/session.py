@@ -25,10 +25,12 @@ from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
 from dit_lora.errors import DitLoraError, listed, show, unwritable
-from dit_lora.families import CHAT_FAMILIES
+from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.files import write_whole
+from dit_lora.guard.switches import choose_cudnn
 from dit_lora.numerics.precision import Precision, choose_precision
 from dit_lora.terminal import printable
+from dit_lora.training.session.determinism import deterministic_algorithms
 from dit_lora.training.session.launch import (
     Sharding,
     require_shared,
@@ -107,6 +109,12 @@ class Session:
 @contextmanager
 def running(recipe: Recipe) -> Iterator[Session]:
     """Yield a started run; close its trackers and its process group, whatever ends it."""
+    with deterministic_algorithms(recipe.train.deterministic), _started(recipe) as session:
+        yield session
+
+
+@contextmanager
+def _started(recipe: Recipe) -> Iterator[Session]:
     session = _start(recipe)
     failed = True
     try:
@@ -146,8 +154,7 @@ def _start(recipe: Recipe) -> Session:
     on_gpu = torch.cuda.is_available()
     # The recipe decides and not the launch: one owner of autocast.
     precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
-    # pytorch#196678: its backward gives NaN with a mask tensor, torch 2.11 and later.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    choose_cudnn(masked=get_family(recipe.model.family).masked_attention)
     accelerator = Accelerator(
         cpu=not on_gpu,
         mixed_precision=precision.mixed,

@@ -88,7 +88,7 @@ def test_floors_are_those_of_pyproject():
 
 JUDGED = {
     "tested": "torch=2.13.0+cu126 triton=3.9.0",
-    "in range": "torch=2.11.0+cu130 torch=2.13.1 diffusers=0.42.0 av=14.0.0",
+    "in range": "torch=2.11.0+cu130 torch=2.13.1 diffusers=0.42.0 av=14.1.0",
     "untested": "torch=2.14.0 torch=2.14.0.dev20260901 diffusers=0.43.0 av=18.2.0 flash-attn=2.8.3",
     "refused": "torch=2.10.9 torch=3.0.0 torch=3.0.0.dev20260901 torch=nonsense diffusers=0.41.0 "
     "diffusers=1.0.0 av=19.0.0 bitsandbytes=0.44.1 flash-attn=3.0.0",
@@ -145,7 +145,7 @@ def test_a_cpu_build_of_torch_is_replaced_by_a_cpu_build():
     assert gpu.remedy == 'pip install "torch>=2.11,<3"'
 
 
-TRITON, VISION = "triton-interpreter-numpy-2.4", "torchvision-of-another-torch"
+VISION = "torchvision-of-another-torch"
 KNOWN = [
     ("cudnn-sdpa-backward", ON_GPU, "", ON_GPU, "torch=2.10.2"),
     ("cudnn-sdpa-backward", ON_GPU, "torch=2.11.0", NO_GPU, "torch=2.11.0"),
@@ -155,9 +155,6 @@ KNOWN = [
     ("peft-half-adapters", ON_CPU, "peft=0.11.1", ON_CPU, "peft=0.12.0"),
     ("flash-attn-cuda-12.4", ON_GPU, "flash-attn=2.8.3 cuda=12.4", ON_GPU, "cuda=12.4"),
     ("flash-attn-cuda-12.4", ON_GPU, "flash-attn=2.8.3 cuda=12.4", ON_GPU, "flash-attn=2.8.3"),
-    (TRITON, ON_CPU, "triton=3.6.0", ON_CPU, "triton=3.7.0"),
-    (TRITON, ON_CPU, "triton=3.6.0", ON_GPU, "triton=3.6.0"),
-    (TRITON, ON_CPU, "triton=3.6.0 numpy=2.4.0", ON_CPU, "triton=3.6.0 numpy=2.3.5"),
     (VISION, ON_GPU, "torchvision=0.27.1", ON_GPU, "torchvision=0.28.0"),
     (VISION, ON_CPU, "torchvision=0.28.0", ON_CPU, "torchvision=0.28.0+cpu"),
     (VISION, ON_CPU, "torchvision=0.28.0", ON_CPU, "torchvision=0.28.0 machine=aarch64"),

@@ -2,19 +2,22 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
 from kernel_checks import saved_bytes
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends import cuda
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import attention
-from dit_lora.fuse.attention import TRAINABLE, Recomputable, attend, require_backend
+from dit_lora.fuse.attention import TRAINABLE, Recomputable, attend, heads_mask, require_backend
 
 
 def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -42,44 +45,90 @@ class OnGpu(torch.Tensor):
         return True
 
 
+SETTERS = {
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+}
+
+
+def enabled() -> set[str]:
+    return {name for name, (is_on, _) in SETTERS.items() if is_on()}
+
+
+@pytest.fixture
+def backends() -> Iterator[None]:
+    """All of PyTorch's backends on within the test, and afterwards as before."""
+    before = enabled()
+    for _, enable in SETTERS.values():
+        enable(True)
+    yield
+    for name, (_, enable) in SETTERS.items():
+        enable(name in before)
+
+
+@pytest.mark.usefixtures("backends")
+@pytest.mark.parametrize("off", [(), ("flash",), ("efficient", "cudnn")])
 @pytest.mark.parametrize("masked", [False, True])
-def test_with_a_mask_cudnn_is_off_and_afterwards_as_before(
-    masked: bool, monkeypatch: pytest.MonkeyPatch
+def test_with_a_mask_cudnn_is_off_what_was_off_stays_so_and_afterwards_all_is_as_before(
+    masked: bool, off: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = cuda.cudnn_sdp_enabled()
     seen = []
 
     def dispatched(*_args: Any, **_kwargs: Any) -> None:
-        seen.append(cuda.cudnn_sdp_enabled())
+        seen.append(enabled())
         raise RuntimeError("as a backend may")
 
     monkeypatch.setattr(attention, "dispatch_attention_fn", dispatched)
-    cuda.enable_cudnn_sdp(True)
-    try:
-        mask = torch.ones(2, 1, 7, 7).as_subclass(OnGpu) if masked else None
-        with pytest.raises(RuntimeError, match="as a backend may"):
-            attend(*heads(), mask, None)
-        assert seen == [not masked]
-        assert cuda.cudnn_sdp_enabled()
-    finally:
-        cuda.enable_cudnn_sdp(before)
+    for name in off:
+        SETTERS[name][1](False)
+    left = set(SETTERS) - set(off)
+    mask = torch.ones(2, 1, 7, 7).as_subclass(OnGpu) if masked else None
+    with pytest.raises(RuntimeError, match="as a backend may"):
+        attend(*heads(), mask, None)
+    assert seen == [left - {"cudnn"} if masked else left]
+    assert enabled() == left
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_blocks_mask_is_kept_once_where_all_heads_share_it(per_head: bool, queries: int) -> None:
+    """Stock processors repeat it for each head; what is attended to is the same."""
+    attn = Attention(query_dim=24, heads=3, dim_head=8)
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.where(torch.rand(2, queries, 7, generator=generator) < 0.6, 0.0, -1e4)
+    mask[..., 0] = 0.0
+    stock = attn.prepare_attention_mask(mask, 7, 2)
+    found = heads_mask(attn, stock if per_head else mask, torch.empty(2, 7, 24))
+    assert found is not None
+    assert found.shape == (2, 3 if per_head else 1, queries, 7)
+    assert torch.equal(found.expand(2, 3, -1, -1), stock.view(2, 3, queries, 7))
+
+
+def test_a_compiled_block_with_a_mask_on_cuda_has_no_graph_break() -> None:
+    """Tensors that say that they are on a GPU, without values: what Dynamo traces is what it would there."""
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(2, 7, 3, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        )
+        mask = torch.empty(2, 1, 1, 7, device="cuda", dtype=torch.bfloat16)
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)
+        assert compiled(query, key, value, mask, None).shape == query.shape
+    torch._dynamo.reset()
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backends")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_mask_that_breaks_cudnns_backward_is_no_danger() -> None:
     """pytorch issue 196678: length 64 modulo 128, and rows whose log of summed exponentials is below -88.7."""
-    before = cuda.cudnn_sdp_enabled()
-    cuda.enable_cudnn_sdp(True)
-    try:
-        query, key, value = (x.requires_grad_() for x in heads(192, "cuda", torch.bfloat16))
-        mask = torch.full((2, 1, 192, 192), -200.0, device="cuda", dtype=torch.bfloat16)
-        mask[..., 96:, :] = 0.0
-        attend(query, key, value, mask, None).float().square().sum().backward()
-        for tensor in (query, key, value):
-            assert torch.isfinite(tensor.grad).all()
-    finally:
-        cuda.enable_cudnn_sdp(before)
+    query, key, value = (x.requires_grad_() for x in heads(192, "cuda", torch.bfloat16))
+    mask = torch.full((2, 1, 192, 192), -200.0, device="cuda", dtype=torch.bfloat16)
+    mask[..., 96:, :] = 0.0
+    attend(query, key, value, mask, None).float().square().sum().backward()
+    for tensor in (query, key, value):
+        assert torch.isfinite(tensor.grad).all()
 
 
 @pytest.mark.parametrize("name", ["sage", "aiter_fa2_hub", "flash3", ""])

@@ -14,6 +14,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.replay import MicroBatch, run
 from dit_lora.guard.switches import (
     attention_switches,
+    choose_cudnn,
     compile_switches,
     find_switch,
     in_fp32,
@@ -44,6 +45,18 @@ def every_backend_on() -> Iterator[None]:
     enable((True, True, True))
     yield
     enable(before)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_cudnn_attends_on_a_gpu_for_models_without_masks(
+    gpu: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    for before in (False, True):
+        cuda.enable_cudnn_sdp(before)
+        choose_cudnn(masked=masked)
+        assert cuda.cudnn_sdp_enabled() == (gpu and not masked)
 
 
 @pytest.mark.parametrize(

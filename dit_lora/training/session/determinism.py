@@ -1,0 +1,42 @@
+"""Deterministic algorithms within a run: `train.deterministic`."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dit_lora.errors import DitLoraError
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_SETTING = ":4096:8"  # eight buffers of 4 MiB; cuBLAS otherwise picks algorithms by what its streams left free
+_NONE = "does not have a deterministic implementation"  # in PyTorch's error
+
+
+@contextmanager
+def deterministic_algorithms(asked: bool) -> Iterator[None]:
+    """Let PyTorch take deterministic algorithms alone within it, if asked; set it before CUDA is first used.
+
+    Raises `DitLoraError` where an op has none. Memory that is not written is not filled: no op here reads any.
+    """
+    if not asked:
+        yield
+        return
+    os.environ.setdefault(_WORKSPACE, _SETTING)
+    before = torch.are_deterministic_algorithms_enabled()
+    memory = torch.utils.deterministic  # a module whose properties mypy does not see
+    filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if _NONE not in str(error):
+            raise
+        reason = str(error).partition(_NONE)[0].split()[-1]
+        raise DitLoraError(
+            f"train.deterministic: PyTorch's {reason} has no deterministic way here; set it to false"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
