@@ -77,6 +77,15 @@ def _ready(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
     return kept.weight
 
 
+def kept_bytes(model: nn.Module) -> int:
+    """Return the bytes that a fused model keeps beside its weights for products in fp8: codes for both ways, and scales."""
+    fusion = fusion_of(model)
+    names = [] if fusion is None else [name for op, name in fusion.replaced if op == OP]
+    layers: list[Any] = [model.get_submodule(name) for name in names]
+    shapes = [layer.base_layer.weight.shape for layer in layers]
+    return sum(2 * shape.numel() + 4 * sum(shape) for shape in shapes)
+
+
 def start(model: nn.Module, fusion: Fusion, *, insisted: bool) -> Switch:
     """Keep the noted layers' weights in fp8 from the model's next forward on, and return the switch of it."""
     weights = Fp8Weights(model, fusion)

@@ -13,6 +13,7 @@ from torch import nn
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import api
+from dit_lora.fuse import fp8 as of_fp8
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.guard.parity import differences, first_difference
 from dit_lora.guard.switches import find_switch, model_switches
@@ -41,8 +42,12 @@ def apart(found: Any, expected: Any) -> float:
     return float((off / size) ** 0.5)
 
 
+def has(module: nn.Module) -> bool:
+    return "_dit_lora_fp8" in module.__dict__
+
+
 def kept(model: nn.Module) -> int:
-    return sum("_dit_lora_fp8" in module.__dict__ for module in model.modules())
+    return sum(map(has, model.modules()))
 
 
 def test_a_machine_without_it_is_named(tiny_checkpoints: dict[str, Path]) -> None:
@@ -79,6 +84,9 @@ def test_a_model_is_within_what_is_stated(tiny_checkpoints: dict[str, Path], var
     assert "fp8" in report.ops
     found = step.gradients()
     assert 0 < kept(step.transformer) == sum(op == "fp8" for op, _ in report.fusion.replaced)
+    made = [m.__dict__["_dit_lora_fp8"].weight for m in step.transformer.modules() if has(m)]
+    tensors = [tensor for weight in made for matrix in weight for tensor in matrix]
+    assert of_fp8.kept_bytes(step.transformer) == sum(tensor.nbytes for tensor in tensors)
     exact = tiny_step(tiny_checkpoints, variant).gradients()
     assert apart(plain, exact) < 0.01
     assert 0.02 < apart(found, exact) < 0.05
