@@ -18,6 +18,7 @@ from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.guard.parity import differences, first_difference
 from dit_lora.guard.switches import find_switch, model_switches
 from dit_lora.numerics.quantized_linear import NarrowLinear
+from dit_lora.planning.search import subject_of
 from dit_lora_kernels import fp8, lora_linear
 
 WITH = {"fp8": "on", "lora_linear": "on"}
@@ -146,6 +147,17 @@ def test_a_wrong_one_is_blamed_and_a_right_one_is_not(
     switch.turn_off()
     assert list(found) == []
     assert kept(model) == 0
+
+
+def test_a_plan_for_a_gpu_counts_it(recipe_values: dict[str, Any]) -> None:
+    frozen = []
+    for mode in ("off", "on"):
+        recipe = parse_recipe(recipe_values | {"kernels": {"fp8": mode}}, "test")
+        subject = subject_of(recipe, gpu=True)
+        frozen.append(subject.weights(recipe).frozen)
+    layers = [m for m in subject.model(recipe).modules() if isinstance(m, LoraLayer)]
+    shapes = [layer.base_layer.weight.shape for layer in layers]
+    assert frozen[1] - frozen[0] == sum(2 * s.numel() + 4 * sum(s) for s in shapes) > 0
 
 
 @pytest.mark.usefixtures("able")

@@ -209,14 +209,6 @@ def test_a_gpus_block_saves_what_was_counted_by_another_way(
     assert a_block["full"] / tensor == pytest.approx(1.0, abs=0.02)
 
 
-def test_weights_in_fp8_are_counted_beside_the_others(tmp_path: Path) -> None:
-    frozen = {}
-    for mode in ("off", "on"):
-        with layers_of_5b(tmp_path / mode, 1, f"kernels.fp8={mode}") as (recipe, subject):
-            frozen[mode] = subject.weights(recipe).frozen
-    assert frozen["on"] - frozen["off"] == 4 * (2 * 3072 * 3072 + 4 * 2 * 3072)
-
-
 def test_storages_count_while_they_live() -> None:
     kept = torch.ones(8)
     with Live([kept]) as live:
