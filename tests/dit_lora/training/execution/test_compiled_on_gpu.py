@@ -12,9 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from dit_lora.fuse import attention
+from dit_lora.fuse import api, attention
 from dit_lora.training.execution.blocks import repeated_blocks
 
+IN_FP8 = "_dit_lora_fp8"
 MASKED = ("sana-1.5", "latte")
 """Whose attention to text takes a mask."""
 
@@ -75,6 +76,10 @@ def on_a_gpu(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def narrow(tensor: torch.Tensor) -> torch.dtype:
         return torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
 
+    def alike(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor)
+        return torch.empty(value.shape, dtype=value.dtype, device="cuda") if is_tensor else value
+
     def without_values(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -91,13 +96,42 @@ def on_a_gpu(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 module._parameters[name] = nn.Parameter(fake, requires_grad=weight.requires_grad)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = without_values(buffer)
+            if IN_FP8 in module.__dict__:
+                module.__dict__[IN_FP8] = tree_map(alike, module.__dict__[IN_FP8])
         return tree_map(without_values, (args, kwargs))
 
 
-@pytest.mark.skipif(
+def traced(block: nn.Module, args: Any, kwargs: Any) -> list[torch.fx.Node]:
+    """Every node of the block's one graph, those of the graphs inside of it too; all are on the GPU."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+
+        def run(*_: Any) -> Any:
+            raise _TracedError
+
+        return run
+
+    args, kwargs = on_a_gpu(block, args, kwargs)
+    block.compile(fullgraph=True, backend=backend, dynamic=False)
+    with pytest.raises(_TracedError):
+        block(*args, **kwargs)
+    (graph,) = graphs
+    inner = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    nodes = [node for module in inner for node in module.graph.nodes]
+    values = [node.meta.get("example_value") for node in nodes]
+    assert {value.device.type for value in values if isinstance(value, torch.Tensor)} == {"cuda"}
+    return nodes
+
+
+needs_cuda_build = pytest.mark.skipif(
     torch.version.cuda is None,
     reason="torch's CPU build cannot index a tensor that says it is on a GPU, with values or without",
 )
+
+
+@needs_cuda_build
 @pytest.mark.parametrize("variant", ["cogvideox-5b", "dit-tiny", "video-dit-text", *MASKED])
 def test_no_graph_breaks_where_tensors_are_on_a_gpu(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, variant: str
@@ -106,26 +140,18 @@ def test_no_graph_breaks_where_tensors_are_on_a_gpu(
 
     Dynamo traces the ops' backward with them. The graph's own would be run by autograd, which asks the GPU for a stream.
     """
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
-
-        def run(*_: Any) -> Any:
-            raise _TracedError
-
-        return run
-
     step = fused_step(tiny_checkpoints, variant)
-    block, *given = block_call(step, monkeypatch, masked=variant in MASKED)
-    args, kwargs = on_a_gpu(block, *given)
-    block.compile(fullgraph=True, backend=backend, dynamic=False)
-    with pytest.raises(_TracedError):
-        block(*args, **kwargs)
-    (graph,) = graphs
-    devices = {
-        node.meta["example_value"].device.type
-        for node in graph.graph.nodes
-        if isinstance(node.meta.get("example_value"), torch.Tensor)
-    }
-    assert devices == {"cuda"}
+    assert traced(*block_call(step, monkeypatch, masked=variant in MASKED))
+
+
+@needs_cuda_build
+def test_a_gpus_products_in_fp8_are_in_the_graph(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch checks the shapes, strides, dtypes and scales of what a GPU would be given."""
+    monkeypatch.setattr(api, "why_no_fp8", lambda: None)
+    step = tiny_step(tiny_checkpoints, "cogvideox-5b", mixed="bf16")
+    api.fuse(step.transformer, {"fp8": "on", "lora_linear": "on"}, check=False)
+    nodes = traced(*block_call(step, monkeypatch, masked=False))
+    products = [node for node in nodes if node.target is torch._scaled_mm]
+    assert len(products) == 4 * 2  # q, k, v and the output, forward and backward
